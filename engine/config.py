@@ -1,0 +1,90 @@
+"""`EngineConfig`: what a user may choose when opening an engine, checked and frozen; never what a device measured."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from headrace.engine.errors import InvalidParams
+from headrace.engine.params import invalid_params
+
+__all__ = ["EngineConfig", "parse_bytes"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(value: object) -> object:
+    """Turn "2GiB", "512 MB" or "1.5gib" into bytes; anything that is not a str passes through.
+
+    Raises:
+        ValueError: The text is not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _BYTES.fullmatch(value)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"not a size: {value!r}; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class EngineConfig(BaseModel):
+    """Options of `Engine`. Frozen and complete before use; what is None is chosen for the device when it opens.
+
+    Raises:
+        InvalidParams: A value is out of its range; names field, value and limit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+    """A folder in Hugging Face layout, a `.gguf` file, or a hub id (with `allow_download`)."""
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto` takes the best device there is."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Arithmetic of the model. `float32` uses no reduced precision anywhere; `auto` is the fastest for the device."""
+    load_format: Literal["auto", "random"] = "auto"
+    """`random` needs only a config.json (a folder, or the file itself) and invents weights: for benchmarks."""
+    allow_download: bool = False
+    """Let a hub id that is not on this machine be fetched from the hub."""
+    kv_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)] | None = None
+    """Bytes of keys and values, or text such as "2GiB"; None takes a share of what is free."""
+    page_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Tokens in a page."""
+    max_batched_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens in one step, prefill and decode together."""
+    max_rows: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Requests in one step."""
+    max_context: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of prompt and completion together; None is what the model was made for."""
+    max_unread_tokens: Annotated[int, Field(ge=1)] = 512
+    """Tokens a reader may leave unread before its request pauses."""
+    prefix_cache: bool = True
+    """Keep the pages of past prompts and completions for requests that start the same way."""
+    launch_ahead: Annotated[int, Field(ge=1, le=8)] = 2
+    """Steps that may be launched and not yet committed; a cancelled request returns its pages within as many."""
+    cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Threads of a CPU step; None leaves the process's torch setting alone."""
+    seed: int = 0
+    """Seeds the requests that name none: the same requests in the same order give the same tokens."""
+
+    def __init__(self, **values: Any) -> None:
+        """Validate `values`, turning pydantic's error into `InvalidParams`."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise invalid_params(error) from None
+
+    @model_validator(mode="after")
+    def _every_decode_fits(self) -> EngineConfig:
+        if self.max_rows and self.max_batched_tokens and self.max_batched_tokens < self.max_rows:
+            raise InvalidParams(
+                f"max_batched_tokens: must be at least max_rows ({self.max_rows}), got {self.max_batched_tokens}",
+                field="max_batched_tokens",
+                value=self.max_batched_tokens,
+                limit={"ge": self.max_rows},
+            )
+        return self

@@ -1,0 +1,316 @@
+"""`Engine`: opens a model inside the caller's event loop and turns prompts into streams; the public face of headrace.
+
+Owns the lifetime of everything else; never plans a step and never touches a tensor. Next to read: stream.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import EngineStopped, HeadraceError
+from headrace.engine.events import Choice, Completion
+from headrace.engine.generation import Generation, StopText
+from headrace.engine.loop import StepLoop
+from headrace.engine.opened import Opened
+from headrace.engine.params import SamplingParams
+from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
+from headrace.engine.requests import Asking, make_requests
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.stats import EngineInfo, EngineStats
+from headrace.engine.stream import TokenStream
+from headrace.engine.text import Detokenizer
+from headrace.engine.threads import Poster, Worker
+
+__all__ = ["Engine", "Message", "Prompt"]
+
+Message: TypeAlias = Mapping[str, str]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Raw text, token ids, or a chat of `{"role", "content"}` messages."""
+
+_DEFAULT_PARAMS = SamplingParams()
+
+
+class Engine:
+    """An inference engine that lives in the caller's event loop: `async with Engine("path/to/model") as engine`.
+
+    All methods are called on that event loop's thread. Several engines may be open at once.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        """Check the options; nothing is loaded before `async with`.
+
+        Args:
+            model: A model folder, a `.gguf` file or a hub id.
+            options: The fields of `EngineConfig`.
+
+        Raises:
+            InvalidParams: An option is unknown or out of its range.
+        """
+        self.config = EngineConfig(model=model, **options)
+        self._random = random.Random(self.config.seed)
+        self._opened: Opened | None = None
+        self._loop: StepLoop | None = None
+        self._closing: anyio.Event | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Load the model in a thread and start the step loop.
+
+        Raises:
+            ModelRejected: The model's files cannot be used.
+            DeviceUnavailable: The device is not there.
+            RuntimeError: The engine is already open.
+        """
+        if self._opened is not None or self._closing is not None:
+            raise RuntimeError("an Engine is opened once; make another for another opening")
+        self._post = Poster()
+        self._helper = Worker("headrace-helper", self._post)
+        self._waiter = Worker("headrace-waiter", self._post)
+        try:
+            self._opened = await self._helper.run(self._open)
+            await checkpoint()
+        except BaseException:
+            await self._return_resources()
+            raise
+        scheduler = Scheduler(self._opened.capacity, secret=os.urandom(32), prefix_cache=self.config.prefix_cache)
+        runner = self._opened.runner
+        self._loop = StepLoop(scheduler, runner, self._waiter, launch_ahead=self.config.launch_ahead)
+        self._tasks: TaskGroup = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._stopped = anyio.Event()
+        self._tasks.start_soon(self._drive, self._loop, name="headrace step loop")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what runs, return all memory and join all threads.
+
+        Raises:
+            EngineCrashed: The step loop died, and the block did not raise anything itself.
+        """
+        await self.aclose()
+        await self._tasks.__aexit__(None, None, None)
+        crashed = self._loop.crashed if self._loop is not None else None
+        if crashed is not None and error is None:
+            raise crashed
+
+    async def aclose(self, drain: float = 0.0) -> None:
+        """Take nothing new in, wait up to `drain` seconds for what runs, cancel the rest and return all memory.
+
+        May be called more than once, and before `async with` ends.
+        """
+        if self._loop is None:
+            return
+        if self._closing is None:
+            self._closing = anyio.Event()
+            if drain > 0.0:
+                with anyio.move_on_after(drain):
+                    await self._loop.drained()
+            with anyio.CancelScope(shield=True):
+                self._loop.close()
+                await self._stopped.wait()
+                await self._return_resources()
+            self._closing.set()
+        with anyio.CancelScope(shield=True):
+            await self._closing.wait()
+
+    def _open(self) -> Opened:
+        from headrace.engine.build import open_engine  # the one place that sees every ring, imported when needed
+
+        return open_engine(self.config)
+
+    async def _drive(self, loop: StepLoop) -> None:
+        try:
+            await loop.run()
+        finally:
+            self._stopped.set()
+
+    async def _return_resources(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await self._helper.run(opened.runner.close)
+        self._helper.close()
+        self._waiter.close()
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = _DEFAULT_PARAMS,
+        *,
+        adapter: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> TokenStream:
+        """Start a generation; returns at once and does no I/O.
+
+        Args:
+            prompt: Raw text, token ids, or a chat.
+            params: How to choose tokens and when to stop.
+            adapter: Name of a loaded adapter.
+            tenant: Whom the request belongs to; tenants do not share prefix pages.
+            cache_salt: Shares prefix pages with requests of the same salt instead.
+            priority: Lower is served first.
+
+        Returns:
+            A stream; a `Rejected` request raises in its `admitted()` or first read.
+
+        Raises:
+            EngineStopped: The engine is not open.
+            EngineCrashed: Its step loop died.
+        """
+        loop, opened = self._serving()
+        choices = params.n
+        asking = Asking(params, adapter, cache_salt if cache_salt is not None else tenant, priority)
+        stop_texts: list[StopText] = []
+        if params.stop:
+            stop_ids = asking.stop_ids(opened.tokenizer.eos_ids)
+            table = opened.tokenizer.table
+            stop_texts = [StopText(Detokenizer(table), params.stop, stop_ids) for _ in range(choices)]
+        generation = Generation(loop, choices, self.config.max_unread_tokens, stop_texts)
+        if is_short(prompt):
+            try:
+                ids = to_token_ids(prompt, opened.tokenizer)
+            except HeadraceError as error:
+                generation.abandon(error)
+            else:
+                self._admit(generation, asking, ids)
+        else:
+
+            def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
+                if ids is not None:
+                    self._admit(generation, asking, ids)
+                elif isinstance(error, HeadraceError):
+                    generation.abandon(error)
+                else:
+                    failure = HeadraceError("the tokenizer failed")
+                    failure.__cause__ = error
+                    generation.abandon(failure)
+
+            self._helper.submit(lambda: to_token_ids(prompt, opened.tokenizer), tokenized)
+        return TokenStream(generation, opened.tokenizer.table, self._post, choices)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = _DEFAULT_PARAMS,
+        *,
+        adapter: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> Completion:
+        """Run a generation to its end; arguments and errors as `stream`.
+
+        Raises:
+            Rejected: The request can never run.
+            RequestFailed: It ended early.
+        """
+        stream = self.stream(prompt, params, adapter=adapter, tenant=tenant, cache_salt=cache_salt, priority=priority)
+        texts: list[list[str]] = [[] for _ in range(params.n)]
+        ids: list[list[int]] = [[] for _ in range(params.n)]
+        async with stream:
+            async for chunk in stream.chunks():
+                for token in chunk.tokens:
+                    texts[token.index].append(token.text)
+                    if token.id is not None:
+                        ids[token.index].append(token.id)
+        choices = [
+            Choice(index=index, text="".join(texts[index]), token_ids=ids[index], finish_reason=reason or "cancelled")
+            for index, reason in enumerate(stream.finish_reasons)
+        ]
+        return Completion(prompt_token_ids=stream.prompt_token_ids, choices=choices, usage=stream.usage)
+
+    def _admit(self, generation: Generation, asking: Asking, ids: list[int]) -> None:
+        """Hand a tokenised prompt to the step loop, unless its reader or the engine has gone meanwhile."""
+        if generation.finished:
+            return
+        try:
+            loop, opened = self._serving()
+            check_token_ids(ids, opened.info.vocab_size)
+            requests = make_requests(ids, asking, opened.tokenizer.eos_ids, opened.info.vocab_size, self._random)
+            loop.submit(generation, ids, requests)
+        except HeadraceError as error:
+            generation.abandon(error)
+
+    def _serving(self) -> tuple[StepLoop, Opened]:
+        if self._loop is not None and self._loop.crashed is not None:
+            raise self._loop.crashed
+        if self._loop is None or self._opened is None or self._closing is not None:
+            raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
+        return self._loop, self._opened
+
+    # -- looking in -------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of `prompt`, as a request would see them.
+
+        Raises:
+            InvalidParams: The prompt is malformed.
+        """
+        _, opened = self._serving()
+        if is_short(prompt):
+            return to_token_ids(prompt, opened.tokenizer)
+        return await self._helper.run(lambda: to_token_ids(prompt, opened.tokenizer))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out.
+
+        Raises:
+            InvalidParams: An id is not in the vocabulary.
+        """
+        _, opened = self._serving()
+        check_token_ids(ids, opened.info.vocab_size)
+        detokenizer = Detokenizer(opened.tokenizer.table)
+        return "".join([*map(detokenizer.feed, ids), detokenizer.flush()])
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine runs and what it can hold.
+
+        Raises:
+            EngineStopped: The engine is not open.
+        """
+        return self._serving()[1].info
+
+    def stats(self) -> EngineStats:
+        """One snapshot of queues, pages, counts and rates.
+
+        Raises:
+            EngineStopped: The engine is not open.
+            EngineCrashed: Its step loop died.
+        """
+        loop, _ = self._serving()
+        scheduler, meter = loop.scheduler, loop.meter
+        tokens_per_second, step_seconds = meter.rates(time.perf_counter())
+        return EngineStats(
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            paused=scheduler.num_paused,
+            pages=scheduler.pool.num_pages,
+            pages_held=scheduler.pool.held,
+            pages_cached=scheduler.pool.cached,
+            live_tokens=scheduler.live_tokens(),
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            generated_tokens=meter.generated_tokens,
+            preemptions=scheduler.preemptions,
+            steps=meter.steps,
+            steps_in_flight=meter.launched_steps - meter.steps,
+            tokens_per_second=tokens_per_second,
+            step_seconds=step_seconds,
+        )

@@ -1,0 +1,35 @@
+"""Re-exports the error tree for users of the engine; never defines an error (adapters/errors.py draws the tree)."""
+
+from __future__ import annotations
+
+from headrace.adapters.errors import (
+    DeviceUnavailable,
+    EngineCrashed,
+    EngineStopped,
+    HeadraceError,
+    InvalidParams,
+    LoadFailed,
+    ModelRejected,
+    NonFiniteLogits,
+    OutOfMemory,
+    PromptTooLong,
+    Rejected,
+    RequestFailed,
+    UnknownAdapter,
+)
+
+__all__ = [
+    "DeviceUnavailable",
+    "EngineCrashed",
+    "EngineStopped",
+    "HeadraceError",
+    "InvalidParams",
+    "LoadFailed",
+    "ModelRejected",
+    "NonFiniteLogits",
+    "OutOfMemory",
+    "PromptTooLong",
+    "Rejected",
+    "RequestFailed",
+    "UnknownAdapter",
+]

@@ -1,0 +1,167 @@
+"""`Generation`: the engine's side of one stream, from a choice's committed tokens to what its reader has not read.
+
+Owns the unread items and the stop strings of one caller's request; never talks to a device and never decides what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import anyio
+
+from headrace.engine.errors import HeadraceError
+from headrace.engine.events import FinishReason
+from headrace.engine.mailbox import Mailbox
+from headrace.engine.scheduling.plan import Emission
+from headrace.engine.scheduling.request import Request
+from headrace.engine.text import Detokenizer, StopMatcher
+
+__all__ = ["Delivered", "Generation", "StopText"]
+
+
+class Delivered(NamedTuple):
+    """One committed token of one choice, on its way to the reader."""
+
+    choice: int
+    id: int | None
+    text: str | None
+    """None where the reader turns ids into text; requests with stop strings need it earlier."""
+    finish_reason: FinishReason | None
+
+
+class Control(Protocol):
+    """What a generation may ask of the step loop."""
+
+    def finish(self, request: Request, reason: FinishReason) -> bool:
+        """End a request; False if it has ended."""
+        ...
+
+    def pause(self, request: Request) -> None:
+        """Stop planning a request."""
+        ...
+
+    def resume(self, request: Request) -> None:
+        """Plan a paused request again."""
+        ...
+
+
+class StopText:
+    """Text of one choice that may be cut by a stop string."""
+
+    __slots__ = ("_detokenizer", "_matcher", "_stop_ids")
+
+    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
+        """Watch for `stops`; ids in `stop_ids` end a choice and have no text."""
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+        self._stop_ids = stop_ids
+
+    def feed(self, token: int | None, *, last: bool) -> tuple[str, bool]:
+        """Text that may be shown after `token`, and whether a stop string was met; `last` releases what is held."""
+        text = "" if token is None or token in self._stop_ids else self._detokenizer.feed(token)
+        shown, matched = self._matcher.feed(text)
+        if last and not matched:
+            rest, matched = self._matcher.feed(self._detokenizer.flush())
+            shown += rest if matched else rest + self._matcher.flush()
+        return shown, matched
+
+
+class Generation:
+    """All choices of one caller's request."""
+
+    def __init__(self, control: Control, choices: int, window: int, stop_texts: Sequence[StopText] = ()) -> None:
+        """Start unadmitted.
+
+        Args:
+            control: The step loop.
+            choices: How many choices there will be.
+            window: Unread tokens after which the choices pause.
+            stop_texts: The stop-string state of each choice, if there are stop strings.
+        """
+        self.requests: Sequence[Request] = ()
+        self.prompt: list[int] = []
+        self.mailbox: Mailbox[Delivered] = Mailbox()
+        self.admitted = anyio.Event()
+        """Set once the scheduler has the request, or it was refused or cancelled before."""
+        self.error: HeadraceError | None = None
+        self._control = control
+        self._window = window
+        self._paused = False
+        self._stop_texts = stop_texts
+        self._choice_of: dict[int, int] = {}
+        self._unfinished = choices
+
+    def start(self, prompt: list[int], requests: Sequence[Request]) -> None:
+        """Take in the choices, which the scheduler has accepted."""
+        self.prompt = prompt
+        self.requests = requests
+        self._choice_of = {request.id: choice for choice, request in enumerate(requests)}
+        self.admitted.set()
+
+    @property
+    def finished(self) -> bool:
+        """Every choice has ended."""
+        return self._unfinished == 0
+
+    def deliver(self, emission: Emission) -> None:
+        """Put a commit's result where the reader finds it."""
+        if emission.error is not None:
+            self.fail(emission.error)
+            return
+        choice = self._choice_of[emission.request.id]
+        reason = emission.finish_reason
+        text = None
+        if self._stop_texts:
+            text, matched = self._stop_texts[choice].feed(emission.token, last=reason is not None)
+            if matched:
+                self._control.finish(emission.request, "stop")
+                reason = "stop"
+        self.mailbox.put(Delivered(choice, emission.token, text, reason))
+        if reason is not None:
+            self._count_end()
+        elif len(self.mailbox) >= self._window and not self._paused:
+            self._paused = True
+            for request in self.requests:
+                self._control.pause(request)
+
+    def drained(self) -> None:
+        """The reader has taken all there was: paused choices run again."""
+        if self._paused:
+            self._paused = False
+            for request in self.requests:
+                self._control.resume(request)
+
+    def cancel(self) -> None:
+        """End every choice that still runs with `cancelled`; nothing happens to those that have ended."""
+        if not self.admitted.is_set():
+            for choice in range(self._unfinished):
+                self._end_cancelled(choice)
+            self.admitted.set()
+        for choice, request in enumerate(self.requests):
+            if self._control.finish(request, "cancelled"):
+                self._end_cancelled(choice)
+
+    def _end_cancelled(self, choice: int) -> None:
+        text = self._stop_texts[choice].feed(None, last=True)[0] if self._stop_texts else None
+        self.mailbox.put(Delivered(choice, None, text, "cancelled"))
+        self._count_end()
+
+    def fail(self, error: HeadraceError) -> None:
+        """End the stream with `error`; choices that still run are dropped."""
+        self.abandon(error)
+        for request in self.requests:
+            self._control.finish(request, "cancelled")
+
+    def abandon(self, error: HeadraceError) -> None:
+        """End the stream with `error` without telling the step loop, which is dead or never knew of it."""
+        if not self.finished:
+            self.error = error
+            self._unfinished = 0
+            self.mailbox.close(error)
+            self.admitted.set()
+
+    def _count_end(self) -> None:
+        self._unfinished -= 1
+        if not self._unfinished:
+            self.mailbox.close()

@@ -1,0 +1,195 @@
+"""`StepLoop`: plans, launches, waits for and commits steps, and delivers what they gave; the only driver of a runner.
+
+Owns the steps in flight; never decides what runs (scheduling/scheduler.py does) and never touches a tensor.
+Next to read: engine.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from headrace.engine.errors import EngineCrashed, HeadraceError, OutOfMemory, RequestFailed
+from headrace.engine.events import FinishReason
+from headrace.engine.generation import Generation
+from headrace.engine.scheduling.plan import Emission, Runner, Step, StepPlan
+from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.stats import Meter
+from headrace.engine.threads import Worker
+
+__all__ = ["StepLoop"]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    step: Step
+
+
+class _FailedLaunch:
+    """A step that could not be launched: it fails in its turn, so that steps end in the order they were planned."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> Sequence[int]:
+        raise self._error
+
+
+class StepLoop:
+    """The step loop of one engine.
+
+    While step N runs, step N+1 is planned and launched; then N is waited for, committed and delivered. Nothing is
+    awaited between a plan and its launch.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, waiter: Worker, *, launch_ahead: int) -> None:
+        """Drive `runner` with the plans of `scheduler`; `waiter` is the thread that blocks on steps."""
+        self.scheduler = scheduler
+        self.meter = Meter()
+        self.crashed: EngineCrashed | None = None
+        self._runner = runner
+        self._waiter = waiter
+        self._launch_ahead = launch_ahead
+        self._generations: dict[int, Generation] = {}
+        self._wakeup = anyio.Event()
+        self._closing = False
+        self._idle = anyio.Event()
+
+    # -- what streams call ------------------------------------------------------------------------------------------
+
+    def submit(self, generation: Generation, prompt: list[int], requests: Sequence[Request]) -> None:
+        """Queue the choices of `generation`, all of the same `prompt`.
+
+        Raises:
+            Rejected: They can never run; nothing is kept.
+        """
+        for request in requests:  # all choices have the same prompt: if the first is accepted, so are the others
+            self.scheduler.submit(request)
+            self._generations[request.id] = generation
+        generation.start(prompt, requests)
+        self._idle = anyio.Event()
+        self._wake()
+
+    def finish(self, request: Request, reason: FinishReason) -> bool:
+        """End a request now; its pages return when its last launched step is done. False if it has ended."""
+        ended = self.scheduler.finish(request, reason)
+        if ended:
+            self._generations.pop(request.id, None)
+            self._wake()
+        return ended
+
+    def pause(self, request: Request) -> None:
+        """Stop planning a request whose reader is behind."""
+        self.scheduler.pause(request)
+
+    def resume(self, request: Request) -> None:
+        """Plan a paused request again."""
+        self.scheduler.resume(request)
+        self._wake()
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Drive steps until `close`; whatever kills the loop reaches every stream as `EngineCrashed`."""
+        try:
+            with anyio.CancelScope(shield=True):  # launched steps must be waited for, whatever cancels the host
+                await self._run()
+        except Exception as error:
+            self.crashed = EngineCrashed(f"the step loop died: {error!r}")
+            self.crashed.__cause__ = error
+        finally:
+            self._end_all()
+            self._idle.set()
+
+    def close(self) -> None:
+        """Cancel every request and let `run` return once nothing is in flight."""
+        self._closing = True
+        for generation in list(self._generations.values()):
+            generation.cancel()
+        self._wake()
+
+    async def drained(self) -> None:
+        """Wait until no request is left."""
+        while self._generations:
+            await self._idle.wait()
+
+    async def _run(self) -> None:
+        launched: deque[_InFlight] = deque()
+        while True:
+            self._wakeup = anyio.Event()
+            plan = self.scheduler.plan()
+            if plan is not None:
+                launched.append(_InFlight(plan, self._launch(plan)))
+                if len(launched) < self._launch_ahead:
+                    continue
+            if launched:
+                await self._complete(launched.popleft())
+            elif self._closing:
+                return
+            else:
+                await self._wakeup.wait()
+
+    def _launch(self, plan: StepPlan) -> Step:
+        self.meter.launched(time.perf_counter())
+        try:
+            return self._runner.launch(plan)
+        except EngineCrashed:
+            raise
+        except Exception as error:
+            return _FailedLaunch(error)
+
+    async def _complete(self, oldest: _InFlight) -> None:
+        """Wait for a step, commit it and deliver what it gave."""
+        try:
+            tokens = await self._waiter.run(oldest.step.wait)
+        except EngineCrashed:
+            raise
+        except Exception as error:
+            emissions = self.scheduler.fail(oldest.plan, _as_failure(error))
+        else:
+            emissions = self.scheduler.commit(oldest.plan, tokens)
+        self.meter.committed(time.perf_counter(), len(emissions))
+        self._deliver(emissions)
+
+    def _deliver(self, emissions: Sequence[Emission]) -> None:
+        generations = self._generations
+        for emission in emissions:
+            request = emission.request
+            generation = generations.get(request.id)
+            if generation is None:  # another choice of the same stream failed in this very step
+                continue
+            if emission.finish_reason is not None or emission.error is not None:
+                del generations[request.id]
+            generation.deliver(emission)
+        if not generations:
+            self._idle.set()
+
+    def _end_all(self) -> None:
+        error: HeadraceError | None = self.crashed
+        for generation in list(self._generations.values()):
+            if error is not None:
+                generation.abandon(error)
+            else:
+                generation.cancel()
+        self._generations.clear()
+
+    def _wake(self) -> None:
+        self._wakeup.set()
+        if not self._generations:
+            self._idle.set()
+
+
+def _as_failure(error: Exception) -> RequestFailed:
+    """The typed error that a failed step means for its requests."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        failure: RequestFailed = OutOfMemory("the device had no memory for this step")
+    else:
+        failure = RequestFailed(f"the step failed: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

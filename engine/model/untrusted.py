@@ -1,0 +1,120 @@
+"""Reads JSON and fields that a stranger may have written, with typed refusals; never decides what a model needs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.adapters.errors import ModelRejected
+
+__all__ = ["Fields", "parse_object", "read_object", "refuse"]
+
+
+def parse_object(data: bytes, origin: str) -> dict[str, object]:
+    """Return the JSON object that `data` holds.
+
+    Duplicate keys, NaN, infinities and nesting beyond the interpreter's stack are refused.
+
+    Args:
+        data: UTF-8 text.
+        origin: What the text is, for messages, such as `config.json`.
+
+    Raises:
+        ModelRejected: It is not a JSON object, or an ambiguous one.
+    """
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ModelRejected(f"{origin}: the key {twice[:200]!r} occurs twice", field=twice[:200])
+        return found
+
+    def constant(name: str) -> NoReturn:
+        raise ModelRejected(f"{origin}: {name} is not a JSON number", field=origin, value=name)
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            constant(text[:50])
+        return value
+
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=constant, parse_float=number)
+    except (ValueError, RecursionError) as error:
+        raise ModelRejected(f"{origin}: not valid JSON ({str(error)[:200]})", field=origin) from error
+    if not isinstance(found, dict):
+        raise ModelRejected(f"{origin}: holds a {type(found).__name__}, not a JSON object", field=origin)
+    return found
+
+
+def read_object(path: Path, limit: int) -> dict[str, object]:
+    """Return the JSON object in the file at `path`, which may be at most `limit` bytes long.
+
+    Raises:
+        ModelRejected: The file is missing, too long, or not an unambiguous JSON object.
+    """
+    try:
+        if not path.is_file():
+            raise ModelRejected(f"{path.name}: no such file", field=path.name)
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise ModelRejected(f"{path.name}: cannot be read ({error.strerror})", field=path.name) from error
+    if len(data) > limit:
+        message = f"{path.name}: longer than the {limit} bytes allowed"
+        raise ModelRejected(message, field=path.name, value=path.stat().st_size, limit=limit)
+    return parse_object(data, path.name)
+
+
+def refuse(origin: str, field: str, value: object, limit: object) -> NoReturn:
+    """Raise `ModelRejected` that says: in `origin`, `field` is `value`, but `limit` is supported."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 200 else shown[:200] + "..."
+    raise ModelRejected(f"{origin}: {field} is {shown}; supported: {limit}", field=field, value=value, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Typed reading of a mapping that a stranger wrote."""
+
+    data: Mapping[str, object]
+    origin: str
+    """The file's base name, for messages."""
+
+    def refuse(self, field: str, limit: object) -> NoReturn:
+        """Refuse what `field` holds."""
+        refuse(self.origin, field, self.data.get(field), limit)
+
+    def size(self, field: str, limit: int, default: int | None = None) -> int:
+        """Return an integer from 1 to `limit`; null counts as absent."""
+        value = self.data.get(field)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            self.refuse(field, f"an integer from 1 to {limit}")
+        return value
+
+    def real(self, field: str, low: float, high: float, default: float | None = None) -> float:
+        """Return a number from `low` to `high`; null counts as absent."""
+        value = self.data.get(field)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            self.refuse(field, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, field: str, default: bool) -> bool:
+        """Return a bool; null counts as absent."""
+        value = self.data.get(field)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            self.refuse(field, "true or false")
+        return value
+
+    def chosen(self, rule: bool | str) -> bool:
+        """Return `rule` itself, or the bool in the field that it names."""
+        return self.flag(rule, False) if isinstance(rule, str) else rule

@@ -1,0 +1,303 @@
+"""Streams a checkpoint into the decoder's fused parameters, or invents one; never decides what a model looks like.
+
+Each tensor goes block by block from its file to its place in a fused parameter, in the wanted dtype and on the wanted
+device, so the host never holds a second copy. A name that is missing, left over or of another shape is an error before
+anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.adapters.errors import ModelRejected
+from headrace.engine.model.gguf import SERIAL_ELEMENTS, GgufFile
+from headrace.engine.model.safetensors_files import SafetensorsFolder
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.weight_plan import GGUF_NAMES, HF_NAMES, Fused, Part, all_parts, layer_plan, top_plan
+from headrace.ops.linear import GroupQuantised
+
+__all__ = ["DecoderWeights", "LayerWeights", "Progress", "Weight", "load_weights"]
+
+Weight = Tensor | GroupQuantised
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One block's parameters; matrices are [out, in]. Biases and head norms are None where the spec has none."""
+
+    input_norm_E: Tensor
+    qkv: Weight
+    """Rows: H * D of queries, K * D of keys, K * D of values."""
+    qkv_bias: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    o: Weight
+    o_bias: Tensor | None
+    post_norm_E: Tensor
+    gate_up: Weight
+    """Rows: F of the gate, F of the up projection."""
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All parameters of a decoder."""
+
+    embedding_VE: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm_E: Tensor
+    head: Weight
+    """[V, E]; the very object `embedding_VE` where the spec ties them."""
+
+
+class _Maker(Protocol):
+    """Makes one parameter: always a tensor, or packed where that is wanted and possible."""
+
+    def dense(self, fused: Fused) -> Tensor: ...
+
+    def linear(self, fused: Fused) -> Weight: ...
+
+
+def _assemble(spec: DecoderSpec, maker: _Maker) -> DecoderWeights:
+    top = top_plan(spec)
+    embedding_VE = maker.dense(top["embedding_VE"])
+    layers = []
+    for index in range(spec.num_layers):
+        plan = layer_plan(spec, index)
+        vectors = {
+            field: maker.dense(plan[field]) if field in plan else None
+            for field in ("qkv_bias", "q_norm_D", "k_norm_D", "o_bias", "gate_up_bias", "down_bias")
+        }
+        layer = LayerWeights(
+            input_norm_E=maker.dense(plan["input_norm_E"]),
+            qkv=maker.linear(plan["qkv"]),
+            o=maker.linear(plan["o"]),
+            post_norm_E=maker.dense(plan["post_norm_E"]),
+            gate_up=maker.linear(plan["gate_up"]),
+            down=maker.linear(plan["down"]),
+            **vectors,
+        )
+        layers.append(layer)
+    final_norm_E = maker.dense(top["final_norm_E"])
+    head = maker.linear(top["head"]) if "head" in top else embedding_VE
+    return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head)
+
+
+_TIED_LEFTOVER = "lm_head.weight"
+_DEVICE_BLOCK_ELEMENTS = 1 << 24
+_INIT_STD = 0.02
+_GROUP_SIZE = 32
+
+
+class _FromFile:
+    """Makes parameters from an open checkpoint whose names and shapes have been checked."""
+
+    def __init__(
+        self,
+        source: SafetensorsFolder | GgufFile,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep_packed: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.source = source
+        self.names = GGUF_NAMES if isinstance(source, GgufFile) else HF_NAMES
+        self.head_dim = spec.head_dim
+        self.is_interleaved = isinstance(source, GgufFile) and source.metadata["general.architecture"] == "llama"
+        self.dtype = dtype
+        self.device = device
+        self.keep_packed = keep_packed
+        self.progress = progress
+        self.block_elements = SERIAL_ELEMENTS if device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+        wanted = self._check_names(spec)
+        self.done_bytes = 0
+        self.total_bytes = sum(source.nbytes(name) for name in wanted)
+
+    def dense(self, fused: Fused) -> Tensor:
+        out = torch.empty(fused.shape, dtype=self.dtype, device=self.device)
+        first = 0
+        for part in fused.parts:
+            self._fill(out[first : first + part.rows], part)
+            first += part.rows
+        return out
+
+    def linear(self, fused: Fused) -> Weight:
+        if not self.keep_packed or not isinstance(self.source, GgufFile):
+            return self.dense(fused)
+        if not all(self.source.has_groups(self.names.of(part)) for part in fused.parts):
+            return self.dense(fused)
+        rows, columns = fused.shape
+        values = torch.empty(rows, columns, dtype=torch.uint8, device=self.device)
+        scale, minimum = torch.empty(2, rows, columns // _GROUP_SIZE, device=self.device).unbind()
+        first = 0
+        for part in fused.parts:
+            here = slice(first, first + part.rows)
+            self._fill_groups((values[here], scale[here], minimum[here]), self.source, part)
+            first += part.rows
+        return GroupQuantised(values, scale, minimum)
+
+    def check_tied(self, embedding: str) -> None:
+        """Refuse a tied checkpoint whose stored head is not its embedding."""
+        if _TIED_LEFTOVER not in self.source.shapes:
+            return
+        heads = self.source.blocks(_TIED_LEFTOVER, self.block_elements)
+        rows = self.source.blocks(embedding, self.block_elements)
+        if not all(torch.equal(head, row) for (_, head), (_, row) in zip(heads, rows, strict=True)):
+            self._refuse(_TIED_LEFTOVER, "tensor", f"equal to {embedding}, since tie_word_embeddings is true")
+
+    def _check_names(self, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+        wanted = {self.names.of(part): shape for part, shape in all_parts(spec)}
+        found = self.source.shapes
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            self._refuse(missing[0], "missing", f"the {len(wanted)} tensors of the model ({len(missing)} missing)")
+        left = [name for name in found if name not in wanted and not self.names.harmless.fullmatch(name)]
+        if (
+            spec.tied_head
+            and self.names is HF_NAMES
+            and found.get(_TIED_LEFTOVER)
+            == (
+                spec.vocab_size,
+                spec.hidden_size,
+            )
+        ):
+            left.remove(_TIED_LEFTOVER)
+        if left:
+            self._refuse(left[0], "left over", f"the tensors of the model ({len(left)} left over)")
+        for name, shape in wanted.items():
+            if found[name] != shape:
+                self._refuse(name, list(found[name]), f"the shape {list(shape)}")
+        return wanted
+
+    def _fill(self, target: Tensor, part: Part) -> None:
+        """Write one tensor of the checkpoint over `target`, its rows of a fused parameter."""
+        name = self.names.of(part)
+        order = self._row_order(part)
+        for first, block in self.source.blocks(name, self.block_elements):
+            rows = block.to(device=self.device, dtype=self.dtype)
+            self._check_finite(name, rows)
+            _place(target, rows, first, order)
+        self._advance(name)
+
+    def _fill_groups(self, targets: tuple[Tensor, Tensor, Tensor], source: GgufFile, part: Part) -> None:
+        """As `_fill`, for the quants, scales and minima of a packed parameter."""
+        name = self.names.of(part)
+        order = self._row_order(part)
+        for first, block in source.groups(name, self.block_elements):
+            for constants in block[1:]:
+                self._check_finite(name, constants)
+            for target, rows in zip(targets, block, strict=True):
+                _place(target, rows.to(self.device), first, order)
+        self._advance(name)
+
+    def _row_order(self, part: Part) -> Tensor | None:
+        """Return the place of each of the file's rows, None where they are in order.
+
+        GGUF files of the llama architecture hold the two elements of a rotated pair side by side.
+        """
+        if not self.is_interleaved or not part.rotary:
+            return None
+        order = torch.arange(part.rows, device=self.device)
+        return order.view(-1, 2, self.head_dim // 2).transpose(1, 2).flatten()
+
+    def _check_finite(self, name: str, rows: Tensor) -> None:
+        low, high = torch.aminmax(rows)
+        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+            self._refuse(name, "not finite", f"finite values in {str(rows.dtype).removeprefix('torch.')}")
+
+    def _advance(self, name: str) -> None:
+        self.done_bytes += self.source.nbytes(name)
+        if self.progress is not None:
+            self.progress(self.done_bytes, self.total_bytes)
+
+    def _refuse(self, tensor: str, value: object, limit: object) -> None:
+        message = f"{self.source.name}: the tensor {tensor[:200]} is {value}; wanted: {limit}"
+        raise ModelRejected(message, field=tensor, value=value, limit=limit)
+
+
+def _place(target: Tensor, rows: Tensor, first: int, order: Tensor | None) -> None:
+    """Write rows of a tensor, counted from `first`, to their places in `target`."""
+    here = slice(first, first + len(rows))
+    if order is None:
+        target[here].copy_(rows)
+    else:
+        target.index_copy_(0, order[here], rows)
+
+
+class _Random:
+    """Makes random parameters that depend on the seed alone."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+
+    def dense(self, fused: Fused) -> Tensor:
+        out = torch.empty(fused.shape, dtype=self.dtype, device=self.device)
+        return out.fill_(1.0) if fused.is_norm else out.normal_(0.0, _INIT_STD, generator=self.generator)
+
+    def linear(self, fused: Fused) -> Weight:
+        return self.dense(fused)
+
+
+def load_weights(
+    source: str | os.PathLike[str] | GgufFile | Literal["random"],
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    keep_packed: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> DecoderWeights:
+    """Return a model's parameters in `dtype` on `device`.
+
+    Args:
+        source: A Hugging Face folder with safetensors, a GGUF file (its path, or open: then it stays open), or
+            `"random"`: N(0, 0.02), norms 1.
+        spec: What the model looks like.
+        dtype: A floating-point dtype for every tensor that is not kept packed.
+        device: Where the parameters go.
+        keep_packed: Whether products whose parts are all Q4_0 or Q4_1 stay in their 4 bits.
+        seed: What `"random"` draws from.
+        progress: Called after each tensor with the bytes done and the bytes in all.
+
+    Raises:
+        ModelRejected: A tensor is missing, left over, of another shape or not finite, or a file is damaged.
+    """
+    device = torch.device(device)
+    if source == "random":
+        return _assemble(spec, _Random(dtype, device, seed))
+    if isinstance(source, GgufFile):
+        return _load(source, spec, dtype, device, keep_packed, progress)
+    path = Path(source)
+    opened = GgufFile(path) if path.suffix == ".gguf" else SafetensorsFolder(path)
+    with opened as files:
+        return _load(files, spec, dtype, device, keep_packed, progress)
+
+
+def _load(
+    source: SafetensorsFolder | GgufFile,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_packed: bool,
+    progress: Progress | None,
+) -> DecoderWeights:
+    maker = _FromFile(source, spec, dtype, device, keep_packed, progress)
+    if spec.tied_head:
+        maker.check_tied(maker.names.of(top_plan(spec)["embedding_VE"].parts[0]))
+    return _assemble(spec, maker)

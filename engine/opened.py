@@ -1,0 +1,21 @@
+"""`Opened`: what opening a model yields, whatever the device; holds values and never makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.engine.prompts import TokenizerLike
+from headrace.engine.scheduling.plan import Capacity, Runner
+from headrace.engine.stats import EngineInfo
+
+__all__ = ["Opened"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open model: all that an engine needs besides its scheduler."""
+
+    runner: Runner
+    tokenizer: TokenizerLike
+    capacity: Capacity
+    info: EngineInfo

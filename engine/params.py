@@ -1,0 +1,79 @@
+"""`SamplingParams`: what shapes the tokens of one request, checked when it is built; never who asks or how to reach them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+
+from headrace.engine.errors import InvalidParams
+
+__all__ = ["SamplingParams", "invalid_params"]
+
+_INT64 = 2**63
+_MAX_CHOICES = 128
+_MAX_STOPS = 16
+_MAX_STOP_LENGTH = 1024
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=_MAX_STOP_LENGTH)]
+StopToken = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
+class SamplingParams(BaseModel):
+    """How to choose tokens and when to stop. Frozen, hashable, serialisable.
+
+    Raises:
+        InvalidParams: A value is out of its range; names field, value and limit. It is also a `ValueError`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES, strict=True)] = 1
+    """Independent choices for the prompt; its pages are computed once and shared."""
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """0 is greedy. Sampling divides the logits by it."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
+    """Sample among this many most likely tokens; 0 is all of them."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample among the fewest most likely tokens whose probabilities reach this sum (after `top_k`)."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Drop tokens less likely than this fraction of the most likely one."""
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
+    """Same seed, same tokens, whatever else runs. None draws one from the engine's seed."""
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31, strict=True)] | None = None
+    """None runs to the limit of the context or of the page pool and ends with `length`."""
+    stop: Annotated[tuple[StopString, ...], Field(max_length=_MAX_STOPS)] = ()
+    """Strings that end the choice; the text is cut just before the first of them. A single string is accepted."""
+    stop_token_ids: Annotated[tuple[StopToken, ...], Field(max_length=_MAX_STOPS)] = ()
+    """Token ids that end the choice, besides the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Run past the model's end-of-sequence ids."""
+
+    def __init__(self, **values: Any) -> None:
+        """Validate `values`, turning pydantic's error into `InvalidParams`."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise invalid_params(error) from None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_string_is_a_list_of_one(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _sets_are_sequences(cls, value: object) -> object:
+        return tuple(sorted(value)) if isinstance(value, set | frozenset) else value
+
+
+def invalid_params(error: ValidationError) -> InvalidParams:
+    """Turn the first complaint of a pydantic error into `InvalidParams` with field, value and limit."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    value = first["input"]
+    context = first.get("ctx", {})
+    limits = {name: context[name] for name in ("gt", "ge", "lt", "le", "max_length", "min_length") if name in context}
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidParams(f"{field}: {first['msg']}, got {shown}", field=field, value=value, limit=limits or None)

@@ -1,0 +1,119 @@
+"""`StepPlan`: the one value that crosses from the scheduler to a runner, and the protocols of both sides of that line.
+
+Owns no behaviour and never holds a tensor. Next to read: scheduler.py, which makes plans and commits results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from headrace.engine.errors import RequestFailed
+from headrace.engine.events import FinishReason
+from headrace.engine.scheduling.request import Request, Sampling
+
+__all__ = ["NON_FINITE", "Capacity", "Emission", "NewRow", "PageEntry", "Runner", "Step", "StepPlan", "Work"]
+
+NON_FINITE = -1
+"""What a step returns instead of a token where the logits held NaN or infinity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a device can hold; measured or configured once, before the first request."""
+
+    num_pages: int
+    page_size: int
+    max_rows: int
+    """Requests in one step."""
+    max_batched_tokens: int
+    """Tokens in one step, prefill and decode together; at least `max_rows`, so that every decode fits."""
+    max_context: int
+    """Tokens of prompt and completion together."""
+    vocab_size: int
+    """Width of the logits."""
+
+
+class Work(NamedTuple):
+    """One request's share of a step: compute `num_tokens` tokens from position `start`."""
+
+    request: Request
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool
+    """The last computed position is the last known one, so a new token is sampled at `start + num_tokens`."""
+
+
+class NewRow(NamedTuple):
+    """A request takes a row: what the device must know of it from now on."""
+
+    row: int
+    start: int
+    """Position of `tokens[0]`; what lies before it is already in the row's pages."""
+    tokens: list[int]
+    sampling: Sampling
+
+
+class PageEntry(NamedTuple):
+    """Entry `place` of a row's page table becomes `page`."""
+
+    row: int
+    place: int
+    page: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step, to be carried out in this order: new rows, page entries, page copies, works.
+
+    Decodes come before prefill chunks in `works`. Once `plan()` has returned it, nobody changes it.
+    """
+
+    step: int
+    new_rows: list[NewRow] = field(default_factory=list)
+    entries: list[PageEntry] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source page, destination page), copied before anything of this step is written."""
+    works: list[Work] = field(default_factory=list)
+    tokens: int = 0
+    """Sum over the works."""
+
+
+class Emission(NamedTuple):
+    """What a commit means for one request."""
+
+    request: Request
+    token: int | None
+    finish_reason: FinishReason | None
+    error: RequestFailed | None = None
+    """Why the request failed; it then has no finish reason."""
+
+
+class Step(Protocol):
+    """A launched step."""
+
+    def wait(self) -> Sequence[int]:
+        """Block the calling thread until the step is done.
+
+        Returns:
+            One vocabulary id for each work of the plan, in order; `NON_FINITE` where the logits were not finite;
+            any value where the work samples nothing.
+
+        Raises:
+            Exception: The step failed; what it wrote is undefined.
+        """
+        ...
+
+
+class Runner(Protocol):
+    """A device that carries out plans, in the order in which they are launched."""
+
+    def launch(self, plan: StepPlan) -> Step:
+        """Enqueue `plan` without waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """Return the device's memory and join its threads; every launched step has been waited for."""
+        ...

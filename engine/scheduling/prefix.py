@@ -1,0 +1,65 @@
+"""`Prefixes`: which pages already hold the start of a request, or soon will; never allocates or releases a page.
+
+Full pages are offered under a hash of everything before and in them. A page that a running request is about to fill is
+promised: whoever has the same prefix waits for it instead of computing it again.
+"""
+
+from __future__ import annotations
+
+from headrace.engine.scheduling.pages import PagePool
+from headrace.engine.scheduling.request import Request, State
+
+__all__ = ["Prefixes"]
+
+
+class Prefixes:
+    """Prefix sharing between the requests of one scheduler."""
+
+    def __init__(self, pool: PagePool, *, enabled: bool) -> None:
+        """Share nothing yet; with `enabled` False only the choices of one prompt share pages."""
+        self.promises: dict[bytes, Request] = {}
+        """Hash of a page that is not full yet -> the running request that will fill it."""
+        self._pool = pool
+        self._enabled = enabled
+
+    def find(self, request: Request, step: int) -> list[int] | None:
+        """Pages that `step` may read and that hold the start of a waiting `request`; None if it should wait for more."""
+        size = self._pool.page_size
+        leader = request.leader
+        if leader is not None and not request.preemptions and not leader.failed:
+            if leader.pages and leader.launched_before(step) >= request.prompt_len - 1:
+                return leader.pages[: -(-(request.prompt_len - 1) // size)]
+            if leader.state is State.WAITING or (leader.state is State.RUNNING and not leader.leaving):
+                return None
+        if not self._enabled:
+            return []
+        self._pool.extend_keys(request.keys, request.tokens, request.root)
+        usable = request.keys[: (len(request.tokens) - 1) // size]  # the last token is computed for its logits
+        pages = self._pool.match(usable)
+        if len(pages) < len(usable) and usable[len(pages)] in self.promises:
+            return None
+        return pages
+
+    def promise(self, request: Request) -> None:
+        """Announce the full pages that `request` is about to compute."""
+        for key in request.keys[request.registered :]:
+            self.promises.setdefault(key, request)
+
+    def offer(self, request: Request) -> None:
+        """Offer the pages of `request` that are full, planned and known to whoever has the same prefix."""
+        full = min(request.planned, len(request.tokens)) // self._pool.page_size
+        if not self._enabled or request.registered >= full:
+            return
+        self._pool.extend_keys(request.keys, request.tokens, request.root)
+        for index in range(request.registered, full):
+            key = request.keys[index]
+            self._pool.register(request.pages[index], key)
+            if self.promises.get(key) is request:
+                del self.promises[key]
+        request.registered = full
+
+    def withdraw(self, request: Request) -> None:
+        """Stop others from waiting for pages that `request` will not compute soon."""
+        for key in request.keys[request.registered :]:
+            if self.promises.get(key) is request:
+                del self.promises[key]

@@ -1,0 +1,112 @@
+"""`Request`: one choice of one generation as the scheduler sees it; holds progress, never decides anything.
+
+Next to read: plan.py, what the scheduler tells a runner about its requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from headrace.engine.events import FinishReason
+
+__all__ = ["Request", "Sampling", "State"]
+
+
+class State(Enum):
+    """Where a request stands. Preemption returns RUNNING to WAITING; FINISHED is final."""
+
+    WAITING = auto()
+    """Queued; holds neither row nor pages."""
+    RUNNING = auto()
+    """Holds a row and pages and is planned."""
+    PAUSED = auto()
+    """Its reader is behind: not planned, preempted first; keeps row and pages unless preempted."""
+    FINISHED = auto()
+    """Has its finish reason; row and pages go when its last launched step is committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a row chooses its next token: what a runner needs of `SamplingParams`."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """Noise depends on this and the token's position alone."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One choice of a generation: its tokens, its place on the device and how far it has come.
+
+    Progress obeys `computed <= planned <= known` and `len(tokens) <= known <= limit`. A request owes
+    `known - planned` tokens; prefill, decode, resuming after preemption and prefix hits are all this one difference.
+    """
+
+    tokens: list[int]
+    """Prompt, then every committed token."""
+    prompt_len: int
+    limit: int
+    """`len(tokens)` at which the request ends with `length`."""
+    sampling: Sampling
+    stop_ids: frozenset[int] = frozenset()
+    root: bytes = b""
+    """First link of the prefix hash chain: adapter and tenant salt."""
+    priority: int = 0
+    """Lower is served first."""
+    leader: Request | None = None
+    """The choice of the same prompt whose pages this one forks (`n > 1`)."""
+    forked: bool = False
+    """Some page of this request's prompt may be shared and only partly written."""
+
+    id: int = -1
+    """Given when the scheduler takes the request in; later ones are larger."""
+    state: State = State.WAITING
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    """The page table: page `i` holds positions `i * page_size ..`."""
+    known: int = 0
+    """Tokens that exist: those in `tokens`, and those a launched step is sampling."""
+    planned: int = 0
+    """Tokens whose keys and values are written by the steps planned so far."""
+    computed: int = 0
+    """Tokens whose keys and values are written by the steps committed so far."""
+    in_flight: int = 0
+    """Planned steps that are not committed."""
+    discard: int = 0
+    """Steps in flight whose result must be dropped: they read pages of a failed step."""
+    ready: int = 0
+    """`planned` before the latest step that planned this request."""
+    latest_step: int = -1
+    keys: list[bytes] = field(default_factory=list)
+    """Prefix hash of each full page of `tokens`."""
+    registered: int = 0
+    """Leading pages whose hash was offered to the page pool."""
+    cached: int = 0
+    """Prompt tokens found in the prefix cache or forked when the request was first admitted."""
+    preemptions: int = 0
+    leaving: bool = False
+    """Chosen as a victim while in flight: returns to WAITING at its last commit."""
+    finish_reason: FinishReason | None = None
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        """Count the prompt as known."""
+        self.known = len(self.tokens)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Service order: lower first; the largest is the first victim."""
+        return (self.priority, self.id)
+
+    @property
+    def plannable(self) -> bool:
+        """Running and staying so: preemption in the middle of planning makes this False."""
+        return self.state is State.RUNNING and not self.leaving
+
+    def launched_before(self, step: int) -> int:
+        """Tokens planned by steps before `step`, which that step may therefore read."""
+        return self.ready if self.latest_step == step else self.planned

@@ -1,0 +1,97 @@
+"""`EngineStats`, what an engine tells about itself, and the `Meter` that times its steps; never changes what runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+__all__ = ["EngineInfo", "EngineStats", "Meter"]
+
+_WINDOW_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an open engine runs."""
+
+    model: str
+    """The model's own name."""
+    architecture: str
+    max_context: int
+    """Tokens of prompt and completion together."""
+    vocab_size: int
+    """Width of the logits; token ids are below it."""
+    dtype: str
+    device: str
+    num_pages: int
+    page_size: int
+    """Tokens in a page."""
+    page_bytes: int
+    """Bytes of one page, over all layers."""
+    max_rows: int
+    max_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """One moment of an engine."""
+
+    waiting: int
+    running: int
+    paused: int
+    pages: int
+    """Pages of the pool."""
+    pages_held: int
+    """Pages that requests hold."""
+    pages_cached: int
+    """Unreferenced pages kept for their prefix."""
+    live_tokens: int
+    """Distinct tokens in held pages."""
+    prompt_tokens: int
+    """Prompt tokens of all admitted requests."""
+    cached_tokens: int
+    """Those of them that the prefix cache spared."""
+    generated_tokens: int
+    preemptions: int
+    steps: int
+    """Committed steps; grows while anything runs, so a readiness check can see a stall."""
+    steps_in_flight: int
+    tokens_per_second: float
+    """Generated tokens over the last seconds."""
+    step_seconds: float
+    """Time from commit to commit, averaged over the last seconds."""
+
+
+class Meter:
+    """Counts steps and tokens, and their rate over the last seconds."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.steps = 0
+        self.launched_steps = 0
+        self.generated_tokens = 0
+        self._recent: deque[tuple[float, float, int]] = deque()
+        self._latest = 0.0
+
+    def launched(self, now: float) -> None:
+        """Count a launched step; `now` in seconds."""
+        if self.launched_steps == self.steps:
+            self._latest = now  # after idling, a step's time starts at its launch
+        self.launched_steps += 1
+
+    def committed(self, now: float, generated: int) -> None:
+        """Count a committed step that generated so many tokens."""
+        self.steps += 1
+        self.generated_tokens += generated
+        self._recent.append((now, now - self._latest, generated))
+        self._latest = now
+        while self._recent[0][0] < now - _WINDOW_SECONDS:
+            self._recent.popleft()
+
+    def rates(self, now: float) -> tuple[float, float]:
+        """(generated tokens a second, seconds a step) while busy, over the last seconds before `now`."""
+        recent = [entry for entry in self._recent if entry[0] >= now - _WINDOW_SECONDS]
+        seconds = sum(duration for _, duration, _ in recent)
+        if seconds <= 0.0:
+            return 0.0, 0.0
+        return sum(generated for *_, generated in recent) / seconds, seconds / len(recent)

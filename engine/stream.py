@@ -1,0 +1,168 @@
+"""`TokenStream`: one caller's view of one generation; turns delivered ids into text and never decides what runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from headrace.engine.errors import Rejected
+from headrace.engine.events import Chunk, FinishReason, Token, Usage
+from headrace.engine.generation import Delivered, Generation
+from headrace.engine.text import Detokenizer, TokenTable
+from headrace.engine.threads import Poster
+
+__all__ = ["ChunkIterator", "TokenStream"]
+
+
+class TokenStream:
+    """The tokens of one request, as they come: `async for token in stream`.
+
+    `async with stream` cancels at its end what still runs. So do `cancel`, `aclose`, cancelling the reading task, and
+    dropping the last reference. One task reads at a time. Made by `Engine.stream`.
+    """
+
+    def __init__(self, generation: Generation, table: TokenTable, post: Poster, choices: int) -> None:
+        """Read `generation`, turning ids into text by `table`."""
+        self._generation = generation
+        self._post = post
+        self._detokenizers = [Detokenizer(table) for _ in range(choices)]
+        self._positions = [0] * choices
+        self._finish_reasons: list[FinishReason | None] = [None] * choices
+        self._unyielded: deque[Token] = deque()
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as token ids; empty until the request is admitted."""
+        return list(self._generation.prompt)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far; complete once every choice has ended."""
+        requests = self._generation.requests
+        return Usage(
+            prompt_tokens=len(self._generation.prompt),
+            completion_tokens=sum(len(request.tokens) - request.prompt_len for request in requests),
+            cached_tokens=requests[0].cached if requests else 0,
+        )
+
+    @property
+    def finish_reasons(self) -> list[FinishReason | None]:
+        """Why each choice ended, as far as it has been read; None where it has not ended."""
+        return list(self._finish_reasons)
+
+    async def admitted(self) -> None:
+        """Wait until the engine has taken the request in; the first read does so by itself.
+
+        Raises:
+            Rejected: The request can never run.
+        """
+        await self._generation.admitted.wait()
+        if isinstance(self._generation.error, Rejected):
+            raise self._generation.error
+
+    def cancel(self) -> None:
+        """End what still runs, from the event loop's thread; its pages return within the steps already launched."""
+        self._generation.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel, for `contextlib.aclosing` and the like."""
+        self.cancel()
+
+    async def __aenter__(self) -> Self:
+        """Return the stream itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what still runs."""
+        self.cancel()
+
+    def __aiter__(self) -> Self:
+        """Return the stream itself: it is read once."""
+        return self
+
+    async def __anext__(self) -> Token:
+        """Return the next token of any choice.
+
+        Raises:
+            Rejected: Before the first token, if the request can never run.
+            RequestFailed: The request ended early.
+            EngineStopped: The engine closed before the request was taken in.
+            EngineCrashed: The step loop died.
+        """
+        if not self._unyielded:
+            self._unyielded.extend(await self._take())
+            if not self._unyielded:
+                raise StopAsyncIteration
+        return self._unyielded.popleft()
+
+    def chunks(self) -> ChunkIterator:
+        """Iterate over merged tokens: each item holds all that came since the last look."""
+        return ChunkIterator(self)
+
+    async def next_chunk(self) -> Chunk | None:
+        """Return all tokens since the last look as one chunk, waiting for at least one; None at the end.
+
+        Raises:
+            HeadraceError: As `__anext__` does.
+        """
+        tokens = list(self._unyielded) or await self._take()
+        self._unyielded.clear()
+        return Chunk(text="".join([token.text for token in tokens]), tokens=tokens) if tokens else None
+
+    def __del__(self) -> None:
+        """Cancel a request whose reader is gone; runs in any thread, so it only posts."""
+        generation = self._generation
+        if not generation.finished:
+            self._post(generation.cancel)
+
+    async def _take(self) -> list[Token]:
+        generation = self._generation
+        if not len(generation.mailbox):
+            generation.drained()
+        try:
+            items = await generation.mailbox.take()
+        except RuntimeError:  # a second reader: the first one's request goes on
+            raise
+        except BaseException:  # a cancelled reader, or an error that ended the stream
+            generation.cancel()
+            raise
+        generation.drained()
+        return [self._token(item) for item in items]
+
+    def _token(self, item: Delivered) -> Token:
+        choice = item.choice
+        reason = item.finish_reason
+        text = item.text
+        if text is None:
+            detokenizer = self._detokenizers[choice]
+            ends_it = item.id is None or (reason == "stop" and item.id in self._generation.requests[choice].stop_ids)
+            text = "" if ends_it or item.id is None else detokenizer.feed(item.id)
+            if reason is not None:
+                text += detokenizer.flush()
+        if reason is not None:
+            self._finish_reasons[choice] = reason
+        position = self._positions[choice]
+        self._positions[choice] = position + 1
+        return Token(id=item.id, text=text, index=choice, position=position, finish_reason=reason)
+
+
+class ChunkIterator:
+    """`async for chunk in stream.chunks()`."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        """Iterate over `stream`."""
+        self._stream = stream
+
+    def __aiter__(self) -> Self:
+        """Return the iterator itself."""
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """Return the next chunk; raises as `TokenStream.__anext__` does."""
+        chunk = await self._stream.next_chunk()
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk

@@ -1,0 +1,191 @@
+"""Public fakes: a runner and a tokenizer that need no model, for tests of applications and of headrace itself.
+
+Owns nothing of the engine. `ScriptedRunner` computes each token only from what it reads back through its page table,
+so a wrong, stale or doubly owned page shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from headrace.engine.engine import Engine
+from headrace.engine.errors import InvalidParams
+from headrace.engine.opened import Opened
+from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.stats import EngineInfo
+from headrace.engine.text import TokenTable
+
+__all__ = ["ByteTokenizer", "ScriptedEngine", "ScriptedRunner", "scripted_token"]
+
+_POISON = -7
+
+
+def scripted_token(tokens: Sequence[int], vocab_size: int) -> int:
+    """The token that `ScriptedRunner` gives after `tokens`: a hash of all of them, below `vocab_size`."""
+    digest = blake2b(b",".join(b"%d" % token for token in tokens), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+class ScriptedStep:
+    """A step of `ScriptedRunner`: its result, or what it raises."""
+
+    def __init__(self, tokens: list[int], error: Exception | None, gate: Callable[[], None] | None) -> None:
+        """Hold a result until it is waited for."""
+        self._tokens = tokens
+        self._error = error
+        self._gate = gate
+
+    def wait(self) -> Sequence[int]:
+        """Return the step's tokens after the runner's `gate`, or raise what was scripted."""
+        if self._gate is not None:
+            self._gate()
+        if self._error is not None:
+            raise self._error
+        return self._tokens
+
+
+class ScriptedRunner:
+    """A runner without a device: carries out plans on lists, the way a real one does on tensors."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        gate: Callable[[], None] | None = None,
+        faults: Mapping[int, Exception | int] | None = None,
+        eos: Mapping[int, int] | None = None,
+    ) -> None:
+        """Start with every page poisoned.
+
+        Args:
+            capacity: Sizes of the pool and of the vocabulary.
+            gate: Called by every `Step.wait`, in the waiter's thread; sleep in it to imitate a slow device.
+            faults: Step number -> exception the step raises, or a token id it returns for its first work instead.
+            eos: Position -> token id to sample there, whatever the script says.
+        """
+        self.capacity = capacity
+        self.launched = 0
+        self.closed = False
+        self._gate = gate
+        self._faults = faults or {}
+        self._eos = eos or {}
+        self._cells = [[_POISON] * capacity.page_size for _ in range(capacity.num_pages)]
+        self._tokens: list[dict[int, int]] = [{} for _ in range(capacity.max_rows)]
+        self._tables: list[dict[int, int]] = [{} for _ in range(capacity.max_rows)]
+        self._lock = threading.Lock()
+
+    def launch(self, plan: StepPlan) -> ScriptedStep:
+        """Carry out `plan` at once; its result shows when it is waited for."""
+        with self._lock:
+            self.launched += 1
+            for row in plan.new_rows:
+                self._tokens[row.row] = dict(enumerate(row.tokens, row.start))
+                self._tables[row.row] = {}
+            for entry in plan.entries:
+                self._tables[entry.row][entry.place] = entry.page
+            for source, destination in plan.copies:
+                self._cells[destination] = list(self._cells[source])
+            fault = self._faults.get(plan.step)
+            if isinstance(fault, Exception):
+                self._spoil(plan)
+                return ScriptedStep([], fault, self._gate)
+            self._write(plan)
+            sampled = self._sample(plan)
+            if isinstance(fault, int):
+                sampled[0] = fault
+            return ScriptedStep(sampled, None, self._gate)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.closed = True
+        self._cells = []
+
+    def _write(self, plan: StepPlan) -> None:
+        size = self.capacity.page_size
+        for work in plan.works:
+            table, tokens = self._tables[work.row], self._tokens[work.row]
+            for position in range(work.start, work.start + work.num_tokens):
+                self._cells[table[position // size]][position % size] = tokens[position]
+
+    def _spoil(self, plan: StepPlan) -> None:
+        size = self.capacity.page_size
+        for work in plan.works:
+            for position in range(work.start, work.start + work.num_tokens):
+                self._cells[self._tables[work.row][position // size]][position % size] = _POISON
+            self._tokens[work.row][work.start + work.num_tokens] = _POISON
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        size = self.capacity.page_size
+        sampled = []
+        for work in plan.works:
+            end = work.start + work.num_tokens
+            table = self._tables[work.row]
+            token = 0
+            if work.samples:
+                read = [self._cells[table[position // size]][position % size] for position in range(end)]
+                token = self._eos.get(end, scripted_token(read, self.capacity.vocab_size))
+                self._tokens[work.row][end] = token
+            sampled.append(token)
+        return sampled
+
+
+class ByteTokenizer:
+    """One token a byte: ids 0 to 255; 256 ends a sequence. Any text round-trips."""
+
+    name = "bytes"
+    vocab_size = 257
+    eos_ids = (256,)
+
+    def __init__(self) -> None:
+        """Build the table of single bytes."""
+        self.table = TokenTable([bytes([value]) for value in range(256)] + [b""], special_ids=frozenset({256}))
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of `text`."""
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """`role: content` lines, one a message."""
+        if not messages:
+            raise InvalidParams("messages: at least one is needed", field="messages", value=messages, limit=1)
+        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, with U+FFFD for what is not UTF-8."""
+        return bytes(value for value in ids if value < 256).decode(errors="replace")
+
+
+class ScriptedEngine(Engine):
+    """An engine over a `ScriptedRunner` and a `ByteTokenizer`: all of headrace but the model, in milliseconds."""
+
+    def __init__(self, capacity: Capacity, make_runner: Callable[[], ScriptedRunner] | None = None, **options: Any):
+        """Serve whatever `make_runner` returns, by default a plain `ScriptedRunner`.
+
+        Args:
+            capacity: Sizes of the pool, the rows and the vocabulary (257 for the tokenizer's).
+            make_runner: Called when the engine opens.
+            options: Fields of `EngineConfig` other than the model.
+        """
+        super().__init__("scripted", **options)
+        self._capacity = capacity
+        self._make_runner = make_runner or (lambda: ScriptedRunner(capacity))
+
+    def _open(self) -> Opened:
+        capacity = self._capacity
+        info = EngineInfo(
+            model="scripted",
+            architecture="scripted",
+            max_context=capacity.max_context,
+            vocab_size=capacity.vocab_size,
+            dtype="none",
+            device="none",
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            page_bytes=0,
+            max_rows=capacity.max_rows,
+            max_batched_tokens=capacity.max_batched_tokens,
+        )
+        return Opened(self._make_runner(), ByteTokenizer(), capacity, info)

@@ -1,0 +1,207 @@
+"""Turns token ids into text step by step and finds stop strings in it; never loads a tokenizer and never samples.
+
+Pure state machines over plain data, so that the same ids give the same text however they arrive.
+Next to read: tokenizer.py, which builds the `TokenTable`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+__all__ = ["Detokenizer", "StopMatcher", "TokenTable"]
+
+_REPLACEMENT: Final = "\ufffd"
+
+
+class TokenTable:
+    """What each vocabulary id stands for. Built once per tokenizer, shared by all its detokenizers, never changed.
+
+    There are two kinds. In a byte-level vocabulary (`byte_ids` empty) the text is the joined bytes read as UTF-8, with
+    U+FFFD for each maximal invalid part. In a SentencePiece vocabulary each piece is text, except the byte-fallback
+    ids: a run of these is UTF-8 as a whole, or one U+FFFD per byte.
+    """
+
+    __slots__ = ("byte_ids", "pieces", "special_ids", "texts", "visible_texts")
+
+    def __init__(
+        self, pieces: list[bytes], special_ids: AbstractSet[int], byte_ids: AbstractSet[int] = frozenset()
+    ) -> None:
+        """Prebuild the text of every piece that is complete by itself.
+
+        Args:
+            pieces: Bytes per id; empty where the vocabulary has no such id.
+            special_ids: Control tokens, left out of the text where the caller asks for that.
+            byte_ids: Byte-fallback tokens, one byte each; empty for a byte-level vocabulary.
+        """
+        self.pieces = pieces
+        self.special_ids = frozenset(special_ids)
+        self.byte_ids = frozenset(byte_ids)
+        self.texts: list[str | None] = [
+            None if index in self.byte_ids else _complete_text(piece) for index, piece in enumerate(pieces)
+        ]
+        """Text per id; None where it depends on the neighbours."""
+        self.visible_texts = ["" if index in self.special_ids else text for index, text in enumerate(self.texts)]
+        """The same with special tokens left out."""
+
+
+class Detokenizer:
+    """Text of one growing sequence of ids.
+
+    Joining every `feed` and the last `flush` gives exactly `decode(ids)` of a byte-level tokenizer, for any ids. For
+    SentencePiece the leading space that `decode` drops is kept, because a completion continues its prompt: the text is
+    `decode(prompt + ids)` after its first `decode(prompt)`. Ids outside the table have no text.
+    """
+
+    __slots__ = ("_pending", "_size", "_skip", "_table", "_texts")
+
+    def __init__(self, table: TokenTable, skip_special_tokens: bool = True) -> None:
+        """Start an empty sequence."""
+        self._table = table
+        self._skip = skip_special_tokens
+        self._texts = table.visible_texts if skip_special_tokens else table.texts
+        self._size = len(self._texts)
+        self._pending = bytearray()
+
+    def feed(self, token_id: int) -> str:
+        """Return the characters that this id completes; empty while a character is incomplete."""
+        if 0 <= token_id < self._size and not self._pending:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        return self._feed_bytes(token_id)
+
+    def flush(self) -> str:
+        """Return what is still held, with U+FFFD for incomplete bytes; the sequence ends here."""
+        if self._table.byte_ids:
+            return self._end_run()
+        text = self._pending.decode("utf-8", "replace")
+        self._pending.clear()
+        return text
+
+    def _feed_bytes(self, token_id: int) -> str:
+        if not 0 <= token_id < self._size or (self._skip and token_id in self._table.special_ids):
+            return ""
+        piece = self._table.pieces[token_id]
+        if not self._table.byte_ids:
+            self._pending += piece
+            text, used = codecs.utf_8_decode(self._pending, "replace", False)
+            del self._pending[:used]
+            return text
+        if token_id in self._table.byte_ids:
+            self._pending += piece
+            return ""
+        # An id with no token is not part of the sequence, so it does not end a run of bytes.
+        return self._end_run() + piece.decode("utf-8") if piece else ""
+
+    def _end_run(self) -> str:
+        try:
+            text = self._pending.decode("utf-8")
+        except UnicodeDecodeError:
+            text = _REPLACEMENT * len(self._pending)
+        self._pending.clear()
+        return text
+
+
+class StopMatcher:
+    """Finds the earliest of several stop strings in text that arrives in pieces.
+
+    Text that may be the start of a stop string is held back. The outcome depends on the text alone, not on how it was
+    cut: everything before the match that starts first is shown, and nothing after. Where one stop string contains
+    another, a match of the inner one waits until the outer one, which would start earlier, is ruled out or complete.
+    Each stop string is matched by Knuth-Morris-Pratt with its failure table grown on demand: the cost is linear in the
+    text, and building a matcher costs nothing.
+    """
+
+    __slots__ = ("_cut", "_held", "_held_from", "_needles", "_starts", "matched")
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        """Match any of `stops`, each of at least one character; with none, all text passes."""
+        self._needles = [_Needle(stop) for stop in dict.fromkeys(stops)]
+        self._starts = frozenset(stop[0] for stop in stops)
+        self._held = ""
+        self._held_from = 0  # position of the held text in the whole text
+        self._cut: int | None = None  # start of the earliest match so far
+        self.matched = False
+        """Whether the text has ended at a stop string; also set by `flush` where a match was still waiting."""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Return the text that is now safe to show, and whether a stop string ended it; later text gives nothing."""
+        if self.matched:
+            return "", True
+        if not self._held and self._starts.isdisjoint(text):
+            self._held_from += len(text)
+            return text, False
+        begin = self._held_from + len(self._held)
+        self._held += text
+        safe = begin + len(text)
+        for needle in self._needles:
+            start, found = needle.feed(text, begin)
+            safe = min(safe, start)
+            if found and (self._cut is None or start < self._cut):
+                self._cut = start
+        if self._cut is not None:
+            self.matched = safe >= self._cut
+        shown = self._held[: safe - self._held_from]
+        self._held = "" if self.matched else self._held[len(shown) :]
+        self._held_from += len(shown)
+        return shown, self.matched
+
+    def flush(self) -> str:
+        """Return the held text at the end of the sequence, cut before a match that was still waiting; it ends here."""
+        if self._cut is not None and not self.matched:
+            self.matched = True
+            self._held = self._held[: self._cut - self._held_from]
+        held, self._held = self._held, ""
+        return held
+
+
+class _Needle:
+    """One stop string and how much of it the text ends with."""
+
+    __slots__ = ("_borders", "length", "start", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0  # characters of `stop` that the text so far ends with
+        self.start: int | None = None  # position of the first full match
+        self._borders = [0]  # per prefix of `stop`: its longest proper prefix that is also its suffix
+
+    def feed(self, text: str, begin: int) -> tuple[int, bool]:
+        """Read `text`, which starts at `begin`; return (where a full or partial match starts, is it full)."""
+        if self.start is not None:
+            return self.start, True
+        stop, length, index = self.stop, self.length, 0
+        while index < len(text):
+            if not length:
+                index = text.find(stop[0], index)
+                if index < 0:
+                    break
+            while length and stop[length] != text[index]:
+                length = self._borders[length - 1]
+            if stop[length] == text[index]:
+                length += 1
+                if length == len(stop):
+                    self.start = begin + index + 1 - length
+                    return self.start, True
+                self._grow(length)
+            index += 1
+        self.length = length
+        return begin + len(text) - length, False
+
+    def _grow(self, length: int) -> None:
+        """Know the borders of the prefixes of up to `length` characters."""
+        borders, stop = self._borders, self.stop
+        while len(borders) < length:
+            border, char = borders[-1], stop[len(borders)]
+            while border and stop[border] != char:
+                border = borders[border - 1]
+            borders.append(border + (stop[border] == char))
+
+
+def _complete_text(piece: bytes) -> str | None:
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,110 @@
+"""Worker threads of the engine and the one way from a thread back to the event loop; never runs device-free logic.
+
+The host may run asyncio (with any event loop) or trio: `Poster` has one implementation for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import anyio
+from anyio.lowlevel import current_token
+
+__all__ = ["Poster", "Worker"]
+
+T = TypeVar("T")
+
+
+class Poster:
+    """Runs plain callables on the event loop that was current when it was made, from any thread."""
+
+    def __init__(self) -> None:
+        """Remember the running event loop; must be called on it."""
+        native: Any = current_token().native_token
+        # an asyncio loop calls this call_soon_threadsafe, a trio token run_sync_soon
+        self._post: Callable[[Callable[[], object]], object] = getattr(native, "call_soon_threadsafe", None) or (
+            native.run_sync_soon
+        )
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        """Run `call` on the event loop soon; once that loop has ended there is nobody to run it for."""
+        with contextlib.suppress(RuntimeError):
+            self._post(call)
+
+
+class Worker:
+    """One thread that runs blocking calls in order and hands their results to the event loop."""
+
+    def __init__(self, name: str, post: Poster) -> None:
+        """Start the thread.
+
+        Args:
+            name: Name of the thread, for debuggers.
+            post: How results get back.
+        """
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._post = post
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
+        """Queue `call` at once; `done(result, error)` then runs on the event loop."""
+        self._calls.put((call, done))
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run `call` in the thread and wait for its result, shielded from cancellation.
+
+        Raises:
+            BaseException: Whatever `call` raised.
+        """
+        finished = anyio.Event()
+        outcome: list[Any] = [None, None]
+
+        def done(result: T | None, error: BaseException | None) -> None:
+            outcome[:] = result, error
+            finished.set()
+
+        self.submit(call, done)
+        with anyio.CancelScope(shield=True):
+            await finished.wait()
+        result, error = outcome
+        outcome.clear()
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Finish what is queued and join the thread."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, done = item
+            result, error = None, None
+            try:
+                result = call()
+            except BaseException as raised:  # re-raised where the result is awaited
+                error = raised
+            self._post(_Outcome(done, result, error))
+            del item, call, done, result, error  # keep nothing alive while waiting for the next call
+
+
+class _Outcome:
+    """A finished call on its way to the event loop."""
+
+    __slots__ = ("_done", "_error", "_result")
+
+    def __init__(self, done: Callable[[Any, BaseException | None], None], result: object, error: BaseException | None):
+        self._done = done
+        self._result = result
+        self._error = error
+
+    def __call__(self) -> None:
+        self._done(self._result, self._error)

