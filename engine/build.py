@@ -141,6 +141,7 @@ def _plan_memory(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype) ->
         max_positions=context,
         windows=spec.windows,
         dtype=dtype,
+        reduced=config.dtype == "auto",
     )
     page_bytes = ops.page_bytes(spec.num_layers)
     useful = rows * -(-context // config.page_size)

@@ -63,7 +63,10 @@ class StopText:
         shown, matched = self._matcher.feed(text)
         if last and not matched:
             rest, matched = self._matcher.feed(self._detokenizer.flush())
-            shown += rest if matched else rest + self._matcher.flush()
+            shown += rest
+            if not matched:
+                shown += self._matcher.flush()
+                matched = self._matcher.matched
         return shown, matched
 
 

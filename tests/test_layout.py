@@ -25,9 +25,15 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {}
 # Folders of tests that mirror no folder of the package.
 OTHER_TEST_FOLDERS = {"examples", "parity"}
 
-# Import names that differ from the name of the library that ships them; triton comes with torch's CUDA builds.
-SHIPPED_BY = {"flashinfer": "flashinfer-python", "sse_starlette": "sse-starlette", "triton": "torch"}
-SHIPPED_BY["tvm_ffi"] = "apache-tvm-ffi"
+# Import names that differ from the name of the library that ships them, or that brings them at a version of its choice.
+SHIPPED_BY = {
+    "flashinfer": "flashinfer-python",
+    "huggingface_hub": "transformers",
+    "sse_starlette": "sse-starlette",
+    "tokenizers": "transformers",
+    "triton": "torch",
+    "tvm_ffi": "apache-tvm-ffi",
+}
 
 
 @cache
@@ -133,8 +139,9 @@ def declared(*extras: str) -> set[str]:
     return {re.split(r"[<>=!~;\[ ]", line)[0] for line in wanted}
 
 
-def test_every_library_that_is_imported_is_declared() -> None:
-    undeclared = set()
+def imported() -> dict[str, str]:
+    """The libraries that the packages import, each with one file that does."""
+    found: dict[str, str] = {}
     for path in sources(*PACKAGES):
         for node in ast.walk(tree_of(path)):
             modules: list[str] = []
@@ -144,10 +151,18 @@ def test_every_library_that_is_imported_is_declared() -> None:
                 modules = [node.module or ""]
                 assert node.level == 0, f"{name_of(path)}: imports are absolute here"
             for top in (module.split(".")[0] for module in modules):
-                known = top == "headrace" or top in sys.stdlib_module_names
-                if not known and SHIPPED_BY.get(top, top) not in declared("server", "cuda"):
-                    undeclared.add(f"{name_of(path)}: {top}")
+                if top != "headrace" and top not in sys.stdlib_module_names:
+                    found[SHIPPED_BY.get(top, top)] = name_of(path)
+    return found
+
+
+def test_every_library_that_is_imported_is_declared() -> None:
+    undeclared = {library: path for library, path in imported().items() if library not in declared("server", "cuda")}
     assert not undeclared
+
+
+def test_every_library_that_all_users_install_is_imported() -> None:
+    assert not declared() - imported().keys()
 
 
 def test_direct_libraries_are_few_and_each_is_explained() -> None:

@@ -99,7 +99,7 @@ class CpuRunner:
         if plan.copies:
             self._ops.copy_pages(self._kv, plan.copies)
         batch = self._rows.batch(plan.works)
-        hidden_NE = decoder.hidden(batch.tokens_N, self._ops.prepare(batch.paged), self._kv)
+        hidden_NE = decoder.hidden(batch.tokens_N, self._ops.prepare(batch.paged, self._kv), self._kv)
         tokens = [0] * len(plan.works)
         if batch.samplers:
             chosen = sample(decoder.logits(hidden_NE[batch.last_S]), batch.choosing)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from headrace.adapters.errors import ModelRejected
+from headrace.engine.errors import ModelRejected
 from headrace.engine.model.gguf_spec import from_gguf
 from headrace.engine.model.spec import DecoderSpec
 

@@ -18,7 +18,7 @@ from typing import BinaryIO, NoReturn, Self
 
 import torch
 
-from headrace.adapters.errors import ModelRejected
+from headrace.engine.errors import ModelRejected
 from headrace.engine.model.untrusted import parse_object, read_object
 
 __all__ = ["SafetensorsFolder", "TensorEntry", "read_header"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.adapters.errors import ModelRejected
+from headrace.engine.errors import ModelRejected
 
 __all__ = ["Fields", "parse_object", "read_object", "refuse"]
 

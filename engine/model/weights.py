@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from headrace.adapters.errors import ModelRejected
+from headrace.engine.errors import ModelRejected
 from headrace.engine.model.gguf import SERIAL_ELEMENTS, GgufFile
 from headrace.engine.model.safetensors_files import SafetensorsFolder
 from headrace.engine.model.spec import DecoderSpec
@@ -140,14 +140,14 @@ class _FromFile:
         if not all(self.source.has_groups(self.names.of(part)) for part in fused.parts):
             return self.dense(fused)
         rows, columns = fused.shape
-        values = torch.empty(rows, columns, dtype=torch.uint8, device=self.device)
-        scale, minimum = torch.empty(2, rows, columns // _GROUP_SIZE, device=self.device).unbind()
+        values_OI = torch.empty(rows, columns, dtype=torch.uint8, device=self.device)
+        scale_OG, minimum_OG = torch.empty(2, rows, columns // _GROUP_SIZE, device=self.device).unbind()
         first = 0
         for part in fused.parts:
             here = slice(first, first + part.rows)
-            self._fill_groups((values[here], scale[here], minimum[here]), self.source, part)
+            self._fill_groups((values_OI[here], scale_OG[here], minimum_OG[here]), self.source, part)
             first += part.rows
-        return GroupQuantised(values, scale, minimum)
+        return GroupQuantised(values_OI, scale_OG, minimum_OG)
 
     def check_tied(self, embedding: str) -> None:
         """Refuse a tied checkpoint whose stored head is not its embedding."""
@@ -155,7 +155,8 @@ class _FromFile:
             return
         heads = self.source.blocks(_TIED_LEFTOVER, self.block_elements)
         rows = self.source.blocks(embedding, self.block_elements)
-        if not all(torch.equal(head, row) for (_, head), (_, row) in zip(heads, rows, strict=True)):
+        pairs = zip(heads, rows, strict=True)
+        if not all(torch.equal(head.to(self.dtype), row.to(self.dtype)) for (_, head), (_, row) in pairs):
             self._refuse(_TIED_LEFTOVER, "tensor", f"equal to {embedding}, since tie_word_embeddings is true")
 
     def _check_names(self, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -165,16 +166,9 @@ class _FromFile:
         if missing:
             self._refuse(missing[0], "missing", f"the {len(wanted)} tensors of the model ({len(missing)} missing)")
         left = [name for name in found if name not in wanted and not self.names.harmless.fullmatch(name)]
-        if (
-            spec.tied_head
-            and self.names is HF_NAMES
-            and found.get(_TIED_LEFTOVER)
-            == (
-                spec.vocab_size,
-                spec.hidden_size,
-            )
-        ):
-            left.remove(_TIED_LEFTOVER)
+        head_shape = (spec.vocab_size, spec.hidden_size)
+        if spec.tied_head and self.names is HF_NAMES and found.get(_TIED_LEFTOVER) == head_shape:
+            left.remove(_TIED_LEFTOVER)  # check_tied compares it
         if left:
             self._refuse(left[0], "left over", f"the tensors of the model ({len(left)} left over)")
         for name, shape in wanted.items():

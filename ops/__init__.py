@@ -1,0 +1,1 @@
+"""headrace.ops: the arithmetic of a decoder step on each device; never imports anything else of headrace."""

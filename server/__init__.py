@@ -1,0 +1,1 @@
+"""headrace.server: the command line; never imported by the engine."""

