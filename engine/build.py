@@ -14,7 +14,7 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.model.cpu_runner import CpuRunner
-from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.decoder import Decoder, cpu_ops
 from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.memory import free_host_bytes
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
@@ -77,8 +77,9 @@ def open_engine(config: EngineConfig) -> Opened:
         weights = load_weights(
             source, spec, dtype=dtype, device="cpu", keep_packed=config.dtype == "auto", seed=config.seed
         )
-        decoder = Decoder(spec, weights, ops)
-    runner = CpuRunner(decoder, ops, capacity, config.cpu_threads)
+        decoder = Decoder(spec, weights, ops, dtype)
+    any_ops = ops[spec.windows[0]]
+    runner = CpuRunner(decoder, any_ops, capacity, config.cpu_threads)
     info = EngineInfo(
         model=name,
         architecture=spec.architecture,
@@ -88,7 +89,7 @@ def open_engine(config: EngineConfig) -> Opened:
         device="cpu",
         num_pages=capacity.num_pages,
         page_size=capacity.page_size,
-        page_bytes=ops.page_bytes(spec.num_layers),
+        page_bytes=any_ops.page_bytes(spec.num_layers),
         max_rows=capacity.max_rows,
         max_batched_tokens=capacity.max_batched_tokens,
     )
@@ -118,7 +119,9 @@ def _locate(config: EngineConfig) -> Path:
         ) from error
 
 
-def _plan_memory(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype) -> tuple[CpuOps, Capacity]:
+def _plan_memory(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype
+) -> tuple[dict[int | None, CpuOps], Capacity]:
     """The operations for this model and what the device can hold."""
     context = spec.max_context
     if config.max_context is not None:
@@ -131,19 +134,8 @@ def _plan_memory(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype) ->
             )
         context = config.max_context
     rows = config.max_rows or min(_CPU_ROWS, config.max_batched_tokens or _CPU_ROWS)
-    ops = CpuOps(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=config.page_size,
-        norm_eps=spec.norm_eps,
-        inverse_frequencies=spec.rope.inverse_frequencies(spec.head_dim),
-        max_positions=context,
-        windows=spec.windows,
-        dtype=dtype,
-        reduced=config.dtype == "auto",
-    )
-    page_bytes = ops.page_bytes(spec.num_layers)
+    ops = cpu_ops(spec, page_size=config.page_size, max_positions=context, dtype=dtype)
+    page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
     useful = rows * -(-context // config.page_size)
     if config.kv_memory is None:
         pages = min(useful, int(free_host_bytes() * _FREE_SHARE) // page_bytes)

@@ -1,280 +1,313 @@
-"""`CpuOps`: what a decoder block needs on the CPU, in few torch calls; never knows a request or a model's weights.
+"""One decoder step's operations on the CPU, in plain torch calls over paged keys and values.
 
-Each call costs microseconds and a small model has hundreds of them a step, so what all layers share (where keys and
-values go, rotary factors, masks) is computed once a step by `prepare`. Shape letters are those of paged.py.
+Owns the layout of KV pages in host memory, norms, rotary positions and attention; never picks pages, samples or loads.
+
+At one token a step a call costs as much as its arithmetic, so whatever layers share (masks, indices, rotary rows,
+gather buffers) is made once a step by `CpuOps.prepare`, and every layer reuses it. Call everything without autograd,
+under `torch.inference_mode()` or `torch.no_grad()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn import functional
 
-from headrace.ops.linear import CpuLinear, GroupQuantised, head_linear, make_linear
-from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-__all__ = ["CpuKV", "CpuOps", "CpuStep"]
+    from torch import Tensor
+
+    from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+
+__all__ = ["CpuKv", "CpuOps", "CpuStep"]
+
+# Gathered keys and values of one batched product, in bytes: bounds memory; below 6 MiB, measured, smaller is slower.
+_GATHER_BYTES = 16 * 1024 * 1024
+# Up to this context one row is faster through torch's fused attention, which costs one call but does less in parallel.
+_FUSED_TOKENS = 384
+# Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square.
+_QUERY_BLOCK = 256
+_NEVER = float("-inf")
 
 
-@dataclass(frozen=True, slots=True)
-class CpuKV:
-    """The paged cache: for each layer, keys then values as [2 * pages * K, T * D]."""
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuKv:
+    """Keys and values of all layers in pages, with the flat views that a layer reads and writes through."""
 
-    layers: list[Tensor]
-    num_pages: int
+    pages_LPsKTD: Tensor
+    """[layers, pages, 2 (key, value), K, T, D], zero at first so that what was never written is finite."""
+    rows: tuple[Tensor, ...]
+    """For each layer [pages * 2 * K, T * D]: one row is one head's keys, or values, of one page."""
+    slots: tuple[Tensor, ...]
+    """For each layer [pages * 2 * K * T, D]: one row is one head's key, or value, of one token."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    """One group of decoding rows, as one layer kind (one window) sees it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decode:
+    """Rows of one token each whose attention is one batched product. B is R * K; S counts gathered tokens of a row."""
 
     start: int
+    stop: int
     rows: int
-    index: Tensor
-    """int64 [2 * R * K * P]: the cache rows to gather, keys first."""
-    mask: Tensor | None
-    """[R, 1, 1, P * T] in the model's dtype, 0 or -inf; None where one row sees all it gathered."""
-    length: int
-    """Tokens gathered for each row."""
+    gather: Tensor
+    buffer: Tensor
+    keys_BSD: Tensor
+    values_BSD: Tensor
+    bias_R11S: Tensor | None
+    """0 or -inf; None for a single short row, whose keys and values are exactly what it sees."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """One row that computes several tokens, as one layer kind sees it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Some queries of a prefill row and the keys that they may see."""
 
     start: int
-    count: int
-    index: Tensor
-    mask: Tensor | None
-    """[count, length] in the model's dtype; None for a plain causal square."""
-    length: int
+    stop: int
+    keys_KSD: Tensor
+    values_KSD: Tensor
+    bias_CS: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prefill:
+    start: int
+    gather: Tensor
+    buffer: Tensor
+    blocks: tuple[_Block, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CpuStep:
-    """What all layers of one step share."""
+    """What all layers of one step share. Only `CpuOps` looks inside."""
 
     cos_N1D: Tensor
     sin_N1D: Tensor
-    """The first half negated, so that rotation is x * cos + roll(x) * sin."""
-    targets: Tensor
-    """int64 [N, 2K]: cache rows of D elements that the tokens' keys and values go to."""
-    decodes: dict[int | None, list[_Decodes]]
-    prefills: dict[int | None, list[_Prefill]]
+    write: Tensor
+    pieces: tuple[_Decode | _Prefill, ...]
 
 
 class CpuOps:
-    """Operations for one model's geometry."""
+    """The operations of one model's step on the CPU.
+
+    `cos` and `sin` are float32 tables `[positions, D / 2]`; the first half of a head rotates with its second half.
+    `window` tokens, itself included, are what a token sees (all where None). `scale` multiplies scores (default
+    `D ** -0.5`). `dtype` is that of activations, keys and values: bfloat16 or float32.
+    """
 
     def __init__(
         self,
         *,
-        num_heads: int,
-        num_kv_heads: int,
+        heads: int,
+        kv_heads: int,
         head_dim: int,
         page_size: int,
-        norm_eps: float,
-        inverse_frequencies: NDArray[np.float32],
-        max_positions: int,
-        windows: Sequence[int | None],
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
         dtype: torch.dtype,
-        reduced: bool,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> None:
-        """Prepare the rotary table.
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
+        self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
+        self.dtype, self.window = dtype, window
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self._group = heads // kv_heads
+        self._eps = torch.tensor(eps, dtype=torch.float32)
+        # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
+        self._cos_1D = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
+        self._sin_1D = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
+        # A page's rows are its K key heads, then its K value heads.
+        self._planes_s1K1 = torch.arange(2 * kv_heads).view(2, 1, kv_heads, 1)
 
-        Args:
-            num_heads: H.
-            num_kv_heads: K.
-            head_dim: D.
-            page_size: T.
-            norm_eps: Epsilon of every RMS norm.
-            inverse_frequencies: float32 [D / 2], radians per position.
-            max_positions: Positions that the rotary table covers.
-            windows: For each layer, how many of the last positions a token attends to; None for all.
-            dtype: Of activations and of the cache.
-            reduced: Whether products may use fewer bits than `dtype` has.
-        """
-        self._heads, self._kv_heads, self._head_dim, self._page_size = num_heads, num_kv_heads, head_dim, page_size
-        self._norm_eps = norm_eps
-        self._windows = tuple(windows)
-        self._dtype = dtype
-        self._reduced = reduced
-        self._scale = head_dim**-0.5
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), torch.from_numpy(inverse_frequencies))
-        cos, sin = angles.cos(), angles.sin()
-        self._cos_PD = torch.cat([cos, cos], dim=-1).to(dtype)
-        self._sin_PD = torch.cat([-sin, sin], dim=-1).to(dtype)
-
-    # -- memory -----------------------------------------------------------------------------------------------------
+    # --- pages
 
     def page_bytes(self, num_layers: int) -> int:
-        """Bytes of one page over all layers."""
-        return 2 * num_layers * self._kv_heads * self._page_size * self._head_dim * self._dtype.itemsize
+        """Memory of one page over all layers, in bytes."""
+        return num_layers * self._plane_bytes()
 
-    def allocate_kv(self, num_layers: int, num_pages: int) -> CpuKV:
-        """A zeroed cache; the system gives its memory as pages are first written."""
-        shape = (2 * num_pages * self._kv_heads, self._page_size * self._head_dim)
-        return CpuKV([torch.zeros(shape, dtype=self._dtype) for _ in range(num_layers)], num_pages)
+    def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
+        """Zeroed pages for keys and values."""
+        shape = (num_layers, pages, 2, self.kv_heads, self.page_size, self.head_dim)
+        kv = torch.zeros(shape, dtype=self.dtype)
+        rows = tuple(layer.view(-1, self.page_size * self.head_dim) for layer in kv)
+        return CpuKv(kv, rows, tuple(layer.view(-1, self.head_dim) for layer in kv))
 
-    def copy_pages(self, kv: CpuKV, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy keys and values of each (source, destination) page, in all layers."""
-        heads = self._kv_heads
-        for layer in kv.layers:
-            pages = layer.view(2, kv.num_pages, heads * self._page_size * self._head_dim)
-            for source, destination in pairs:
-                pages[:, destination] = pages[:, source]
+    def copy_pages(self, kv: CpuKv, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
+        if pairs:
+            source, target = torch.tensor(pairs).unbind(1)
+            kv.pages_LPsKTD.index_copy_(1, target, kv.pages_LPsKTD.index_select(1, source))
 
-    # -- products ---------------------------------------------------------------------------------------------------
+    # --- a step
 
-    def linear(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CpuLinear:
-        """The product with a weight [O, I]."""
-        return make_linear(weight, bias_O)
-
-    def head(self, weight_VE: Tensor | GroupQuantised) -> CpuLinear:
-        """The product with the output head."""
-        return head_linear(weight_VE, reduced=self._reduced)
-
-    # -- a step -----------------------------------------------------------------------------------------------------
-
-    def prepare(self, batch: PagedBatch, kv: CpuKV) -> CpuStep:
-        """Compute what the layers of one step share."""
-        size, heads = self._page_size, self._kv_heads
-        page_N, offset_N = batch.slots_N // size, batch.slots_N % size
-        head_K = torch.arange(heads)
-        keys_NK = (page_N[:, None] * heads + head_K) * size + offset_N[:, None]
-        kinds = set(self._windows)
+    def prepare(self, batch: PagedBatch) -> CpuStep:
+        """Everything that the layers of one step share. Raises `ValueError` unless its rows cover its tokens once."""
+        tokens = batch.positions_N.shape[0]
+        spans = [(group.start, group.lengths_R.shape[0]) for group in batch.decodes]
+        spans += [(row.start, row.count) for row in batch.prefills]
+        end = 0
+        for start, count in sorted(spans):
+            if start != end or count < 1:
+                raise ValueError(f"a row starts at token {start} with {count} tokens where token {end} is next")
+            end += count
+        if end != tokens:
+            raise ValueError(f"rows cover {end} of {tokens} tokens")
+        pieces: list[_Decode | _Prefill] = [self._prefill(row) for row in batch.prefills]
+        for group in batch.decodes:
+            pieces += self._decodes(group)
+        pieces.sort(key=lambda piece: piece.start)
         return CpuStep(
-            cos_N1D=self._cos_PD[batch.positions_N].unsqueeze(1),
-            sin_N1D=self._sin_PD[batch.positions_N].unsqueeze(1),
-            targets=torch.cat([keys_NK, keys_NK + kv.num_pages * heads * size], dim=1),
-            decodes={window: [self._decodes(group, window, kv) for group in batch.decodes] for window in kinds},
-            prefills={window: [self._prefill(row, window, kv) for row in batch.prefills] for window in kinds},
+            self._cos_1D.index_select(0, batch.positions_N),
+            self._sin_1D.index_select(0, batch.positions_N),
+            self._write_index(batch.slots_N),
+            tuple(pieces),
         )
 
-    def _rows(self, pages: Tensor, kv: CpuKV) -> Tensor:
-        """Cache rows of `pages` [..., P], keys then values: [2, ..., K, P]."""
-        keys = pages.unsqueeze(-2) * self._kv_heads + torch.arange(self._kv_heads)[:, None]
-        return torch.stack([keys, keys + kv.num_pages * self._kv_heads])
-
-    def _decodes(self, group: DecodeGroup, window: int | None, kv: CpuKV) -> _Decodes:
-        size = self._page_size
-        lengths_R, pages_RP = group.lengths_R, group.pages_RP
-        rows, width = pages_RP.shape
-        positions_RP = torch.arange(width * size)[None, :]
-        if window is not None and int(lengths_R.max()) > window:
-            first_R = (lengths_R - window).clamp_min(0) // size  # pages wholly before the window are not gathered
-            width = int((-(-lengths_R // size) - first_R).max())
-            places_RP = (first_R[:, None] + torch.arange(width)).clamp_max(pages_RP.shape[1] - 1)
-            pages_RP = pages_RP.gather(1, places_RP)
-            positions_RP = first_R[:, None] * size + torch.arange(width * size)
-            seen = (positions_RP < lengths_R[:, None]) & (positions_RP >= lengths_R[:, None] - window)
-        else:
-            seen = positions_RP < lengths_R[:, None]
-        index = self._rows(pages_RP, kv).reshape(-1)
-        if rows == 1 and width * size >= int(lengths_R[0]):
-            return _Decodes(group.start, 1, index, None, int(lengths_R[0]))
-        mask = torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, float("-inf"))
-        return _Decodes(group.start, rows, index, mask[:, None, None], width * size)
-
-    def _prefill(self, row: PrefillRow, window: int | None, kv: CpuKV) -> _Prefill:
-        index = self._rows(row.pages_P, kv).reshape(-1)
-        mask = None
-        if row.count != row.length or (window is not None and row.length > window):
-            query = torch.arange(row.length - row.count, row.length)[:, None]
-            key = torch.arange(row.length)[None, :]
-            seen = key <= query
-            if window is not None:
-                seen &= key > query - window
-            mask = torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, float("-inf"))
-        return _Prefill(row.start, row.count, index, mask, row.length)
-
-    # -- a layer ----------------------------------------------------------------------------------------------------
-
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * w (Zhang and Sennrich, 2019)."""
-        return rms_norm(x_NE, weight_E.shape, weight_E, self._norm_eps)
+        """`x / sqrt(mean(x^2) + eps) * weight` along the last dimension."""
+        norm_N1 = torch.linalg.vector_norm(x_NE, 2, -1, True, dtype=torch.float32)
+        inverse_N1 = torch.addcmul(self._eps, norm_N1, norm_N1, value=1.0 / x_NE.shape[-1]).rsqrt_()
+        return (x_NE * weight_E).mul_(inverse_N1)
 
     def add_rms_norm(self, x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual); `x_NE` is overwritten."""
-        residual_NE = x_NE.add_(residual_NE)
-        return rms_norm(residual_NE, weight_E.shape, weight_E, self._norm_eps), residual_NE
+        """Add `x` to the residual; returns the normed sum and the sum."""
+        total_NE = x_NE + residual_NE
+        return self.rms_norm(total_NE, weight_E), total_NE
 
     def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
-        """silu(gate) * up; the input is overwritten."""
-        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-        return silu(gate_NF).mul_(up_NF)
+        """`silu(gate) * up` where the input holds gate, then up."""
+        gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
+        return functional.silu(gate_NF).mul_(up_NF)
 
     def rope_and_write(
         self,
         qkv_NX: Tensor,
         step: CpuStep,
-        kv: CpuKV,
+        kv: CpuKv,
         layer: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
+        q_norm_D: Tensor | None = None,
+        k_norm_D: Tensor | None = None,
     ) -> Tensor:
-        """Norm and rotate queries and keys, and write keys and values to their pages.
+        """Split packed `q, k, v` of the step's tokens, rotate q and k, store k and v; returns `q_NHD`.
 
-        Args:
-            qkv_NX: [N, (H + 2K) * D], overwritten.
-            step: From `prepare`.
-            kv: The cache.
-            layer: Which layer's cache.
-            q_norm_D: RMS norm over each query head, if the model has one.
-            k_norm_D: The same for key heads.
-
-        Returns:
-            Queries [N, H, D].
+        Norm weights, where given, apply to each head of q and k before the rotation. What is not finite is stored as 0,
+        so that a request that went wrong cannot reach another one through a page that both used in turn.
         """
-        heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
-        qkv_NXD = qkv_NX.view(len(qkv_NX), heads + 2 * kv_heads, dim)
-        turned_NXD = qkv_NXD[:, : heads + kv_heads]
+        qkv_NAD = qkv_NX.view(qkv_NX.shape[0], -1, self.head_dim)
+        q_end, k_end = self.heads, self.heads + self.kv_heads
+        qk_NBD = qkv_NAD[:, :k_end]
         if q_norm_D is not None and k_norm_D is not None:
-            q_NHD, k_NKD = turned_NXD[:, :heads], turned_NXD[:, heads:]
-            q_NHD.copy_(rms_norm(q_NHD, q_norm_D.shape, q_norm_D, self._norm_eps))
-            k_NKD.copy_(rms_norm(k_NKD, k_norm_D.shape, k_norm_D, self._norm_eps))
-        rolled = turned_NXD.roll(dim // 2, -1).mul_(step.sin_N1D)
-        turned_NXD.mul_(step.cos_N1D).add_(rolled)
-        kv.layers[layer].view(-1, dim).index_put_((step.targets,), qkv_NXD[:, heads:])
-        return qkv_NXD[:, :heads]
+            normed = self.rms_norm(qkv_NAD[:, :q_end], q_norm_D), self.rms_norm(qkv_NAD[:, q_end:k_end], k_norm_D)
+            qk_NBD = torch.cat(normed, 1)
+        rolled_NBD = torch.roll(qk_NBD, self.head_dim // 2, -1)
+        qk_NBD = torch.addcmul(qk_NBD * step.cos_N1D, rolled_NBD, step.sin_N1D)
+        new_NsD = torch.cat((qk_NBD[:, q_end:], qkv_NAD[:, k_end:]), 1).nan_to_num_(0.0, 0.0, 0.0)
+        kv.slots[layer].index_copy_(0, step.write, new_NsD.view(-1, self.head_dim))
+        return qk_NBD[:, :q_end]
 
-    def attention(self, q_NHD: Tensor, step: CpuStep, kv: CpuKV, layer: int) -> Tensor:
-        """softmax(q kᵀ / sqrt(D)) v over each token's context, [N, H * D]."""
-        window = self._windows[layer]
-        cache = kv.layers[layer]
-        out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype)
-        for group in step.decodes[window]:
-            rows = slice(group.start, group.start + group.rows)
-            self._attend_decodes(q_NHD[rows], group, cache, out_NHD[rows])
-        for row in step.prefills[window]:
-            tokens = slice(row.start, row.start + row.count)
-            self._attend_prefill(q_NHD[tokens], row, cache, out_NHD[tokens])
-        return out_NHD.view(len(out_NHD), -1)
+    def attention(self, q_NHD: Tensor, step: CpuStep, kv: CpuKv, layer: int) -> Tensor:
+        """Attend from the step's queries to the pages of their rows, whose new keys are already stored; `o_NX`."""
+        rows = kv.rows[layer]
+        parts = []
+        for piece in step.pieces:
+            torch.index_select(rows, 0, piece.gather, out=piece.buffer)
+            if isinstance(piece, _Decode):
+                parts.append(self._decode_attention(q_NHD, piece))
+            else:
+                parts += [self._block_attention(q_NHD, block) for block in piece.blocks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_decodes(self, q_RHD: Tensor, group: _Decodes, cache: Tensor, out_RHD: Tensor) -> None:
-        rows, kv_heads, dim = group.rows, self._kv_heads, self._head_dim
-        gathered = cache.index_select(0, group.index)
-        if group.mask is None:
-            k, v = gathered.view(2, 1, kv_heads, -1, dim)[:, :, :, : group.length].unbind(0)
-            q = q_RHD.reshape(1, kv_heads, -1, dim)  # a group's heads act as queries of one position
-            out_RHD.copy_(scaled_dot_product_attention(q, k, v, scale=self._scale).view(out_RHD.shape))
-            return
-        k, v = gathered.view(2, rows * kv_heads, -1, dim).unbind(0)
-        q = q_RHD.reshape(rows * kv_heads, -1, dim)
-        scores = torch.bmm(q, k.transpose(1, 2)).mul_(self._scale).view(rows, kv_heads, -1, group.length)
-        weights = scores.add_(group.mask).softmax(-1).view(rows * kv_heads, -1, group.length)
-        torch.bmm(weights, v, out=out_RHD.view(rows * kv_heads, -1, dim))
+    # --- inside
 
-    def _attend_prefill(self, q_CHD: Tensor, row: _Prefill, cache: Tensor, out_CHD: Tensor) -> None:
-        kv_heads, dim = self._kv_heads, self._head_dim
-        groups = self._heads // kv_heads
-        gathered = cache.index_select(0, row.index).view(2, kv_heads, 1, -1, dim)[:, :, :, : row.length]
-        k, v = gathered.expand(2, kv_heads, groups, row.length, dim).unbind(0)
-        q = q_CHD.transpose(0, 1).view(kv_heads, groups, row.count, dim)
-        out = scaled_dot_product_attention(q, k, v, row.mask, is_causal=row.mask is None, scale=self._scale)
-        out_CHD.copy_(out.reshape(self._heads, row.count, dim).transpose(0, 1))
+    def _plane_bytes(self) -> int:
+        return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+
+    def _write_index(self, slots_N: Tensor) -> Tensor:
+        page_N, offset_N = slots_N // self.page_size, slots_N % self.page_size
+        first_N11 = (page_N * (2 * self.kv_heads * self.page_size) + offset_N).view(-1, 1)
+        return (first_N11 + self._planes_s1K1.view(1, -1) * self.page_size).view(-1)
+
+    def _gather(self, pages_RP: Tensor) -> tuple[Tensor, Tensor]:
+        """Row numbers of `CpuKv.rows` in the order [2, R, K, P], and a buffer for those rows."""
+        planes = 2 * self.kv_heads
+        index = (pages_RP.unsqueeze(1) * planes + self._planes_s1K1).reshape(-1)
+        return index, torch.empty(index.shape[0], self.page_size * self.head_dim, dtype=self.dtype)
+
+    def _decodes(self, group: DecodeGroup) -> list[_Decode]:
+        total, pages = group.pages_RP.shape
+        chunk = max(1, _GATHER_BYTES // (pages * self._plane_bytes()))
+        # Even chunks: a last chunk of one row would cost a full round of calls.
+        chunk = math.ceil(total / math.ceil(total / chunk))
+        return [self._decode(group, first, min(first + chunk, total)) for first in range(0, total, chunk)]
+
+    def _decode(self, group: DecodeGroup, first: int, last: int) -> _Decode:
+        pages_RP, lengths_R1 = group.pages_RP[first:last], group.lengths_R[first:last, None]
+        rows, pages = pages_RP.shape
+        index, buffer = self._gather(pages_RP)
+        keys_BSD, values_BSD = buffer.view(2, rows * self.kv_heads, pages * self.page_size, self.head_dim).unbind()
+        bias_R11S = None
+        if rows == 1 and pages * self.page_size <= _FUSED_TOKENS:
+            seen = slice(self._first_seen(int(lengths_R1)), int(lengths_R1))
+            keys_BSD, values_BSD = keys_BSD[:, seen], values_BSD[:, seen]
+        else:
+            positions_1S = torch.arange(pages * self.page_size).view(1, -1)
+            hidden_RS = positions_1S >= lengths_R1
+            if self.window is not None:
+                hidden_RS |= positions_1S < lengths_R1 - self.window
+            bias_R11S = self._bias(hidden_RS).view(rows, 1, 1, -1)
+        start = group.start
+        return _Decode(start + first, start + last, rows, index, buffer, keys_BSD, values_BSD, bias_R11S)
+
+    def _first_seen(self, length: int) -> int:
+        """The first position that the last of `length` tokens attends to."""
+        return 0 if self.window is None else max(0, length - self.window)
+
+    def _bias(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, _NEVER)
+
+    def _prefill(self, row: PrefillRow) -> _Prefill:
+        pages = -(-row.length // self.page_size)
+        index, buffer = self._gather(row.pages_P[:pages].view(1, -1))
+        both = buffer.view(2, self.kv_heads, pages * self.page_size, self.head_dim)
+        blocks = []
+        for first in range(0, row.count, _QUERY_BLOCK):
+            last = min(first + _QUERY_BLOCK, row.count)
+            position, stop = row.length - row.count + first, row.length - row.count + last
+            start = self._first_seen(position + 1)
+            queries_C1 = torch.arange(position, stop).view(-1, 1)
+            keys_1S = torch.arange(start, stop).view(1, -1)
+            hidden_CS = keys_1S > queries_C1
+            if self.window is not None:
+                hidden_CS |= keys_1S <= queries_C1 - self.window
+            keys_KSD, values_KSD = both[:, :, start:stop].unbind()
+            blocks.append(_Block(row.start + first, row.start + last, keys_KSD, values_KSD, self._bias(hidden_CS)))
+        return _Prefill(row.start, index, buffer, tuple(blocks))
+
+    def _decode_attention(self, q_NHD: Tensor, piece: _Decode) -> Tensor:
+        q_BGD = q_NHD[piece.start : piece.stop].reshape(-1, self._group, self.head_dim)
+        if piece.bias_R11S is None:
+            # The query heads that share a key head act as queries of one position, so that nothing is repeated.
+            one_BGD = functional.scaled_dot_product_attention(
+                q_BGD.unsqueeze(0), piece.keys_BSD.unsqueeze(0), piece.values_BSD.unsqueeze(0), scale=self.scale
+            )
+            return one_BGD.reshape(1, -1)
+        scores_BGS = torch.bmm(q_BGD, piece.keys_BSD.transpose(1, 2))
+        scores_RKGS = scores_BGS.view(piece.rows, self.kv_heads, self._group, -1)
+        weights = torch.softmax(torch.add(piece.bias_R11S, scores_RKGS, alpha=self.scale), -1)
+        return torch.bmm(weights.view(scores_BGS.shape), piece.values_BSD).view(piece.rows, -1)
+
+    def _block_attention(self, q_NHD: Tensor, block: _Block) -> Tensor:
+        count = block.stop - block.start
+        q_CKGD = q_NHD[block.start : block.stop].unflatten(1, (self.kv_heads, self._group))
+        q_KMD = q_CKGD.permute(1, 2, 0, 3).reshape(self.kv_heads, -1, self.head_dim)
+        scores_KMS = torch.bmm(q_KMD, block.keys_KSD.transpose(1, 2))
+        scores_KGCS = scores_KMS.view(self.kv_heads, self._group, count, -1)
+        weights = torch.softmax(torch.add(block.bias_CS, scores_KGCS, alpha=self.scale), -1)
+        o_KMD = torch.bmm(weights.view(scores_KMS.shape), block.values_KSD)
+        return o_KMD.view(self.kv_heads, self._group, count, -1).permute(2, 0, 1, 3).reshape(count, -1)

@@ -53,7 +53,7 @@ class CpuRunner:
 
         Args:
             decoder: The model.
-            ops: The operations it was made with.
+            ops: Any of the operations it was made with: they share one cache layout.
             capacity: Pages, rows and tokens.
             threads: Threads of one operation; None leaves torch's own setting alone.
         """
@@ -96,10 +96,9 @@ class CpuRunner:
         decoder = self._decoder
         assert decoder is not None
         self._rows.update(plan)
-        if plan.copies:
-            self._ops.copy_pages(self._kv, plan.copies)
+        self._ops.copy_pages(self._kv, plan.copies)
         batch = self._rows.batch(plan.works)
-        hidden_NE = decoder.hidden(batch.tokens_N, self._ops.prepare(batch.paged, self._kv), self._kv)
+        hidden_NE = decoder.hidden(batch.tokens_N, batch.paged, self._kv)
         tokens = [0] * len(plan.works)
         if batch.samplers:
             chosen = sample(decoder.logits(hidden_NE[batch.last_S]), batch.choosing)

@@ -67,8 +67,7 @@ class Rig:
         self.ends: dict[int, str] = {}
         """Request id -> its one end: a finish reason or the name of its error."""
         self.computed_tokens = 0
-        self.chained_copies = 0
-        """Copies whose source is the destination of an earlier copy of the same plan: their order matters."""
+        self.copies = 0
         self._events: deque[tuple[Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
         self._guard_allocations()
 
@@ -164,6 +163,7 @@ class Rig:
         self._check_pages(plan)
         self.flights.append(flight)
         self.computed_tokens += plan.tokens
+        self.copies += len(plan.copies)
         if fault != "launch":
             if fault:
                 self.faults[plan.step] = RuntimeError("scripted")
@@ -277,7 +277,8 @@ class Rig:
         assert works and len(works) <= self.capacity.max_rows
         assert plan.tokens == sum(work.num_tokens for work in works) <= self.capacity.max_batched_tokens
         assert len({work.row for work in works}) == len({work.request.id for work in works}) == len(works)
-        decodes = [owed.get(work.request.id) == 1 for work in works]
+        new = {row.row for row in plan.new_rows}
+        decodes = [owed.get(work.request.id) == 1 and work.row not in new for work in works]
         assert decodes == sorted(decodes, reverse=True), "a decode comes after a prefill"
         for work in works:
             request = work.request
@@ -296,7 +297,7 @@ class Rig:
         size, refs = self.capacity.page_size, self.scheduler.pool.refs
         destinations: set[int] = set()
         for source, destination in plan.copies:
-            self.chained_copies += source in destinations
+            assert source not in destinations, "a copy reads what another of the same plan writes: their order matters"
             destinations.add(destination)
         in_use = [(flight, *entry) for flight in self.flights for entry in flight.touched.values()]
         for _, other, touched in in_use:

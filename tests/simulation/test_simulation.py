@@ -12,6 +12,8 @@ import pytest
 from simulation.rig import Rig
 from simulation.world import Broken, play
 
+from headrace.engine.scheduling.plan import StepPlan
+
 _DEFAULT = "2000"
 _CHUNK = 100
 
@@ -27,3 +29,49 @@ def chunks() -> list[range]:
 def test_every_seed_ends_well(seeds: range) -> None:
     for seed in seeds:
         play(seed)
+
+
+def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
+    ends: Counter[str] = Counter()
+    reached: Counter[str] = Counter()
+    for seed in range(150):
+        rig = play(seed).rig
+        ends.update(rig.ends.values())
+        reached["preemptions"] += rig.scheduler.preemptions
+        reached["cached tokens"] += rig.scheduler.cached_tokens
+        reached["forks that copied"] += rig.copies
+    assert ends.keys() == {"length", "stop", "cancelled", "RequestFailed", "NonFiniteLogits"}
+    assert min(ends.values()) > 30 and min(reached[name] for name in ("preemptions", "forks that copied")) > 50
+    assert reached["cached tokens"] > 1000
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 40))
+def test_a_seed_replays_exactly(seed: int) -> None:
+    first, second = play(seed).rig, play(seed).rig
+    assert first.trace() == second.trace() != ""
+    assert first.ends == second.ends and first.computed_tokens == second.computed_tokens
+    assert [request.tokens for request in first.requests] == [request.tokens for request in second.requests]
+
+
+def break_a_page(rig: Rig) -> None:
+    """Let the device lose one write in every fourth step."""
+    write = rig.runner._write
+
+    def forgetful(plan: StepPlan) -> None:
+        if plan.step % 4 != 3:
+            write(plan)
+
+    rig.runner._write = forgetful  # type: ignore[method-assign]
+
+
+def test_a_broken_seed_names_itself_and_shows_its_last_events_and_again_on_replay() -> None:
+    messages = []
+    for _ in range(2):
+        with pytest.raises(Broken, match=r"^seed 7, tick \d+: AssertionError: r\d+: token \d+ at \d+, alone") as broken:
+            play(7, break_a_page)
+        messages.append(str(broken.value))
+    assert messages[0] == messages[1]
+    lines = messages[0].splitlines()
+    assert len(lines) < 50 and max(map(len, lines)) < 250
+    assert lines[-1] == "replay: HEADRACE_SEEDS=7:8"
+    assert any(line.startswith("  commit     step 3:") for line in lines)

@@ -13,7 +13,7 @@ from simulation.rig import Rig, capacity
 __all__ = ["Broken", "World", "play"]
 
 _VOCAB = 50
-_REQUESTS = 24
+_REQUESTS = 30
 _BUSY_TICKS = 120
 _TICKS = 20_000
 
@@ -55,25 +55,29 @@ class World:
     def __init__(self, seed: int) -> None:
         self._chance = chance = random.Random(seed)
         rows = chance.choice([1, 2, 4, 8])
+        crowd = chance.random() < 0.3  # many of one prefix at once on a roomy device: much is shared while in flight
         shape = capacity(
-            pages=chance.choice([5, 6, 8, 12, 40]),
+            pages=60 if crowd else chance.choice([5, 6, 8, 12, 40]),
             size=chance.choice([1, 2, 4, 16]),
-            rows=rows,
-            budget=chance.choice([rows, rows + 3, rows + 64]),
+            rows=8 if crowd else rows,
+            budget=80 if crowd else chance.choice([rows, rows + 3, rows + 64]),
             context=chance.choice([20, 60, 200]),
             vocab=_VOCAB,
         )
-        self.rig = Rig(shape, depth=chance.choice([1, 2, 2, 3]), prefix_cache=chance.random() < 0.8)
+        depth = chance.choice([2, 3] if crowd else [1, 2, 2, 3])
+        self.rig = Rig(shape, depth=depth, prefix_cache=crowd or chance.random() < 0.8)
         self.ticks = 0
         self._shared = [[chance.randrange(_VOCAB) for _ in range(chance.randrange(48))] for _ in range(2)]
         self._roots = chance.choice([[b""], [b"", b"tenant"]])
         self._submits = chance.choice([0.1, 0.3, 0.9])
+        self._bursts = [4] if crowd else [1]
         self._finishes = chance.choice([0.0, 0.02, 0.1])
         self._pauses = chance.choice([0.0, 0.05, 0.15])
-        self._faults = chance.choice([0.0, 0.0, 0.03, 0.1])
+        self._faults = chance.choice([0.1, 0.3] if crowd else [0.0, 0.0, 0.03, 0.1])
+        self._fault = chance.choice([["step"], ["step", "launch"]])
         self._bad_rows = chance.choice([0.0, 0.0, 0.05])
-        self._longest = chance.choice([4, 30, 60])
-        self._choices = chance.choice([[1], [1, 1, 2, 3], [1, 4]])
+        self._longest = 4 if crowd else chance.choice([4, 30, 60])
+        self._choices = chance.choice([[1, 2, 3], [1, 1, 2]] if crowd else [[1], [1, 1, 2, 3], [1, 4]])
         self._stop_ids = chance.choice([frozenset[int](), frozenset({3, 4})])
 
     @property
@@ -91,7 +95,7 @@ class World:
         else:
             for request in rig.live(State.PAUSED):
                 rig.resume(request)
-        fault = chance.choice(["step", "launch"]) if chance.random() < self._faults else ""
+        fault = chance.choice(self._fault) if chance.random() < self._faults else ""
         plan = rig.launch(fault)
         if rig.flights and (plan is None or len(rig.flights) >= rig.depth or chance.random() < 0.2):
             bad = (chance.randrange(8), chance.choice([NON_FINITE, _VOCAB])) if chance.random() < self._bad_rows else None
@@ -100,7 +104,8 @@ class World:
     def _outside(self) -> None:
         chance, rig = self._chance, self.rig
         if len(rig.requests) < _REQUESTS and chance.random() < self._submits:
-            self._submit()
+            for _ in range(chance.choice(self._bursts)):
+                self._submit()
         live = rig.live()
         if not live:
             return
@@ -116,9 +121,8 @@ class World:
     def _submit(self) -> None:
         chance = self._chance
         start = chance.choice(self._shared)
-        prompt = start[: chance.randrange(len(start) + 1)] + [
-            chance.randrange(_VOCAB) for _ in range(chance.randrange(10))
-        ]
+        cut = chance.choice([len(start), chance.randrange(len(start) + 1)])
+        prompt = start[:cut] + [chance.randrange(_VOCAB) for _ in range(chance.randrange(10))]
         try:
             self.rig.submit(
                 prompt or [1],

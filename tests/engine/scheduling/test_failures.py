@@ -1,0 +1,132 @@
+"""What a step that fails, or a row that cannot be right, means: those it concerns end, everybody else is right."""
+
+from __future__ import annotations
+
+import pytest
+from simulation.rig import Rig, capacity
+
+from headrace.engine.errors import NonFiniteLogits, RequestFailed
+from headrace.engine.scheduling.plan import NON_FINITE
+from headrace.engine.scheduling.request import State
+
+SHARED = [position * 5 % 97 for position in range(16)]
+
+
+def rig_of(depth: int, **shape: int) -> Rig:
+    return Rig(capacity(**{"pages": 40, "size": 4, "rows": 4, "budget": 64, **shape}), depth=depth)
+
+
+@pytest.mark.parametrize("fault", ["step", "launch"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_failed_step_ends_its_requests_once_and_its_pages_are_never_found_again(depth: int, fault: str) -> None:
+    rig = rig_of(depth)
+    (doomed,) = rig.submit([*SHARED, 1], 8)
+    rig.launch(fault)
+    while rig.launch() is not None:
+        pass
+    (emission,) = rig.complete()
+    assert emission.request is doomed and isinstance(emission.error, RequestFailed)
+    assert emission.token is None and emission.finish_reason is None and doomed.failed
+    rig.run()
+    assert rig.scheduler.pool.cached == 0
+    (again,) = rig.submit([*SHARED, 1], 8)
+    rig.run()
+    rig.check_empty()
+    assert again.cached == 0 and rig.ends == {doomed.id: "RequestFailed", again.id: "length"}
+
+
+def test_what_was_committed_before_a_failure_is_still_found() -> None:
+    rig = rig_of(1, budget=8)
+    rig.submit([*SHARED, 1], 8)
+    rig.turn()
+    rig.launch("step")
+    rig.complete()
+    (again,) = rig.submit([*SHARED, 1], 1)
+    rig.run()
+    rig.check_empty()
+    assert again.cached == 8
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_those_who_read_pages_of_a_failed_step_start_over_and_are_right(depth: int, n: int) -> None:
+    rig = rig_of(depth)
+    (doomed,) = rig.submit([*SHARED, 50], 4)
+    sharers = rig.submit([*SHARED, 60, 61], 4, n=n)
+    rig.launch("step")
+    while rig.launch() is not None:
+        pass
+    assert sharers[0].cached == len(SHARED)
+    rig.complete()
+    assert sharers[0].discard == sharers[0].in_flight > 0
+    rig.run()
+    rig.check_empty()
+    assert rig.ends == {doomed.id: "RequestFailed"} | {request.id: "length" for request in sharers}
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_choices_survive_the_failure_of_one_of_them(turns: int) -> None:
+    rig = rig_of(2, rows=2)
+    (other,) = rig.submit([7, 8, 9], 5)
+    choices = rig.submit([*SHARED, 3, 4], 5, n=4)
+    for _ in range(turns):
+        rig.turn()
+    rig.launch("step")
+    rig.run()
+    rig.check_empty()
+    ends = [rig.ends[request.id] for request in (other, *choices)]
+    assert set(ends) <= {"length", "RequestFailed"} and ends[-1] == "length"
+
+
+def test_a_paused_sharer_of_a_failed_step_starts_over_when_it_is_resumed() -> None:
+    rig = rig_of(2)
+    rig.submit([*SHARED, 50], 4)
+    (sharer,) = rig.submit([*SHARED, 60], 4)
+    rig.launch("step")
+    rig.launch()
+    rig.pause(sharer)
+    rig.complete()
+    rig.complete()
+    assert sharer.state is State.PAUSED and sharer.row < 0 and not sharer.pages
+    rig.resume(sharer)
+    rig.run()
+    rig.check_empty()
+    assert rig.ends[sharer.id] == "length"
+
+
+@pytest.mark.parametrize(("token", "error"), [(NON_FINITE, NonFiniteLogits), (97, RequestFailed), (-2, RequestFailed)])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_token_that_cannot_be_ends_its_request_alone(depth: int, token: int, error: type[RequestFailed]) -> None:
+    rig = rig_of(depth)
+    requests = [rig.submit([name, name + 1, 5], 6)[0] for name in range(3)]
+    rig.turn()
+    rig.launch()
+    emissions = rig.complete(bad=(1, token))
+    assert [type(emission.error) for emission in emissions] == [type(None), error, type(None)]
+    rig.run()
+    rig.check_empty()
+    assert [rig.ends[request.id] for request in requests] == ["length", error.__name__, "length"]
+    assert len(rig.output(requests[1])) == 1
+
+
+def test_what_a_step_returns_for_a_row_that_samples_nothing_means_nothing() -> None:
+    rig = rig_of(1, budget=8)
+    (request,) = rig.submit(SHARED, 2)
+    rig.launch()
+    assert rig.complete(bad=(0, NON_FINITE)) == []
+    rig.run()
+    rig.check_empty()
+    assert rig.ends[request.id] == "length"
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_tokens_sampled_after_a_stop_are_dropped(depth: int) -> None:
+    rig = rig_of(depth)
+    (free,) = rig.submit(SHARED, 6)
+    rig.run()
+    stop = rig.output(free)[2]
+    (stopped,) = rig.submit(SHARED, 6, stop_ids=frozenset({stop}))
+    rig.run()
+    rig.check_empty()
+    assert rig.output(stopped) == rig.output(free)[: rig.output(free).index(stop) + 1]
+    assert rig.ends[stopped.id] == "stop" and stopped.finish_reason == "stop"
