@@ -1,4 +1,4 @@
-"""`SamplingParams`: what shapes the tokens of one request, checked when it is built; never who asks or how to reach them."""
+"""`SamplingParams`: what shapes the tokens of one request, checked when it is built; never who asks or how."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ class CpuOps:
 
     def _block_attention(self, q_NHD: Tensor, block: _Block) -> Tensor:
         count = block.stop - block.start
-        q_CKGD = q_NHD[block.start : block.stop].unflatten(1, (self.kv_heads, self._group))
+        q_CKGD = q_NHD[block.start : block.stop].view(count, self.kv_heads, self._group, -1)
         q_KMD = q_CKGD.permute(1, 2, 0, 3).reshape(self.kv_heads, -1, self.head_dim)
         scores_KMS = torch.bmm(q_KMD, block.keys_KSD.transpose(1, 2))
         scores_KGCS = scores_KMS.view(self.kv_heads, self._group, count, -1)

@@ -2,10 +2,10 @@
 
 Owns the packing of weights and the choice between packed formats; never reads files and never knows a model.
 
-`y_NO = x_NI W^T (+ bias_O)`. A weight is a float matrix or 4-bit groups. Float weights are packed once for oneDNN, which
-halves the time of small products. 4-bit groups in bfloat16 are held twice: packed 4-bit for a few tokens, where reading
-weights is all the work, and packed bfloat16 for more, where unpacking would cost more than it saves. float32 always
-multiplies in float32.
+`y_NO = x_NI W^T (+ bias_O)`. A weight is a float matrix or 4-bit groups. Float weights are packed once for oneDNN,
+which halves the time of small products. For bfloat16, 4-bit groups are held twice: packed 4-bit for a few tokens, where
+reading weights is all the work, and packed bfloat16 for more, where unpacking would cost more than it saves. float32
+always multiplies in float32.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class GroupQuantised:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight as a float matrix `[out, in]`, computed in float32 and rounded once."""
-        values_OGg = self.values_OI.unflatten(1, (-1, GROUP)).float()
-        weight_OGg = values_OGg.mul_(self.scale_OG.unsqueeze(-1)).add_(self.minimum_OG.unsqueeze(-1))
+        values_OGg = self.values_OI.view(*self.scale_OG.shape, GROUP).float()
+        weight_OGg: Tensor = values_OGg.mul_(self.scale_OG.unsqueeze(-1)).add_(self.minimum_OG.unsqueeze(-1))
         return weight_OGg.flatten(1).to(dtype)
 
 
@@ -89,10 +89,8 @@ def linear(weight: Tensor | GroupQuantised, bias_O: Tensor | None, *, dtype: tor
     return _Int4(weight, bias_O, many)
 
 
-
-
 def _dense(weight_OI: Tensor, bias_O: Tensor | None) -> CpuLinear:
-    onednn = torch.backends.mkldnn.is_available()
+    onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if onednn and (weight_OI.dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return _Packed(weight_OI, bias_O)
     return _Plain(weight_OI, bias_O)

@@ -48,9 +48,8 @@ def silu_mul(gate_up_N2F: Tensor) -> Tensor:
 
 def split_qkv(qkv_NX: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Packed projections to `q_NHD`, `k_NKD`, `v_NKD` in float32."""
-    q, k, v = qkv_NX.float().split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
-    tokens = qkv_NX.shape[0]
-    return q.view(tokens, heads, head_dim), k.view(tokens, kv_heads, head_dim), v.view(tokens, kv_heads, head_dim)
+    all_NAD = qkv_NX.float().view(qkv_NX.shape[0], -1, head_dim)
+    return all_NAD[:, :heads], all_NAD[:, heads : heads + kv_heads], all_NAD[:, heads + kv_heads :]
 
 
 def rope(x_NHD: Tensor, positions_N: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -71,6 +72,8 @@ class Gate:
     def __init__(self) -> None:
         self.steps = 0
         """Steps that were waited for, the one that is held included."""
+        self.holds = False
+        """A step is being held right now."""
         self._open = threading.Event()
         self._open.set()
         self._hooks: dict[int, Callable[[], None]] = {}
@@ -80,8 +83,10 @@ class Gate:
         hook = self._hooks.pop(step, None)
         if hook is not None:
             hook()
+        self.holds = not self._open.is_set()
         if not self._open.wait(PATIENCE):
             raise AssertionError("a test left its gate shut")
+        self.holds = False
 
     def hold(self) -> None:
         """Let no further step finish."""
@@ -203,22 +208,23 @@ async def check_serving(engine: ScriptedEngine) -> None:
 @coroutine
 def _driven(awaited: Any, place: int, act: Callable[[], object], acted: list[int]) -> Generator[Any, Any, Any]:
     resume = partial(awaited.send, None)
-    suspended = 0
-    while True:
-        try:
-            waiting_for = resume()
-        except StopIteration as done:
-            return done.value
-        if suspended == place:
-            acted.append(place)
-            act()
-        suspended += 1
-        try:
-            value = yield waiting_for
-        except BaseException as raised:
-            resume = partial(awaited.throw, raised)
-        else:
-            resume = partial(awaited.send, value)
+    try:
+        for suspended in itertools.count():
+            try:
+                waiting_for = resume()
+            except StopIteration as done:
+                return done.value
+            if suspended == place:
+                acted.append(place)
+                act()
+            try:
+                value = yield waiting_for
+            except BaseException as raised:
+                resume = partial(awaited.throw, raised)
+            else:
+                resume = partial(awaited.send, value)
+    finally:
+        del resume  # it may hold the error whose traceback holds this frame: a cycle that keeps the stream alive
 
 
 async def acting_at(place: int, awaited: Awaitable[Any], act: Callable[[], object], acted: list[int]) -> Any:

@@ -97,13 +97,16 @@ async def _time_headrace(engine: Engine, prompts: Sequence[list[int]], output_to
 
 
 def _load_peer(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+    """The model as plain bfloat16: transformers at its usual, whatever the file holds."""
+    import transformers
 
-    if path.suffix == ".gguf":
-        peer = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
-    else:
-        peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
-    return peer.eval()
+    if path.suffix != ".gguf":
+        peer = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
+        return peer.eval()
+    options = {"gguf_file": path.name, "dtype": torch.bfloat16}
+    if hasattr(transformers, "GgufConfig"):  # newer versions may keep the blocks packed, in float32 kernels
+        options["quantization_config"] = transformers.GgufConfig(gguf_file=path.name, dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
 
 
 def _time_peer(peer: Any, prompts: Sequence[list[int]], output_tokens: int) -> float:

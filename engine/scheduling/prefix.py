@@ -23,7 +23,7 @@ class Prefixes:
         self._enabled = enabled
 
     def find(self, request: Request, step: int) -> list[int] | None:
-        """Pages that `step` may read and that hold the start of a waiting `request`; None if it should wait for more."""
+        """Pages that `step` may read and that hold the start of a waiting `request`; None if it should wait."""
         size = self._pool.page_size
         leader = request.leader
         if leader is not None and not request.preemptions and not leader.failed:

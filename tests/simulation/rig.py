@@ -18,6 +18,7 @@ from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token
 __all__ = ["Flight", "Rig", "capacity", "reference"]
 
 _TRACE = 40
+_TURNS = 10_000  # of one rig: more means that it goes round in circles
 
 
 def capacity(
@@ -68,6 +69,7 @@ class Rig:
         """Request id -> its one end: a finish reason or the name of its error."""
         self.computed_tokens = 0
         self.copies = 0
+        self._turns = 0
         self._events: deque[tuple[Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
         self._guard_allocations()
 
@@ -200,7 +202,9 @@ class Rig:
         return emissions
 
     def turn(self) -> bool:
-        """One turn of a step loop: launch as far ahead as allowed, then complete one step; False if nothing was done."""
+        """One turn of a step loop: launch as far ahead as allowed, complete one step; False if nothing was done."""
+        self._turns += 1
+        assert self._turns < _TURNS, f"still busy after {_TURNS} turns"
         launched = False
         while len(self.flights) < self.depth and self.launch() is not None:
             launched = True
@@ -209,7 +213,7 @@ class Rig:
             return True
         return launched
 
-    def run(self, turns: int = 100_000) -> None:
+    def run(self, turns: int = _TURNS) -> None:
         """Turn until nothing is left to do.
 
         Raises:
@@ -251,7 +255,9 @@ class Rig:
         end = self.ends.get(request.id)
         stops = [index for index, token in enumerate(output) if token in request.stop_ids]
         assert stops == ([len(output) - 1] if end == "stop" else []), f"r{request.id}: {end} with stop ids at {stops}"
-        assert (len(request.tokens) >= request.limit) <= (end in ("length", "stop")), f"r{request.id}: ran past its limit"
+        assert (len(request.tokens) >= request.limit) <= (end in ("length", "stop")), (
+            f"r{request.id}: ran past its limit"
+        )
 
     def trace(self) -> str:
         """The last events, oldest first, one a line."""
@@ -313,7 +319,7 @@ class Rig:
                 )
 
     def _guard_allocations(self) -> None:
-        """Make the pool assert that no page is handed out that a step in flight uses, but for those copied away from."""
+        """Make the pool assert that it hands out no page that a step in flight uses, but those copied away from."""
         pool = self.scheduler.pool
         allocate = pool.allocate
 
@@ -371,5 +377,7 @@ def _say_plan(plan: StepPlan, fault: str) -> str:
 
 
 def _say_commit(plan: StepPlan, tokens: Sequence[int]) -> str:
-    got = " ".join(f"r{work.request.id}={token}" for work, token in zip(plan.works, tokens, strict=True) if work.samples)
+    got = " ".join(
+        f"r{work.request.id}={token}" for work, token in zip(plan.works, tokens, strict=True) if work.samples
+    )
     return f"commit     step {plan.step}: {got or 'no tokens'}"

@@ -1,14 +1,15 @@
-"""`World`: one seeded run of everything that can happen to a scheduler, on a `Rig`; the seed alone decides what happens."""
+"""`World`: one seeded run of all that can happen to a scheduler, on a `Rig`; never leaves anything to but the seed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
+from simulation.rig import Rig, capacity
+
 from headrace.engine.errors import PromptTooLong
 from headrace.engine.scheduling.plan import NON_FINITE
 from headrace.engine.scheduling.request import State
-from simulation.rig import Rig, capacity
 
 __all__ = ["Broken", "World", "play"]
 
@@ -98,7 +99,9 @@ class World:
         fault = chance.choice(self._fault) if chance.random() < self._faults else ""
         plan = rig.launch(fault)
         if rig.flights and (plan is None or len(rig.flights) >= rig.depth or chance.random() < 0.2):
-            bad = (chance.randrange(8), chance.choice([NON_FINITE, _VOCAB])) if chance.random() < self._bad_rows else None
+            bad = (
+                (chance.randrange(8), chance.choice([NON_FINITE, _VOCAB])) if chance.random() < self._bad_rows else None
+            )
             rig.complete(bad)
 
     def _outside(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import assume, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, precondition, rule
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, multiple, precondition, rule
 from simulation.rig import Rig, capacity
 
 from headrace.engine.errors import PromptTooLong
@@ -28,9 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         prefix_cache=st.booleans(),
     )
-    def start(
-        self, pages: int, size: int, rows: int, spare: int, context: int, depth: int, prefix_cache: bool
-    ) -> None:
+    def start(self, pages: int, size: int, rows: int, spare: int, context: int, depth: int, prefix_cache: bool) -> None:
         shape = capacity(pages=pages, size=size, rows=rows, budget=rows + spare, context=context, vocab=VOCAB)
         self.rig = Rig(shape, depth=depth, prefix_cache=prefix_cache)
 
@@ -46,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(
         self, shared: int, own: list[int], max_tokens: int, n: int, priority: int, root: bytes, stop_ids: frozenset[int]
-    ) -> object:
+    ) -> MultipleResults[Request]:
         assume(len(self.rig.live()) < 12)
         prompt = [*(position % 7 for position in range(shared)), *own] or [1]
         shape = self.rig.capacity
@@ -94,7 +92,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.check_empty()
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True
-)
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
 TestScheduler = SchedulerMachine.TestCase

@@ -1,0 +1,134 @@
+"""`SamplingParams`: what is accepted, and that what is not names its field, its value and the limit."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+from headrace.engine import HeadraceError, InvalidParams, Rejected, SamplingParams
+
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"n": 1},
+    {"n": 128},
+    {"temperature": 0},
+    {"temperature": 0.0},
+    {"temperature": 1e6},
+    {"top_k": 0},
+    {"top_k": 2**31 - 1},
+    {"top_p": 1},
+    {"top_p": 1e-9},
+    {"min_p": 0},
+    {"min_p": 1},
+    {"seed": None},
+    {"seed": -(2**63)},
+    {"seed": 2**63 - 1},
+    {"max_tokens": None},
+    {"max_tokens": 1},
+    {"stop": ()},
+    {"stop": ["a"] * 16},
+    {"stop": "x" * 1024},
+    {"stop_token_ids": {0, 2**31 - 1}},
+    {"stop_token_ids": list(range(16))},
+    {"ignore_eos": True},
+]
+
+REFUSED: list[tuple[dict[str, Any], str, object]] = [
+    ({"n": 0}, "n", {"ge": 1}),
+    ({"n": 129}, "n", {"le": 128}),
+    ({"n": 1.5}, "n", None),
+    ({"n": True}, "n", None),
+    ({"n": "2"}, "n", None),
+    ({"temperature": -0.1}, "temperature", {"ge": 0.0}),
+    ({"temperature": math.nan}, "temperature", None),
+    ({"temperature": math.inf}, "temperature", None),
+    ({"temperature": -math.inf}, "temperature", None),
+    ({"temperature": "nan"}, "temperature", None),
+    ({"temperature": None}, "temperature", None),
+    ({"temperature": "hot"}, "temperature", None),
+    ({"top_k": -1}, "top_k", {"ge": 0}),
+    ({"top_k": 2**31}, "top_k", {"lt": 2**31}),
+    ({"top_k": 1.0}, "top_k", None),
+    ({"top_p": 0}, "top_p", {"gt": 0.0}),
+    ({"top_p": 1.0001}, "top_p", {"le": 1.0}),
+    ({"top_p": math.nan}, "top_p", None),
+    ({"min_p": -1e-9}, "min_p", {"ge": 0.0}),
+    ({"min_p": 2}, "min_p", {"le": 1.0}),
+    ({"min_p": math.nan}, "min_p", None),
+    ({"seed": 2**63}, "seed", {"lt": 2**63}),
+    ({"seed": -(2**63) - 1}, "seed", {"ge": -(2**63)}),
+    ({"seed": 1.0}, "seed", None),
+    ({"max_tokens": 0}, "max_tokens", {"ge": 1}),
+    ({"max_tokens": -5}, "max_tokens", {"ge": 1}),
+    ({"max_tokens": 2**31}, "max_tokens", {"lt": 2**31}),
+    ({"max_tokens": 10.5}, "max_tokens", None),
+    ({"stop": ""}, "stop.0", {"min_length": 1}),
+    ({"stop": ["a", ""]}, "stop.1", {"min_length": 1}),
+    ({"stop": ["a"] * 17}, "stop", {"max_length": 16}),
+    ({"stop": "x" * 1025}, "stop.0", {"max_length": 1024}),
+    ({"stop": 7}, "stop", None),
+    ({"stop": [None]}, "stop.0", None),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0", {"ge": 0}),
+    ({"stop_token_ids": [2**31]}, "stop_token_ids.0", {"lt": 2**31}),
+    ({"stop_token_ids": [True]}, "stop_token_ids.0", None),
+    ({"stop_token_ids": [1.0]}, "stop_token_ids.0", None),
+    ({"stop_token_ids": range(17)}, "stop_token_ids", {"max_length": 16}),
+    ({"stop_token_ids": 5}, "stop_token_ids", None),
+    ({"ignore_eos": "perhaps"}, "ignore_eos", None),
+    ({"temprature": 1.0}, "temprature", None),
+    ({"logit_bias": {}}, "logit_bias", None),
+]
+
+
+@pytest.mark.parametrize("values", ACCEPTED, ids=repr)
+def test_accepted(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    assert SamplingParams.model_validate_json(params.model_dump_json()) == params
+
+
+@pytest.mark.parametrize(("values", "field", "limit"), REFUSED, ids=lambda value: repr(value)[:40])
+def test_refused(values: dict[str, Any], field: str, limit: object) -> None:
+    with pytest.raises(InvalidParams) as caught:
+        SamplingParams(**values)
+    error = caught.value
+    assert error.field == field
+    assert error.limit == limit
+    assert str(error).startswith(f"{field}: ")
+    for bound in limit.values() if isinstance(limit, dict) else ():
+        assert f"{bound:g}" in str(error) or str(bound) in str(error)
+    assert isinstance(error, ValueError) and isinstance(error, Rejected) and isinstance(error, HeadraceError)
+
+
+def test_a_set_with_what_is_no_id_is_refused_as_any_other() -> None:
+    with pytest.raises(InvalidParams, match="stop_token_ids"):
+        SamplingParams(stop_token_ids={1, "a"})
+
+
+def test_the_first_of_several_complaints_is_raised_and_a_huge_value_is_not_repeated_in_full() -> None:
+    with pytest.raises(InvalidParams) as caught:
+        SamplingParams(n=0, top_k="x" * 10_000)
+    assert caught.value.field == "n"
+    with pytest.raises(InvalidParams) as caught:
+        SamplingParams(top_k="x" * 10_000)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_single_stop_string_is_a_tuple_of_one() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_a_set_of_ids_is_in_a_fixed_order() -> None:
+    ids = {300, 7, 1000, 20}
+    assert SamplingParams(stop_token_ids=ids) == SamplingParams(stop_token_ids=frozenset(ids))
+    assert set(SamplingParams(stop_token_ids=ids).stop_token_ids) == ids
+
+
+def test_frozen_hashable_and_picklable() -> None:
+    params = SamplingParams(stop=["a"], stop_token_ids=[1], seed=3)
+    with pytest.raises(ValueError, match="frozen"):
+        params.n = 2
+    assert {params: 1}[SamplingParams(stop=["a"], stop_token_ids=[1], seed=3)] == 1
+    assert pickle.loads(pickle.dumps(params)) == params

@@ -1,0 +1,83 @@
+"""What is taken for a prompt, what is refused and with which field, and what is short enough for the event loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from headrace.engine import InvalidParams
+from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
+from headrace.engine.testing import ByteTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+TOKENIZER = ByteTokenizer()
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_text_becomes_the_tokenizers_ids(text: str) -> None:
+    assert to_token_ids(text, TOKENIZER) == list(text.encode())
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3), range(1, 4)])
+def test_ids_stay_as_they_are_in_a_list_of_their_own(prompt: Any) -> None:
+    ids = to_token_ids(prompt, TOKENIZER)
+    assert ids == [1, 2, 3]
+    assert ids is not prompt
+
+
+def test_messages_go_through_the_template() -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    assert to_token_ids(chat, TOKENIZER) == TOKENIZER.encode_chat(chat)
+    assert to_token_ids(tuple(chat), TOKENIZER) == TOKENIZER.encode_chat(chat)
+
+
+@pytest.mark.parametrize("prompt", ["", [], (), range(0)])
+def test_an_empty_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidParams, match="empty") as caught:
+        to_token_ids(prompt, TOKENIZER)
+    assert (caught.value.field, caught.value.limit) == ("prompt", 1)
+
+
+@pytest.mark.parametrize("prompt", [None, 3, 1.5, b"bytes", bytearray(b"x"), {1, 2}, {"role": "user"}, iter([1]), object()])
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidParams) as caught:
+        to_token_ids(prompt, TOKENIZER)
+    assert caught.value.field == "prompt"
+    assert type(prompt).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", [-1, 257, 2**31, 2**63, -(2**63), True, False, 1.0, float("nan"), "1", None, [1], {"role": "user"}]
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_is_no_id_is_refused_with_its_place(value: Any, place: int) -> None:
+    ids: list[Any] = [0, 256, 128]
+    ids[place] = value
+    with pytest.raises(InvalidParams) as caught:
+        check_token_ids(ids, 257)
+    assert (caught.value.field, caught.value.limit) == (f"prompt[{place}]", 256)
+    assert "256" in str(caught.value)
+
+
+def test_every_id_below_the_bound_is_accepted() -> None:
+    check_token_ids(range(257), 257)
+    check_token_ids([], 257)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "short"),
+    [
+        ("x" * 2048, True),
+        ("x" * 2049, False),
+        ([1] * 100_000, True),
+        ([], True),
+        (None, True),
+        ([{"role": "user", "content": "x" * 2048}], True),
+        ([{"role": "user", "content": "x" * 2000}] * 2, False),
+        ([{"role": "user"}], True),
+        ([{"role": "user", "content": "x"}, 5], True),
+    ],
+)
+def test_what_is_tokenised_on_the_event_loop(prompt: Any, short: bool) -> None:
+    assert is_short(prompt) is short
