@@ -31,7 +31,7 @@ __all__ = ["open_engine"]
 
 _CPU_ROWS = 64
 _CPU_BATCHED_TOKENS = 512
-_FREE_SHARE = 0.25  # of free host memory: the application lives here too
+_FREE_SHARE = 0.125  # of free host memory: the application lives here too
 
 
 class _NoTokenizer:

@@ -15,7 +15,7 @@ from headrace.server.demo import demo_model
 
 async def main(model: str) -> None:
     messages: list[dict[str, str]] = []
-    async with Engine(model) as engine:
+    async with Engine(model, kv_memory="256MiB") as engine:
         print("> ", end="", flush=True)
         while question := (await anyio.to_thread.run_sync(sys.stdin.readline)).strip():
             messages.append({"role": "user", "content": question})

@@ -17,7 +17,7 @@ TOPICS = ("rain", "bread", "bicycles", "rivers", "owls", "mills", "maps", "salt"
 
 
 async def main(model: str) -> None:
-    async with Engine(model, max_unread_tokens=8) as engine:
+    async with Engine(model, kv_memory="256MiB", max_unread_tokens=8) as engine:
         await together(engine)
         await cancelled(engine)
         await timed_out(engine)

@@ -61,7 +61,7 @@ async def stats(request: Request) -> Response:
 
 def main(model: str) -> None:
     """Serve on port 8000 until interrupted; running answers get five seconds to end."""
-    uvicorn.run(make_app(model), port=8000, timeout_graceful_shutdown=5)
+    uvicorn.run(make_app(model, kv_memory="256MiB"), port=8000, timeout_graceful_shutdown=5)
 
 
 if __name__ == "__main__":

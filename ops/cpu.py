@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -132,9 +133,10 @@ class CpuOps:
         return num_layers * self._plane_bytes()
 
     def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
-        """Zeroed pages for keys and values."""
+        """Zeroed pages for keys and values; the system gives each its memory when it is first written."""
         shape = (num_layers, pages, 2, self.kv_heads, self.page_size, self.head_dim)
-        kv = torch.zeros(shape, dtype=self.dtype)
+        zeros = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)  # torch.zeros would touch every byte
+        kv = torch.from_numpy(zeros).view(self.dtype).view(shape)
         rows = tuple(layer.view(-1, self.page_size * self.head_dim) for layer in kv)
         return CpuKv(kv, rows, tuple(layer.view(-1, self.head_dim) for layer in kv))
 

@@ -85,12 +85,12 @@ async def test_many_at_once_each_as_if_alone() -> None:
 
 async def test_a_long_prompt_is_tokenised_elsewhere() -> None:
     async with serving(capacity(max_context=4000, num_pages=256)) as engine:
-        prompt = "\u20ac" * 1000 + "x" * 100 + "y" * 949
-        stream = engine.stream(prompt[:1000] + "z" * 1100, greedy(2))
+        prompt = "\u20ac" * 900 + "z" * 1200
+        stream = engine.stream(prompt, greedy(2))
         assert stream.prompt_token_ids == []
         await stream.admitted()
-        assert len(stream.prompt_token_ids) == 4100 - 0 or stream.finish_reasons
-        await read(stream)
+        assert stream.prompt_token_ids == list(prompt.encode())
+        assert [token.id for token in await read(stream)] == expected_ids(prompt, 2)
 
 
 async def test_lower_priority_numbers_are_served_first() -> None:
@@ -108,7 +108,6 @@ async def test_lower_priority_numbers_are_served_first() -> None:
             await until(lambda: engine.stats().running == 1)
             for name, priority in (("late", 9), ("default", 0), ("urgent", -3), ("default too", 0)):
                 tasks.start_soon(ask, name, priority)
-                await until(lambda: name in [s for s in [name]] and engine.stats().waiting > 0)
             await until(lambda: engine.stats().waiting == 4)
             gate.release()
         assert ends[:2] == ["running", "urgent"]
@@ -306,14 +305,15 @@ async def test_a_token_that_cannot_be_fails_one_request_only(
 
 @pytest.mark.parametrize("place", [0, 1, 2, 7])
 @pytest.mark.parametrize(
-    ("raised", "kind"), [(ValueError("broken"), RequestFailed), (MemoryError(), OutOfMemory), (KeyError(3), RequestFailed)]
+    ("error_type", "kind"), [(ValueError, RequestFailed), (MemoryError, OutOfMemory), (KeyError, RequestFailed)]
 )
 @pytest.mark.parametrize("at_launch", [False, True])
 async def test_a_step_that_raises_fails_its_requests_only(
-    place: int, raised: Exception, kind: type[RequestFailed], at_launch: bool
+    place: int, error_type: type[Exception], kind: type[RequestFailed], at_launch: bool
 ) -> None:
     """Two rows: the third request waits and must not notice."""
     sizes = capacity(max_rows=2)
+    raised = error_type("broken")
 
     class Runner(ScriptedRunner):
         def launch(self, plan: StepPlan) -> ScriptedStep:

@@ -1,0 +1,109 @@
+"""Runs every example in this process on the real model, and looks at what it prints or answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+import uvicorn
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PATIENCE = 60.0
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_has_a_test() -> None:
+    tests = Path(__file__).read_text(encoding="utf-8")
+    assert [path.stem for path in EXAMPLES.glob("*.py") if f'example("{path.stem}")' not in tests] == []
+
+
+def test_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = example("chat")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Say hello.\nSay it again.\n\n"))
+    monkeypatch.setattr(chat, "SamplingParams", lambda **params: chat_params(**{**params, "max_tokens": 8, "seed": 0}))
+    chat_params = sys.modules["headrace.engine"].SamplingParams
+    anyio.run(chat.main, str(smollm2))
+    assert re.fullmatch(r"> \S.*\n> \S.*\n> ", capsys.readouterr().out, re.DOTALL)
+
+
+def test_many_streams(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    anyio.run(example("many_streams").main, str(smollm2))
+    printed = capsys.readouterr().out
+    assert printed.count("together: ") == 10
+    assert "together: 96 tokens" in printed
+    assert "together: 112 of 256 prompt tokens" in printed  # seven of eight chats share the page of the system prompt
+    assert re.search(r"cancelled: after 5 tokens, [1-9]\d* pages held, then 0", printed)
+    assert re.search(r"timed out: \d+ tokens in 0.5 s, ended 'cancelled'", printed)
+    assert re.search(r"slow reader: paused .* completion_tokens=24", printed)
+    read = re.search(r"paused with (\d+) tokens read", printed)
+    chunks = re.search(r"in chunks of \[([\d, ]+)\]", printed)
+    assert read is not None and chunks is not None
+    sizes = [int(size) for size in chunks[1].split(",")]
+    assert int(read[1]) + sum(sizes) == 24
+    assert sizes[0] > 8, "what the reader missed did not arrive merged"
+    assert printed.count("(length)") + printed.count("(stop)") == 3
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """A real server on loopback, in a thread; yields its address."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+    assert not thread.is_alive(), "the server did not stop"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def test_starlette_app(smollm2: Path) -> None:
+    app = example("starlette_app").make_app(str(smollm2), kv_memory="64MiB")
+    with serving(app) as address, httpx2.Client(base_url=address, timeout=PATIENCE) as client:
+        ask = [{"role": "user", "content": "Name a colour."}]
+        answer = client.post("/generate", json={"prompt": ask, "max_tokens": 8, "temperature": 0})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+        assert len(answer.text) > 8
+
+        hot = client.post("/generate", json={"prompt": ask, "temperature": -1})
+        assert hot.status_code == 422 and hot.text.startswith("temperature: ")
+        assert client.post("/generate", json={"prompt": [10**6]}).status_code == 422
+        assert client.post("/generate", content="{").status_code == 422
+
+        endless = {"prompt": ask, "max_tokens": 4000, "ignore_eos": True}
+        with client.stream("POST", "/generate", json=endless) as response:
+            assert next(response.iter_text())
+            assert client.get("/stats").json()["pages_held"] > 0
+        wait_until(lambda: client.get("/stats").json()["pages_held"] == 0)
+        stats = client.get("/stats").json()
+        assert stats["running"] == stats["waiting"] == stats["paused"] == 0
+        assert stats["generated_tokens"] < 4000, "the request ran on after its client had gone"
