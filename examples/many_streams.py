@@ -1,6 +1,6 @@
 """Many streams at once on one engine: concurrency, cancellation, timeouts, back-pressure and several choices.
 
-    python examples/many_streams.py [model folder or .gguf file]
+python examples/many_streams.py [model folder or .gguf file]
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ async def cancelled(engine: Engine) -> None:
             if token.position == 4:
                 break
         held = engine.stats().pages_held
-    while engine.stats().pages_held:
-        await anyio.sleep(0.005)
+    await engine.generate("Next", SamplingParams(max_tokens=1))  # a few steps, which is all it takes
     print(f"cancelled: after 5 tokens, {held} pages held, then {engine.stats().pages_held}")
 
 
@@ -81,9 +80,8 @@ async def slow_reader(engine: Engine) -> None:
         first = await slow.next_chunk()
         assert first is not None
         quick = await engine.generate(about("candles"), params)
-        while not engine.stats().paused:
-            await anyio.sleep(0.005)
-        print(f"slow reader: paused with {len(first.tokens)} tokens read; a quick one got {quick.usage}")
+        paused = engine.stats().paused
+        print(f"slow reader: {paused} paused with {len(first.tokens)} tokens read; a quick one got {quick.usage}")
         sizes = [len(chunk.tokens) async for chunk in slow.chunks()]
         print(f"slow reader: the rest came in chunks of {sizes} tokens")
 

@@ -1,4 +1,4 @@
-"""The engine over a fake device, as several tests use it: what it must answer, brakes and leak checks; holds no tests."""
+"""The engine over a fake device, as many tests use it: right answers, brakes and leak checks; holds no tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from types import coroutine
 from typing import Any
 
 import anyio
-from anyio.lowlevel import current_token
+from anyio.lowlevel import checkpoint, current_token
+
 from headrace.engine import EngineStats, SamplingParams, Token, TokenStream
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine, ScriptedRunner, scripted_token
@@ -121,7 +122,11 @@ async def serving(
         with anyio.fail_after(2 * PATIENCE):
             engine = ScriptedEngine(sizes, lambda: ScriptedRunner(sizes, gate=gate, faults=faults, eos=eos), **options)
             async with engine:
-                yield engine
+                try:
+                    yield engine
+                finally:
+                    if isinstance(gate, Gate):
+                        gate.release()
                 assert engine._loop is not None
                 engine._loop.scheduler.check()
             assert not held(engine._loop.scheduler)
@@ -142,7 +147,7 @@ async def no_leaks() -> AsyncIterator[None]:
         yield
         gc.collect(0)
         for _ in range(3):  # what was posted or cancelled at the end has its turn
-            await anyio.sleep(0)
+            await checkpoint()
     finally:
         if watched:
             loop.set_exception_handler(handler)
@@ -164,7 +169,7 @@ async def until(condition: Callable[[], object], what: str = "what the test wait
     """Let everything run until `condition`."""
     try:
         with anyio.fail_after(PATIENCE):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - most of what tests look at has no event
                 await anyio.sleep(0.0005)
     except TimeoutError:
         raise AssertionError(f"{what} never came") from None
@@ -185,7 +190,7 @@ async def returned(engine: ScriptedEngine, steps: int = 2) -> None:
     with anyio.fail_after(PATIENCE):
         while not gone(now := engine.stats()):
             assert now.steps - first < steps, f"still held after {now.steps - first} steps: {now}"
-            await anyio.sleep(0)
+            await checkpoint()
     assert engine._loop is not None
     engine._loop.scheduler.check()
     assert not engine._loop.scheduler.requests and not engine._loop._generations

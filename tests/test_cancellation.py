@@ -16,10 +16,11 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from scripted import Gate, acting_at, capacity, check_serving, expected_ids, greedy, read, returned, serving, until
+
 from headrace.engine import TokenStream
 from headrace.engine.testing import ScriptedEngine
 from headrace.engine.threads import Poster
-from scripted import Gate, acting_at, capacity, check_serving, expected_ids, greedy, read, returned, serving, until
 
 pytestmark = pytest.mark.anyio
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.engine import Engine, EngineConfig, InvalidParams
-from headrace.engine.config import parse_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+
+from headrace.engine import Engine, EngineConfig, InvalidParams
+from headrace.engine.config import parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,9 @@ def test_sizes(text: object, expected: object) -> None:
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "two", "-1", "1e9", "1 2", "1TiB", "1GiBs", "0x10", "nan", "inf", "1.", ".5"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "two", "-1", "1e9", "1 2", "1TiB", "1GiBs", "0x10", "nan", "inf", "1.", ".5"]
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)

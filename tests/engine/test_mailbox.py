@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+
 from headrace.engine.mailbox import Mailbox
 
 pytestmark = pytest.mark.anyio

@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
+
 from headrace.engine import HeadraceError, InvalidParams, Rejected, SamplingParams
 
 ACCEPTED: list[dict[str, Any]] = [

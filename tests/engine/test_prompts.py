@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from headrace.engine import InvalidParams
 from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
 from headrace.engine.testing import ByteTokenizer
-from hypothesis import given
-from hypothesis import strategies as st
 
 TOKENIZER = ByteTokenizer()
 
@@ -39,7 +40,9 @@ def test_an_empty_prompt_is_refused(prompt: Any) -> None:
     assert (caught.value.field, caught.value.limit) == ("prompt", 1)
 
 
-@pytest.mark.parametrize("prompt", [None, 3, 1.5, b"bytes", bytearray(b"x"), {1, 2}, {"role": "user"}, iter([1]), object()])
+@pytest.mark.parametrize(
+    "prompt", [None, 3, 1.5, b"bytes", bytearray(b"x"), {1, 2}, {"role": "user"}, iter([1]), object()]
+)
 def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(InvalidParams) as caught:
         to_token_ids(prompt, TOKENIZER)

@@ -6,9 +6,6 @@ from typing import Any
 
 import anyio
 import pytest
-from headrace.engine import Chunk, Token, Usage
-from headrace.engine.testing import ByteTokenizer
-from headrace.engine.threads import Poster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import (
@@ -23,6 +20,10 @@ from scripted import (
     serving,
     until,
 )
+
+from headrace.engine import Chunk, Token, Usage
+from headrace.engine.testing import ByteTokenizer
+from headrace.engine.threads import Poster
 
 pytestmark = pytest.mark.anyio
 
@@ -184,7 +185,7 @@ async def test_joined_text_is_the_full_decode_however_it_is_cut(text: bytes, dat
 @given(text=TEXTS, data=st.data())
 @settings(max_examples=60, deadline=None)
 async def test_stop_strings_cut_exactly(text: str, data: st.DataObject) -> None:
-    """Stops are cut from the text itself, so they span tokens (a byte each), characters of several bytes, each other."""
+    """Stops are cut from the text itself, so they span tokens, which are bytes, and each other."""
     some = st.one_of(
         st.tuples(st.integers(0, len(text) - 1), st.integers(1, 4)).map(lambda cut: text[cut[0] : cut[0] + cut[1]]),
         st.text(ALPHABET, min_size=1, max_size=3),

@@ -10,8 +10,9 @@ import weakref
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from headrace.engine.threads import Poster, Worker
 from scripted import until
+
+from headrace.engine.threads import Poster, Worker
 
 
 @pytest.mark.anyio

@@ -37,11 +37,8 @@ def test_every_example_has_a_test() -> None:
 
 
 def test_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = example("chat")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say hello.\nSay it again.\n\n"))
-    monkeypatch.setattr(chat, "SamplingParams", lambda **params: chat_params(**{**params, "max_tokens": 8, "seed": 0}))
-    chat_params = sys.modules["headrace.engine"].SamplingParams
-    anyio.run(chat.main, str(smollm2))
+    anyio.run(example("chat").main, str(smollm2), 8)
     assert re.fullmatch(r"> \S.*\n> \S.*\n> ", capsys.readouterr().out, re.DOTALL)
 
 
@@ -53,7 +50,7 @@ def test_many_streams(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "together: 112 of 256 prompt tokens" in printed  # seven of eight chats share the page of the system prompt
     assert re.search(r"cancelled: after 5 tokens, [1-9]\d* pages held, then 0", printed)
     assert re.search(r"timed out: \d+ tokens in 0.5 s, ended 'cancelled'", printed)
-    assert re.search(r"slow reader: paused .* completion_tokens=24", printed)
+    assert re.search(r"slow reader: 1 paused .* completion_tokens=24", printed)
     read = re.search(r"paused with (\d+) tokens read", printed)
     chunks = re.search(r"in chunks of \[([\d, ]+)\]", printed)
     assert read is not None and chunks is not None
@@ -66,7 +63,9 @@ def test_many_streams(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
     """A real server on loopback, in a thread; yields its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5)
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -61,12 +61,12 @@ def expected(logits: Sequence[float], row: Choosing, tokens: set[int]) -> set[in
     total = sum(probs[token] for token in tokens)
     found = set()
     for u in (-NEAR, 0.0, NEAR):
-        target, so_far = (uniform(row.seed, row.position) + u) * total, 0.0
+        target, so_far, token = (uniform(row.seed, row.position) + u) * total, 0.0, -1
         for token in sorted(tokens):
             so_far += probs[token]
-            if so_far > target or token == max(tokens):
-                found.add(token)
+            if so_far > target:
                 break
+        found.add(token)
     return found
 
 

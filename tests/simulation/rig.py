@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.engine.errors import HeadraceError, RequestFailed
-from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
+from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling, State
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token
 
-__all__ = ["Flight", "Rig", "capacity", "reference"]
+__all__ = ["Flight", "Rig", "RigRunner", "capacity", "reference"]
+
+SPOILT = -7
+"""What a cell holds that nobody has written, or that a failed step has."""
 
 _TRACE = 40
 _TURNS = 10_000  # of one rig: more means that it goes round in circles
@@ -35,12 +38,49 @@ def capacity(
     )
 
 
-def reference(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
-    """The first `count` tokens after `prompt`, computed alone and without pages."""
-    tokens = list(prompt)
+def reference(prompt: Sequence[int], count: int, vocab: int, key: Sequence[int] = ()) -> list[int]:
+    """The first `count` tokens after `prompt`, computed alone and without pages; `key` tells choices apart."""
+    tokens = [*key, *prompt]
     for _ in range(count):
         tokens.append(scripted_token(tokens, vocab))
-    return tokens[len(prompt) :]
+    return tokens[len(key) + len(prompt) :]
+
+
+class RigRunner(ScriptedRunner):
+    """Adds what pages can hide: choices of one prompt differ, and whatever is computed from spoilt cells is spoilt."""
+
+    def __init__(self, capacity: Capacity, faults: dict[int, Exception | int]) -> None:
+        super().__init__(capacity, faults=faults)
+        self._seeds = [0] * capacity.max_rows
+
+    def launch(self, plan: StepPlan) -> ScriptedStep:
+        for row in plan.new_rows:
+            self._seeds[row.row] = row.sampling.seed
+        return super().launch(plan)
+
+    def _cell_places(self, work: Work) -> list[tuple[int, int]]:
+        """Page and cell of every position that `work` reads or writes."""
+        size, table = self.capacity.page_size, self._tables[work.row]
+        return [(table[position // size], position % size) for position in range(work.start + work.num_tokens)]
+
+    def _write(self, plan: StepPlan) -> None:
+        super()._write(plan)
+        for work in plan.works:
+            places = self._cell_places(work)
+            spoilt = next((at for at, (page, cell) in enumerate(places) if self._cells[page][cell] < 0), len(places))
+            for page, cell in places[max(spoilt, work.start) :]:
+                self._cells[page][cell] = SPOILT
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        sampled = []
+        for work in plan.works:
+            token = 0
+            if work.samples:
+                read = [self._cells[page][cell] for page, cell in self._cell_places(work)]
+                token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
+                self._tokens[work.row][work.start + work.num_tokens] = token
+            sampled.append(token)
+        return sampled
 
 
 @dataclass(slots=True)
@@ -54,14 +94,14 @@ class Flight:
 
 
 class Rig:
-    """One scheduler over one `ScriptedRunner`, with up to `depth` steps launched ahead."""
+    """One scheduler over one `RigRunner`, with up to `depth` steps launched ahead."""
 
     def __init__(self, capacity: Capacity, *, depth: int = 1, prefix_cache: bool = True) -> None:
         self.capacity = capacity
         self.depth = depth
         self.scheduler = Scheduler(capacity, secret=b"rig", prefix_cache=prefix_cache)
-        self.faults: dict[int, Exception | int] = {-1: 0}  # an empty mapping would be replaced by the runner's own
-        self.runner = ScriptedRunner(capacity, faults=self.faults)
+        self.faults: dict[int, Exception | int] = {-1: 0}  # the runner would replace an empty mapping by its own
+        self.runner = RigRunner(capacity, self.faults)
         self.flights: deque[Flight] = deque()
         self.requests: list[Request] = []
         self.prompts: dict[int, list[int]] = {}
@@ -96,7 +136,7 @@ class Rig:
                 tokens=list(prompt),
                 prompt_len=len(prompt),
                 limit=len(prompt) + max_tokens,
-                sampling=Sampling(),
+                sampling=Sampling(seed=len(choices)),
                 stop_ids=stop_ids,
                 root=root,
                 priority=priority,
@@ -251,7 +291,8 @@ class Rig:
         """Assert that what `request` generated is what it would have generated alone, and that it ended in time."""
         prompt, output = self.prompts[request.id], self.output(request)
         assert request.tokens[: len(prompt)] == prompt, f"r{request.id}: its prompt changed"
-        assert output == reference(prompt, len(output), self.capacity.vocab_size), f"r{request.id}: wrong tokens"
+        alone = reference(prompt, len(output), self.capacity.vocab_size, [request.sampling.seed])
+        assert output == alone, f"r{request.id}: wrong tokens"
         end = self.ends.get(request.id)
         stops = [index for index, token in enumerate(output) if token in request.stop_ids]
         assert stops == ([len(output) - 1] if end == "stop" else []), f"r{request.id}: {end} with stop ids at {stops}"
@@ -344,7 +385,8 @@ class Rig:
         assert emission.finish_reason is None or emission.error is None
         if emission.token is not None:
             assert emission.token == request.tokens[-1]
-            want = scripted_token(request.tokens[:-1], self.capacity.vocab_size)
+            known = [request.sampling.seed, *request.tokens[:-1]]
+            want = scripted_token(known, self.capacity.vocab_size)
             assert emission.token == want, (
                 f"r{request.id}: token {emission.token} at {len(request.tokens) - 1}, alone it would be {want}"
             )

@@ -97,6 +97,21 @@ def test_when_the_leader_is_paused_in_mid_prefill_the_others_do_not_wait_for_it(
     assert rig.computed_tokens <= 2 * len(SHARED) - done + CROWD * OWN, "only the paused one computes its rest again"
 
 
+def test_a_leader_that_comes_back_and_leaves_does_not_take_what_another_promised() -> None:
+    rig = roomy(1, budget=80)
+    first, second, third = crowd(rig, count=3)
+    rig.turn()
+    rig.pause(first)
+    rig.turn()
+    assert second.row >= 0
+    rig.resume(first)
+    rig.turn()
+    rig.finish(first)
+    rig.run()
+    rig.check_empty()
+    assert third.cached == len(SHARED)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_when_the_leader_is_preempted_in_mid_prefill_its_pages_are_found_again(depth: int) -> None:
     shared = SHARED[:128]
@@ -146,6 +161,24 @@ def test_a_choice_whose_leader_ended_early_still_gives_its_own_tokens() -> None:
         rig.run()
         rig.check_empty()
         assert [rig.ends[choice.id] for choice in choices[1:]] == ["length"] * 3
+
+
+def test_a_choice_looks_again_where_its_paused_leader_must_give_its_pages_up() -> None:
+    rig = Rig(capacity(pages=7, size=8, rows=3), depth=1)
+    for name in range(2):
+        rig.submit([name], 6)  # they keep the second choice from a row
+    leader, other = rig.submit(SHARED[:12], 9, n=2)
+    for _ in range(6):
+        rig.turn()
+    assert len(leader.pages) == 3 and rig.scheduler.pool.held == 3 and other.row < 0
+    rig.pause(leader)
+    rig.submit(SHARED[50:74], 1, priority=-1)  # leaves too little to copy the leader's last page to
+    rig.turn()
+    assert leader.row < 0 and other.row >= 0 and other.cached == 8
+    rig.resume(leader)
+    rig.run()
+    rig.check_empty()
+    assert set(rig.ends.values()) == {"length"}
 
 
 def test_tenants_never_share_a_page() -> None:

@@ -1,0 +1,113 @@
+"""Runs every Python block of README.md and docs/embedding.md on the real model.
+
+A block that awaits or uses an `engine` at its top level is a fragment and runs inside an open engine; any other block is
+a program of its own, whose `test_` functions, if it has some, are called too.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from types import CodeType, FunctionType
+
+import anyio
+import pytest
+
+from headrace.engine import Engine, EngineConfig, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(document: str) -> list[tuple[str, str]]:
+    """Each Python block of a document with its place in it."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    matches = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [(f"{document}:{text.count(chr(10), 0, match.start()) + 2}", match[1]) for match in matches]
+
+
+def code_of(place: str, source: str, model: Path) -> CodeType:
+    source = source.replace('"path/to/model.gguf"', repr(str(model)))
+    code: CodeType = compile(source, place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    return code
+
+
+def split(document: str, model: Path) -> tuple[list[CodeType], list[CodeType]]:
+    """The programs and the fragments of a document."""
+    codes = [code_of(place, source, model) for place, source in blocks(document)]
+    fragments = [code for code in codes if code.co_flags & inspect.CO_COROUTINE or "engine" in code.co_names]
+    return [code for code in codes if code not in fragments], fragments
+
+
+def run_program(code: CodeType) -> None:
+    namespace: dict[str, object] = {"__name__": "a_block"}
+    exec(code, namespace)
+    for name, value in list(namespace.items()):
+        if name.startswith("test_") and isinstance(value, FunctionType):
+            value()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/embedding.md"])
+def test_programs_run(document: str, smollm2: Path) -> None:
+    programs, _ = split(document, smollm2)
+    assert programs
+    for code in programs:
+        run_program(code)
+
+
+def test_fragments_run_and_leave_nothing_behind(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, fragments = split("docs/embedding.md", smollm2)
+    closing = [code for code in fragments if "aclose" in code.co_names]
+    assert len(closing) == 1 and len(fragments) > 5
+
+    async def run() -> None:
+        async with Engine(smollm2, kv_memory="64MiB") as engine:
+            for code in [code for code in fragments if code not in closing] + closing:
+                running = eval(code, {"engine": engine, "anyio": anyio, "SamplingParams": SamplingParams})
+                if inspect.isawaitable(running):
+                    await running
+                if code not in closing:
+                    await nothing_held(engine)
+
+    anyio.run(run)
+    printed = capsys.readouterr().out
+    assert re.search(r"\[.*'cancelled'\]", printed)
+    assert re.search(r"[1-9]\d* tokens were cached for tenant a\n0 for tenant b\n[1-9]\d* with the salt of a", printed)
+    assert "refused: prompt: prompt: is empty" in printed
+    assert "temperature: " in printed
+
+
+async def nothing_held(engine: Engine) -> None:
+    with anyio.fail_after(30):
+        while engine.stats().pages_held or engine.stats().steps_in_flight:  # noqa: ASYNC110 - it has no event
+            await anyio.sleep(0.005)
+
+
+def table_under(heading: str) -> dict[str, str]:
+    """First and second column of the table under a heading of docs/embedding.md."""
+    text = (ROOT / "docs/embedding.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` (?:\(.*?\) )?\| (.*?) \|", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("heading", "model"), [("Options", EngineConfig), ("Sampling parameters", SamplingParams)])
+def test_tables_list_every_field_with_its_default(
+    heading: str, model: type[EngineConfig] | type[SamplingParams]
+) -> None:
+    fields = {name: field.default for name, field in model.model_fields.items() if not field.is_required()}
+    table = {name: ast.literal_eval(default.strip("`")) for name, default in table_under(heading).items()}
+    assert table == fields
+
+
+def test_the_table_of_errors_is_complete() -> None:
+    import headrace.engine
+
+    errors = {
+        name
+        for name, value in vars(headrace.engine).items()
+        if inspect.isclass(value) and issubclass(value, Exception) and name not in _BASES
+    }
+    assert errors == table_under("Errors").keys()
+
+
+_BASES = {"HeadraceError", "LoadFailed", "Rejected"}

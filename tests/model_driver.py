@@ -1,0 +1,93 @@
+"""Drives a decoder or a runner without an engine, as several tests do: any cut of a sequence into steps; no tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.decoder import Decoder, cpu_ops
+from headrace.engine.model.rows import CpuRows
+from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
+from headrace.engine.model.weights import load_weights
+from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
+from headrace.engine.scheduling.request import Request, Sampling
+from headrace.ops.cpu import CpuKv, CpuOps
+
+__all__ = ["ModelUnderTest", "capacity", "request"]
+
+
+def capacity(vocab_size: int, **changes: int) -> Capacity:
+    """A small device: 64 pages of 4 tokens, 8 rows, 128 tokens a step and in a context."""
+    sizes = {"num_pages": 64, "page_size": 4, "max_rows": 8, "max_batched_tokens": 128, "max_context": 128}
+    return Capacity(vocab_size=vocab_size, **(sizes | changes))
+
+
+def request(ids: Sequence[int], count: int, sampling: Sampling | None = None) -> Request:
+    """A request for `count` tokens after `ids`."""
+    return Request(
+        tokens=list(ids), prompt_len=len(ids), limit=len(ids) + count, sampling=sampling or Sampling(), stop_ids=frozenset()
+    )
+
+
+class ModelUnderTest:
+    """A decoder with a cache and a row table of its own, fed with tokens that are known beforehand."""
+
+    def __init__(self, decoder: Decoder, ops: CpuOps, kv: CpuKv, size: Capacity) -> None:
+        """Use `kv`, whose pages it takes in an order that no address could be guessed from."""
+        self._decoder, self._ops, self._kv, self._capacity = decoder, ops, kv, size
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[DecoderSpec, ModelUnderTest]:
+        """Open a folder by the package's own loader."""
+        spec = from_hf(read_hf_config(folder))
+        size = capacity(spec.vocab_size, **sizes)
+        ops = cpu_ops(spec, page_size=size.page_size, max_positions=size.max_context, dtype=dtype)
+        weights = load_weights(folder, spec, dtype=dtype, device="cpu")
+        any_ops = ops[spec.windows[0]]
+        kv = any_ops.allocate_kv(spec.num_layers, size.num_pages)
+        return spec, cls(Decoder(spec, weights, ops, dtype), any_ops, kv, size)
+
+    def logits(self, sequences: Sequence[Sequence[int]], chunk: int, prompt: int | None = None) -> list[Tensor]:
+        """Compute all sequences side by side, one row each.
+
+        Args:
+            sequences: Token ids.
+            chunk: Tokens of a row in one step, while it is in its prompt.
+            prompt: Tokens that are computed in chunks; those after it come one a step. None: all of them.
+
+        Returns:
+            For each sequence float [tokens, V].
+        """
+        size = self._capacity
+        rows = CpuRows(size)
+        pages = itertools.cycle(torch.randperm(size.num_pages, generator=torch.Generator().manual_seed(1)).tolist())
+        plan = StepPlan(0)
+        for row, ids in enumerate(sequences):
+            plan.new_rows.append(NewRow(row, 0, list(ids), Sampling()))
+            plan.entries.extend(PageEntry(row, place, next(pages)) for place in range(-(-len(ids) // size.page_size)))
+        assert len(plan.entries) <= size.num_pages
+        rows.update(plan)
+        found: list[list[Tensor]] = [[] for _ in sequences]
+        at = [0] * len(sequences)
+        while any(start < len(ids) for start, ids in zip(at, sequences, strict=True)):
+            works = []
+            for row, ids in enumerate(sequences):
+                end = len(ids) if prompt is None else min(prompt, len(ids))
+                count = min(chunk, end - at[row]) if at[row] < end else 1
+                if at[row] < len(ids):
+                    works.append(Work(request(ids, 1), row, at[row], count, True))
+                    at[row] += count
+            self._step(rows, works, found)
+        return [torch.cat(parts) for parts in found]
+
+    def _step(self, rows: CpuRows, works: list[Work], found: list[list[Tensor]]) -> None:
+        batch = rows.batch(works)
+        with torch.inference_mode():
+            logits_NV = self._decoder.logits(self._decoder.hidden(batch.tokens_N, batch.paged, self._kv)).float()
+        for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):
+            work = works[index]
+            found[work.row].append(logits_NV[last + 1 - work.num_tokens : last + 1])

@@ -1,0 +1,194 @@
+"""A tiny checkpoint of every family gives the logits that transformers gives, however its tokens are cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import transformers
+from model_driver import ModelUnderTest
+from torch import Tensor
+
+from headrace.engine import Engine, InvalidParams, SamplingParams
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOW = 13  # shorter than every prompt, and no multiple of a page
+
+
+def llama(**changes: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | changes)))
+
+
+def mistral(**changes: Any) -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**(SIZES | changes)))
+
+
+def qwen2(**changes: Any) -> Any:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**(SIZES | changes)))
+
+
+def qwen3(**changes: Any) -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(SIZES | {"head_dim": 24} | changes)))
+
+
+LATE = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama 2, one key head a query head": lambda: llama(num_key_value_heads=4, tie_word_embeddings=False),
+    "llama 3, scaled rope": lambda: llama(rope_parameters=LLAMA3, tie_word_embeddings=False),
+    "llama with linear rope": lambda: llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "llama with every bias": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    "smollm2, tied": lambda: llama(tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=1, head_dim=16),
+    "mistral, window": lambda: mistral(sliding_window=WINDOW),
+    "mistral, no window": lambda: mistral(sliding_window=None, head_dim=32, tie_word_embeddings=True),
+    "qwen2, tied": lambda: qwen2(tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen2, later layers windowed": lambda: qwen2(**LATE),
+    "qwen3": lambda: qwen3(tie_word_embeddings=False),
+    "qwen3, tied, biased, later layers windowed": lambda: qwen3(tie_word_embeddings=True, attention_bias=True, **LATE),
+}
+LENGTHS = (61, 40, 17)
+"""Of the sequences that run side by side; past the window, the original context and several pages."""
+
+
+@cache
+def reference(family: str) -> tuple[Any, list[list[int]], list[Tensor]]:
+    """A model whose every parameter matters, sequences, and their logits in one piece by transformers."""
+    torch.manual_seed(11)
+    model = FAMILIES[family]().eval()
+    for name, parameter in model.named_parameters():
+        mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3 if "bias" in name else 0.12)
+        torch.nn.init.normal_(parameter, mean, spread)
+    sequences = [torch.randint(0, SIZES["vocab_size"], (length,)).tolist() for length in LENGTHS]
+    with torch.inference_mode():
+        logits = [model(torch.tensor([ids])).logits[0] for ids in sequences]
+    return model, sequences, logits
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+CUTS = {
+    "in one piece": (128, None),
+    "in chunks": (7, None),
+    "in chunks of a page": (4, None),
+    "decode after a prefill": (128, 15),
+    "decode after chunks": (5, 11),
+    "one by one": (1, None),
+}
+
+
+def test_logits_equal_those_of_transformers_for_any_cut(family: str, tmp_path: Path) -> None:
+    model, sequences, expected = reference(family)
+    model.save_pretrained(tmp_path)
+    spec, tested = ModelUnderTest.load(tmp_path)
+    windows = {getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers}
+    assert set(spec.windows) == windows, "what is tested is the model that was meant"
+    assert max(float(logits.std()) for logits in expected) > 0.1
+    for cut, (chunk, prompt) in CUTS.items():
+        for wanted, found in zip(expected, tested.logits(sequences, chunk, prompt), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, msg=lambda text: f"{cut}: {text}")  # noqa: B023
+
+
+def test_what_sets_a_family_apart_changes_its_logits() -> None:
+    """Were a bias, window or rope ignored on both sides, the test above would not notice."""
+    for family, changes in [
+        ("llama 3, scaled rope", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        ("mistral, window", {"sliding_window": None}),
+        ("qwen2, later layers windowed", {"use_sliding_window": False, "layer_types": None}),
+    ]:
+        model, sequences, expected = reference(family)
+        config = type(model.config)(**(model.config.to_dict() | changes))
+        plain = type(model)(config).eval()
+        plain.load_state_dict(model.state_dict())
+        with torch.inference_mode():
+            other = plain(torch.tensor([sequences[0]])).logits[0]
+        assert (other - expected[0]).abs().max() > 0.01, family
+
+
+def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: Path) -> None:
+    """With the tokens of one step feeding the next, in a full batch, from a folder without a tokenizer's text."""
+    model, sequences, _ = reference(family)
+    model.save_pretrained(tmp_path)
+    expected = [greedy(model, ids, 12) for ids in sequences]
+
+    async def run() -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=12)
+        found: list[list[int]] = [[]] * len(sequences)
+        options = {"dtype": "float32", "page_size": 4, "max_batched_tokens": 16, "max_rows": 4, "kv_memory": "1MiB"}
+        async with Engine(tmp_path, **options) as engine, anyio.create_task_group() as group:
+
+            async def one(index: int) -> None:
+                found[index] = (await engine.generate(sequences[index], params)).choices[0].token_ids
+
+            for index in range(len(sequences)):
+                group.start_soon(one, index)
+        return found
+
+    write_tokenizer(tmp_path)
+    assert anyio.run(run) == expected
+
+
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    mask = torch.ones(1, len(ids), dtype=torch.int64)
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    made = model.generate(torch.tensor([ids]), attention_mask=mask, **options)
+    return [int(token) for token in made[0, len(ids) :]]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 96 tokens: an engine wants one, and these tests give ids."""
+    from tokenizers import Tokenizer, decoders, models
+
+    alphabet = {chr(code): code - 33 for code in range(33, 33 + 94)}
+    core = Tokenizer(models.BPE(alphabet, []))
+    core.decoder = decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
+
+
+def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
+    qwen3().config.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(
+        (tmp_path / "config.json").read_text().replace('"model_type"', '"architectures": ["Qwen3ForCausalLM"], "model_type"')
+    ) if "architectures" not in (tmp_path / "config.json").read_text() else None
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+    async def run(seed: int) -> list[int]:
+        async with Engine(tmp_path, load_format="random", dtype="float32", kv_memory="1MiB", seed=seed) as engine:
+            completion = await engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
+            for prompt in ("text", [{"role": "user", "content": "text"}]):
+                with pytest.raises(InvalidParams, match="token ids") as caught:
+                    await engine.generate(prompt)
+                assert caught.value.field == "prompt"
+            assert completion.choices[0].text == "" and completion.choices[0].finish_reason == "length"
+            return completion.choices[0].token_ids
+
+    first = anyio.run(run, 0)
+    assert len(first) == 9 and anyio.run(run, 0) == first and anyio.run(run, 1) != first
