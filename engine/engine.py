@@ -115,14 +115,16 @@ class Engine:
             return
         if self._closing is None:
             self._closing = anyio.Event()
-            if drain > 0.0:
-                with anyio.move_on_after(drain):
-                    await self._loop.drained()
-            with anyio.CancelScope(shield=True):
-                self._loop.close()
-                await self._stopped.wait()
-                await self._return_resources()
-            self._closing.set()
+            try:
+                if drain > 0.0:
+                    with anyio.move_on_after(drain):
+                        await self._loop.drained()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    self._loop.close()
+                    await self._stopped.wait()
+                    await self._return_resources()
+                self._closing.set()
         with anyio.CancelScope(shield=True):
             await self._closing.wait()
 
@@ -139,10 +141,12 @@ class Engine:
 
     async def _return_resources(self) -> None:
         opened, self._opened = self._opened, None
-        if opened is not None:
-            await self._helper.run(opened.runner.close)
-        self._helper.close()
-        self._waiter.close()
+        try:
+            if opened is not None:
+                await self._helper.run(opened.runner.close)
+        finally:
+            self._helper.close()
+            self._waiter.close()
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -241,6 +245,7 @@ class Engine:
             return
         try:
             loop, opened = self._serving()
+            loop.scheduler.check_length(len(ids))  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
             requests = make_requests(ids, asking, opened.tokenizer.eos_ids, opened.info.vocab_size, self._random)
             loop.submit(generation, ids, requests)

@@ -123,7 +123,8 @@ class StepLoop:
         launched: deque[_InFlight] = deque()
         while True:
             self._wakeup = anyio.Event()
-            plan = self.scheduler.plan()
+            refused = bool(launched) and isinstance(launched[-1].step, _FailedLaunch)
+            plan = None if refused else self.scheduler.plan()  # it would build on what the device never got
             if plan is not None:
                 launched.append(_InFlight(plan, self._launch(plan)))
                 if len(launched) < self._launch_ahead:

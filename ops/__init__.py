@@ -3,7 +3,3 @@
 Import the module that fits the device: `headrace.ops.cpu` and `headrace.ops.linear` for the CPU; `headrace.ops.paged`
 holds the values that both kinds of device take, and `headrace.ops.reference` the slow truth for tests.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -48,7 +48,7 @@ def _prefetch(pointers):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x, weight, out, planes, counters, rows, size_out, size_in, x_stride, out_stride,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from headrace.engine.model.decoder import Decoder, cpu_ops
+from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.rows import CpuRows
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
-from headrace.engine.model.weights import load_weights
+from headrace.engine.model.weights import DecoderWeights, load_weights
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.ops.cpu import CpuKv, CpuOps
@@ -29,7 +30,11 @@ def capacity(vocab_size: int, **changes: int) -> Capacity:
 def request(ids: Sequence[int], count: int, sampling: Sampling | None = None) -> Request:
     """A request for `count` tokens after `ids`."""
     return Request(
-        tokens=list(ids), prompt_len=len(ids), limit=len(ids) + count, sampling=sampling or Sampling(), stop_ids=frozenset()
+        tokens=list(ids),
+        prompt_len=len(ids),
+        limit=len(ids) + count,
+        sampling=sampling or Sampling(),
+        stop_ids=frozenset(),
     )
 
 
@@ -44,12 +49,23 @@ class ModelUnderTest:
     def load(cls, folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[DecoderSpec, ModelUnderTest]:
         """Open a folder by the package's own loader."""
         spec = from_hf(read_hf_config(folder))
-        size = capacity(spec.vocab_size, **sizes)
-        ops = cpu_ops(spec, page_size=size.page_size, max_positions=size.max_context, dtype=dtype)
         weights = load_weights(folder, spec, dtype=dtype, device="cpu")
+        return spec, cls._make(spec, weights, dtype, capacity(spec.vocab_size, **sizes))
+
+    @classmethod
+    def open_gguf(cls, path: Path, dtype: torch.dtype, keep_packed: bool) -> ModelUnderTest:
+        """Open a GGUF file, with pages of the default size."""
+        with GgufFile(path) as file:
+            spec = file.spec()
+            weights = load_weights(file, spec, dtype=dtype, device="cpu", keep_packed=keep_packed)
+        return cls._make(spec, weights, dtype, capacity(spec.vocab_size, page_size=16, max_context=512))
+
+    @classmethod
+    def _make(cls, spec: DecoderSpec, weights: DecoderWeights, dtype: torch.dtype, size: Capacity) -> ModelUnderTest:
+        ops = cpu_ops(spec, page_size=size.page_size, max_positions=size.max_context, dtype=dtype)
         any_ops = ops[spec.windows[0]]
         kv = any_ops.allocate_kv(spec.num_layers, size.num_pages)
-        return spec, cls(Decoder(spec, weights, ops, dtype), any_ops, kv, size)
+        return cls(Decoder(spec, weights, ops, dtype), any_ops, kv, size)
 
     def logits(self, sequences: Sequence[Sequence[int]], chunk: int, prompt: int | None = None) -> list[Tensor]:
         """Compute all sequences side by side, one row each.

@@ -20,10 +20,12 @@ MAX_FUNCTION_LINES = 60
 MAX_DIRECT_LIBRARIES = 15
 
 # Longer because it reads better so: a path, or path:function, with its own limit and the reason.
-EXCEPTIONS: dict[str, tuple[int, str]] = {}
+EXCEPTIONS: dict[str, tuple[int, str]] = {
+    "engine/scheduling/scheduler.py": (470, "one state machine, read from top to bottom"),
+}
 
 # Folders of tests that mirror no folder of the package.
-OTHER_TEST_FOLDERS = {"examples", "parity"}
+OTHER_TEST_FOLDERS = {"examples", "parity", "simulation"}
 
 # Import names that differ from the name of the library that ships them, or that brings them at a version of its choice.
 SHIPPED_BY = {

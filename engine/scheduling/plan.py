@@ -68,7 +68,8 @@ class PageEntry(NamedTuple):
 class StepPlan:
     """One step, to be carried out in this order: new rows, page entries, page copies, works.
 
-    Decodes come before prefill chunks in `works`. Once `plan()` has returned it, nobody changes it.
+    Requests that were running come before those just admitted, and among them decodes before prefill chunks. An entry
+    may set a place twice: the last one holds. Once `plan()` has returned it, nobody changes it.
     """
 
     step: int

@@ -27,7 +27,7 @@ class Prefixes:
         size = self._pool.page_size
         leader = request.leader
         if leader is not None and not request.preemptions and not leader.failed:
-            if leader.pages and leader.launched_before(step) >= request.prompt_len - 1:
+            if leader.pages and not leader.discard and leader.launched_before(step) >= request.prompt_len - 1:
                 return leader.pages[: -(-(request.prompt_len - 1) // size)]
             if leader.state is State.WAITING or (leader.state is State.RUNNING and not leader.leaving):
                 return None

@@ -59,24 +59,32 @@ class Scheduler:
 
     # -- intake ---------------------------------------------------------------------------------------------------
 
+    def check_length(self, prompt_len: int) -> int:
+        """The most tokens that a prompt of so many tokens may grow to.
+
+        Raises:
+            PromptTooLong: It leaves no room for one token, ever.
+        """
+        capacity = self.capacity
+        pool_tokens = capacity.num_pages * capacity.page_size + 1  # the last token is never written
+        most = min(capacity.max_context, pool_tokens)
+        if prompt_len >= most:
+            what = "context" if most == capacity.max_context else "page pool"
+            raise PromptTooLong(
+                f"prompt: {prompt_len} tokens leave no room for one more in the {what} of {most}",
+                field="prompt",
+                value=prompt_len,
+                limit=most - 1,
+            )
+        return most
+
     def submit(self, request: Request) -> None:
         """Queue `request`, lowering its `limit` to what the context and the pool can hold.
 
         Raises:
             PromptTooLong: Its prompt leaves no room for one token, ever.
         """
-        capacity = self.capacity
-        pool_tokens = capacity.num_pages * capacity.page_size + 1  # the last token is never written
-        most = min(capacity.max_context, pool_tokens)
-        if request.prompt_len >= most:
-            what = "context" if most == capacity.max_context else "page pool"
-            raise PromptTooLong(
-                f"prompt: {request.prompt_len} tokens leave no room for one more in the {what} of {most}",
-                field="prompt",
-                value=request.prompt_len,
-                limit=most - 1,
-            )
-        request.limit = min(request.limit, most)
+        request.limit = min(request.limit, self.check_length(request.prompt_len))
         request.id = self._arrivals
         self._arrivals += 1
         self.requests[request.id] = request
@@ -115,6 +123,7 @@ class Scheduler:
         request.state = State.RUNNING
         if not request.leaving:
             insort(self._running, request, key=_order)
+            self.prefixes.promise(request)
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -342,6 +351,8 @@ class Scheduler:
     def _accept(self, request: Request, token: int) -> Emission:
         """Append a sampled token and see whether it is the last."""
         if token == NON_FINITE:
+            for page in request.pages:  # whoever read them would fail in the same way
+                self.pool.forget(page)
             return self._fail_one(request, NonFiniteLogits("the logits of this request were not finite"))
         if not 0 <= token < self.capacity.vocab_size:
             what = f"the device sampled token {token} of a vocabulary of {self.capacity.vocab_size}"

@@ -1,7 +1,7 @@
 """Runs every Python block of README.md and docs/embedding.md on the real model.
 
-A block that awaits or uses an `engine` at its top level is a fragment and runs inside an open engine; any other block is
-a program of its own, whose `test_` functions, if it has some, are called too.
+A block that awaits, or uses an `engine`, at its top level is a fragment and runs inside an open engine; any other block
+is a program of its own, whose `test_` functions, if it has some, are called too.
 """
 
 from __future__ import annotations

@@ -9,16 +9,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from simulation.device import RigRunner
+
 from headrace.engine.errors import HeadraceError, RequestFailed
-from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan, Work
+from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.request import Request, Sampling, State
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token
+from headrace.engine.testing import ScriptedStep, scripted_token
 
-__all__ = ["Flight", "Rig", "RigRunner", "capacity", "reference"]
-
-SPOILT = -7
-"""What a cell holds that nobody has written, or that a failed step has."""
+__all__ = ["Flight", "Rig", "capacity", "reference"]
 
 _TRACE = 40
 _TURNS = 10_000  # of one rig: more means that it goes round in circles
@@ -44,43 +43,6 @@ def reference(prompt: Sequence[int], count: int, vocab: int, key: Sequence[int] 
     for _ in range(count):
         tokens.append(scripted_token(tokens, vocab))
     return tokens[len(key) + len(prompt) :]
-
-
-class RigRunner(ScriptedRunner):
-    """Adds what pages can hide: choices of one prompt differ, and whatever is computed from spoilt cells is spoilt."""
-
-    def __init__(self, capacity: Capacity, faults: dict[int, Exception | int]) -> None:
-        super().__init__(capacity, faults=faults)
-        self._seeds = [0] * capacity.max_rows
-
-    def launch(self, plan: StepPlan) -> ScriptedStep:
-        for row in plan.new_rows:
-            self._seeds[row.row] = row.sampling.seed
-        return super().launch(plan)
-
-    def _cell_places(self, work: Work) -> list[tuple[int, int]]:
-        """Page and cell of every position that `work` reads or writes."""
-        size, table = self.capacity.page_size, self._tables[work.row]
-        return [(table[position // size], position % size) for position in range(work.start + work.num_tokens)]
-
-    def _write(self, plan: StepPlan) -> None:
-        super()._write(plan)
-        for work in plan.works:
-            places = self._cell_places(work)
-            spoilt = next((at for at, (page, cell) in enumerate(places) if self._cells[page][cell] < 0), len(places))
-            for page, cell in places[max(spoilt, work.start) :]:
-                self._cells[page][cell] = SPOILT
-
-    def _sample(self, plan: StepPlan) -> list[int]:
-        sampled = []
-        for work in plan.works:
-            token = 0
-            if work.samples:
-                read = [self._cells[page][cell] for page, cell in self._cell_places(work)]
-                token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
-                self._tokens[work.row][work.start + work.num_tokens] = token
-            sampled.append(token)
-        return sampled
 
 
 @dataclass(slots=True)

@@ -130,3 +130,15 @@ def test_tokens_sampled_after_a_stop_are_dropped(depth: int) -> None:
     rig.check_empty()
     assert rig.output(stopped) == rig.output(free)[: rig.output(free).index(stop) + 1]
     assert rig.ends[stopped.id] == "stop" and stopped.finish_reason == "stop"
+
+
+def test_pages_behind_logits_that_were_not_finite_are_not_found_again() -> None:
+    rig = Rig(capacity(pages=40, size=4, rows=4), depth=2)
+    rig.submit(SHARED, 6)
+    rig.launch()
+    rig.complete(bad=(0, NON_FINITE))
+    rig.run()
+    (again,) = rig.submit(SHARED, 6)
+    rig.run()
+    rig.check_empty()
+    assert again.cached == 0

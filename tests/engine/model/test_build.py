@@ -1,0 +1,111 @@
+"""Opening sizes the engine as its options say, refuses what does not fit by name, and gives back what it took."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+import tiny_models
+
+from headrace.engine import Engine, InvalidParams, ModelRejected, SamplingParams
+from headrace.engine.build import open_engine
+from headrace.engine.config import EngineConfig
+from headrace.engine.opened import Opened
+
+PAGE = tiny_models.PAGE_BYTES
+
+
+def opened(folder: Path, **options: Any) -> Opened:
+    made = open_engine(EngineConfig(model=folder, **({"load_format": "random", "dtype": "float32"} | options)))
+    made.runner.close()
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_models.random_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "pages"), [(PAGE, 1), (2 * PAGE - 1, 1), (7 * PAGE, 7), ("1MiB", 128), ("0.5 MiB", 64), ("1mb", 122)]
+)
+def test_kv_memory_buys_whole_pages(folder: Path, kv_memory: int | str, pages: int) -> None:
+    made = opened(folder, kv_memory=kv_memory)
+    assert made.capacity.num_pages == made.info.num_pages == pages and made.info.page_bytes == PAGE
+
+
+def test_a_page_is_as_large_as_its_tokens_and_their_dtype(folder: Path) -> None:
+    assert opened(folder, page_size=4).info.page_bytes == PAGE // 4
+    assert opened(folder, dtype="bfloat16").info.page_bytes == PAGE // 2
+
+
+def test_without_kv_memory_no_more_is_taken_than_the_rows_can_use(folder: Path) -> None:
+    made = opened(folder, max_rows=3, max_context=100)
+    assert made.capacity.num_pages == 3 * 7
+    assert made.info.max_context == 100 and made.info.vocab_size == 96 and made.info.device == "cpu"
+
+
+def test_defaults_fit_each_other(folder: Path) -> None:
+    for options in ({}, {"max_rows": 700}, {"max_batched_tokens": 5}, {"max_rows": 1, "max_batched_tokens": 1}):
+        capacity = opened(folder, **options).capacity
+        assert capacity.max_batched_tokens >= capacity.max_rows >= 1
+        assert capacity.max_context == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "limit"),
+    [
+        ({"kv_memory": PAGE - 1}, "kv_memory", PAGE),
+        ({"max_context": 257}, "max_context", 256),
+    ],
+    ids=["less than a page", "longer than the model"],
+)
+def test_options_that_do_not_fit_the_model_are_refused(
+    folder: Path, options: dict[str, Any], field: str, limit: int
+) -> None:
+    with pytest.raises(InvalidParams, match=str(limit)) as caught:
+        opened(folder, **options)
+    assert (caught.value.field, caught.value.limit) == (field, limit)
+
+
+def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.build.free_host_bytes", lambda: 4 * PAGE - 4)
+    with pytest.raises(InvalidParams) as caught:
+        opened(folder)
+    assert caught.value.field == "kv_memory"
+
+
+@pytest.mark.xfail(reason="the docstring of EngineConfig.load_format promises it")
+def test_random_weights_take_the_config_file_itself(folder: Path) -> None:
+    assert opened(folder / "config.json").info.vocab_size == 96
+
+
+def test_a_hub_id_is_not_fetched_unasked() -> None:
+    with pytest.raises(ModelRejected, match="allow_download") as caught:
+        open_engine(EngineConfig(model="someone/some-model"))
+    assert caught.value.field == "model"
+
+
+def test_engines_that_come_and_go_leave_memory_and_threads_as_they_were(smollm2: Path) -> None:
+    """The real model, six times; what the first opening loads for good (libraries, pools) is not counted."""
+
+    async def run() -> None:
+        async with Engine(smollm2, dtype="bfloat16", kv_memory="256MiB") as engine:
+            await engine.generate("Once upon a time", SamplingParams(max_tokens=4))
+
+    process = psutil.Process()
+    resident, threads = [], []
+    for _ in range(6):
+        anyio.run(run)
+        gc.collect()
+        resident.append(process.memory_info().rss)
+        threads.append({thread.name for thread in threading.enumerate()})
+    print(resident)
+    assert max(resident[1:]) - resident[0] < 64 * 2**20, resident
+    assert resident[-1] - resident[1] < 24 * 2**20, resident
+    assert not any(name.startswith("headrace") for names in threads for name in names)

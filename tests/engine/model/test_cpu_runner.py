@@ -1,0 +1,155 @@
+"""The CPU runner carries out any plan the scheduler makes, in order, outlives a step that raises, and ends clean."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import tiny_models
+import torch
+from model_driver import request
+
+from headrace.engine import Engine, OutOfMemory, RequestFailed, SamplingParams
+from headrace.engine.build import open_engine
+from headrace.engine.config import EngineConfig
+from headrace.engine.opened import Opened
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.ops.cpu import CpuOps
+
+OPTIONS: dict[str, Any] = {"load_format": "random", "dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
+PROMPTS = [[index + 1 + at * at % 89 for at in range(length)] for index, length in enumerate((3, 40, 17, 1, 90))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_models.random_folder(tmp_path)
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[Opened]:
+    made = open_engine(EngineConfig(model=folder, **OPTIONS))
+    yield made
+    made.runner.close()
+
+
+def run_all(opened: Opened, ahead: int, **limits: int) -> list[list[int]]:
+    """Eight tokens after every prompt, with so many steps launched before the oldest is waited for."""
+    capacity = opened.capacity
+    sizes = {name: getattr(capacity, name) for name in capacity.__slots__} | limits
+    scheduler = Scheduler(type(capacity)(**sizes), secret=b"s")
+    requests = [request(ids, 8) for ids in PROMPTS]
+    for each in requests:
+        scheduler.submit(each)
+    launched: list[tuple[Any, Any]] = []
+    while scheduler.requests:
+        plan = scheduler.plan()
+        if plan is not None:
+            launched.append((plan, opened.runner.launch(plan)))
+        if launched and (plan is None or len(launched) == ahead):
+            oldest, step = launched.pop(0)
+            scheduler.commit(oldest, step.wait())
+            scheduler.check()
+    return [each.tokens[each.prompt_len :] for each in requests]
+
+
+def test_tokens_do_not_depend_on_how_steps_are_cut_or_launched_ahead(opened: Opened) -> None:
+    alone = run_all(opened, 1, max_rows=1)
+    assert all(len(tokens) == 8 for tokens in alone) and len({tuple(tokens) for tokens in alone}) == len(alone)
+    assert run_all(opened, 1) == alone
+    assert run_all(opened, 3) == alone
+    assert run_all(opened, 2, max_rows=3, max_batched_tokens=5) == alone
+    assert run_all(opened, 2, num_pages=8) == alone, "with preemptions"
+
+
+def test_a_step_that_raises_is_told_to_its_waiter_and_the_next_one_runs(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_all(opened, 1)
+    scheduler = Scheduler(opened.capacity, secret=b"s")
+    scheduler.submit(request(PROMPTS[1], 2))
+    plan = scheduler.plan()
+    assert plan is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuOps, "attention", raising(ValueError("no such page")))
+        step = opened.runner.launch(plan)
+        for _ in range(2):  # whoever asks again hears it again
+            with pytest.raises(ValueError, match="no such page"):
+                step.wait()
+    assert run_all(opened, 2) == expected
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("x"), RequestFailed), (MemoryError(), OutOfMemory)], ids=["defect", "memory"]
+)
+@pytest.mark.parametrize("launch_ahead", [1, 2])
+def test_a_failed_step_ends_its_own_requests_alone(
+    folder: Path, error: Exception, kind: type[Exception], launch_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prefill fails; the requests that waited for a row are served, and get what they always get."""
+    real = CpuOps.attention
+    calls = 0
+
+    def attention(self: CpuOps, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise error
+        return real(self, *args)
+
+    async def run(broken: bool) -> list[list[int] | BaseException]:
+        nonlocal calls
+        calls = 0 if broken else 1
+        found: dict[int, list[int] | BaseException] = {}
+        async with Engine(folder, **OPTIONS, max_rows=2, launch_ahead=launch_ahead) as engine:
+
+            async def ask(index: int) -> None:
+                try:
+                    params = SamplingParams(temperature=0, max_tokens=5)
+                    found[index] = (await engine.generate(PROMPTS[index], params)).choices[0].token_ids
+                except RequestFailed as failed:
+                    found[index] = failed
+
+            async with anyio.create_task_group() as group:
+                for index in range(len(PROMPTS)):
+                    group.start_soon(ask, index)
+            with anyio.fail_after(10):  # what a failed step held comes back once the steps after it are done
+                while engine.stats().pages_held or engine.stats().running:
+                    await anyio.sleep(0.001)
+        return [found[index] for index in range(len(PROMPTS))]
+
+    expected = anyio.run(run, False)
+    monkeypatch.setattr(CpuOps, "attention", attention)
+    found = anyio.run(run, True)
+    for index, tokens in enumerate(found):
+        if index < 2:
+            assert type(tokens) is kind and tokens.__cause__ is error
+        else:
+            assert tokens == expected[index]
+
+
+def test_closing_joins_the_thread_and_drops_model_and_cache(folder: Path) -> None:
+    before = set(threading.enumerate())
+    opened = open_engine(EngineConfig(model=folder, **OPTIONS))
+    started = set(threading.enumerate()) - before
+    assert [thread.name for thread in started] == ["headrace-cpu"]
+    runner: Any = opened.runner
+    held = [weakref.ref(runner._decoder), weakref.ref(runner._kv.pages_LPsKTD)]
+    assert all(reference() is not None for reference in held)
+    run_all(opened, 2)
+    opened.runner.close()
+    assert not any(thread.is_alive() for thread in started)
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]

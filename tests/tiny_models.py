@@ -1,0 +1,53 @@
+"""Folders with tiny models that engines open in milliseconds; holds no tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CONFIG", "PAGE_BYTES", "random_folder", "whole_folder", "write_tokenizer"]
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+PAGE_BYTES = 2 * 2 * 2 * 8 * 16 * 4
+"""Of float32 and the default 16 tokens: layers, key and value, heads, head size, tokens, bytes."""
+
+
+def random_folder(folder: Path, **changes: Any) -> Path:
+    """A bare config.json, for `load_format="random"`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token for each printable ASCII character: its code less 33."""
+    from tokenizers import Tokenizer, decoders, models
+
+    core = Tokenizer(models.BPE({chr(code): code - 33 for code in range(33, 127)}, []))
+    core.decoder = decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
+
+
+def whole_folder(folder: Path, **options: Any) -> Path:
+    """A checkpoint with config, safetensors and tokenizer, as transformers saves it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    model.save_pretrained(folder, **options)
+    write_tokenizer(folder)
+    return folder
