@@ -27,7 +27,7 @@ def parse_bytes(value: object) -> object:
         return value
     match = _BYTES.fullmatch(value)
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"not a size: {value!r}; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+        raise ValueError("must be bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

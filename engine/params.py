@@ -70,10 +70,14 @@ class SamplingParams(BaseModel):
 def invalid_params(error: ValidationError) -> InvalidParams:
     """Turn the first complaint of a pydantic error into `InvalidParams` with field, value and limit."""
     first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidParams):  # raised by a validator of ours, which knows more
+        return cause
+    message = str(cause) if cause is not None else first["msg"]
     field = ".".join(str(part) for part in first["loc"])
     value = first["input"]
     context = first.get("ctx", {})
     limits = {name: context[name] for name in ("gt", "ge", "lt", "le", "max_length", "min_length") if name in context}
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidParams(f"{field}: {first['msg']}, got {shown}", field=field, value=value, limit=limits or None)
+    return InvalidParams(f"{field}: {message}, got {shown}", field=field, value=value, limit=limits or None)

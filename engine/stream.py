@@ -6,7 +6,6 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.errors import Rejected
 from headrace.engine.events import Chunk, FinishReason, Token, Usage
 from headrace.engine.generation import Delivered, Generation
 from headrace.engine.text import Detokenizer, TokenTable
@@ -56,10 +55,13 @@ class TokenStream:
 
         Raises:
             Rejected: The request can never run.
+            EngineStopped: The engine closed before.
+            EngineCrashed: The step loop died before.
         """
-        await self._generation.admitted.wait()
-        if isinstance(self._generation.error, Rejected):
-            raise self._generation.error
+        generation = self._generation
+        await generation.admitted.wait()
+        if generation.error is not None and not generation.requests:
+            raise generation.error
 
     def cancel(self) -> None:
         """End what still runs, from the event loop's thread; its pages return within the steps already launched."""

@@ -1,6 +1,6 @@
 """Paged attention on CUDA through FlashInfer: two ways to decode, one to prefill; never writes keys or values.
 
-Decode is driven by the device: a captured graph reads page numbers and lengths that `cuda_fused.prepare_decode` derives.
+Decode is driven by the device: a graph reads page numbers and lengths that `cuda_fused.prepare_decode` derives.
 `XqaDecode` needs nothing from the host. `PlannedDecode` (FA2, tensor cores) divides work by lengths that the host plans
 with; these may be upper bounds, since the kernel stops at the device's lengths. Shape letters as in `ops/paged.py`.
 """
@@ -30,14 +30,34 @@ _INT_WORKSPACE = 1 << 20
 class HeadShape:
     """What one attention layer looks like; the same for every way to compute it."""
 
-    __slots__ = ("dtype", "head_dim", "heads", "k_scale", "kv_dtype", "kv_heads", "page_size", "scale", "v_scale", "window")
+    __slots__ = (
+        "dtype",
+        "head_dim",
+        "heads",
+        "k_scale",
+        "kv_dtype",
+        "kv_heads",
+        "page_size",
+        "scale",
+        "v_scale",
+        "window",
+    )
 
     def __init__(
-        self, *, heads: int, kv_heads: int, head_dim: int, page_size: int = 16, dtype: torch.dtype = torch.bfloat16,
-        kv_dtype: torch.dtype | None = None, scale: float | None = None, window: int | None = None,
-        k_scale: float = 1.0, v_scale: float = 1.0,
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
-        """Args: `scale` multiplies q.k, None for 1/sqrt(D); `window` counts visible tokens, the current one included."""
+        """Args: `scale` multiplies q.k, None for 1/sqrt(D); `window` counts visible tokens with the current one."""
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
         self.dtype, self.kv_dtype = dtype, dtype if kv_dtype is None else kv_dtype
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
@@ -48,7 +68,7 @@ class DecodeAttention(Protocol):
     """One token a row against its pages."""
 
     def plan(self, seq_lens: Sequence[int]) -> None:
-        """Prepare the next launch on the current stream, outside any graph, from lengths at least as long as real ones."""
+        """Prepare the next launch on the current stream, outside any graph, from lengths no less than real ones."""
 
     def run(self, q_BHD: Tensor, kv_layer: Tensor, inputs: DecodeInputs, out_BHD: Tensor) -> None:
         """Enqueue one layer; capturable. `kv_layer` is `[pages, 2, T, K, D]`; q and out are contiguous."""
@@ -60,7 +80,9 @@ class XqaDecode:
     def __init__(self, shape: HeadShape, device: torch.device, *, max_rows: int, spread: int = 1) -> None:
         """`spread` multiplies the splits of a row: more balance between uneven rows, more to merge."""
         self._shape = shape
-        self._semaphores = torch.zeros(max(_SEMAPHORES, 4 * max_rows * shape.kv_heads), dtype=torch.uint8, device=device)
+        self._semaphores = torch.zeros(
+            max(_SEMAPHORES, 4 * max_rows * shape.kv_heads), dtype=torch.uint8, device=device
+        )
         self._sms = spread * torch.cuda.get_device_properties(device).multi_processor_count
         # Partial results of every split: rows * kv heads * splits is about the number of multiprocessors.
         group = max(32, shape.heads // shape.kv_heads)
@@ -75,12 +97,21 @@ class XqaDecode:
         shape = self._shape
         rows = q_BHD.shape[0]
         xqa(
-            q_BHD.view(rows, 1, shape.heads, shape.head_dim), kv_layer[:, 0], kv_layer[:, 1], inputs.pages_BP,
-            inputs.seq_lens_B.view(torch.uint32).view(rows, 1), out_BHD.view(rows, 1, shape.heads, shape.head_dim),
-            self._scratch, self._semaphores.view(torch.uint32), shape.kv_heads, shape.page_size,
+            q_BHD.view(rows, 1, shape.heads, shape.head_dim),
+            kv_layer[:, 0],
+            kv_layer[:, 1],
+            inputs.pages_BP,
+            inputs.seq_lens_B.view(torch.uint32).view(rows, 1),
+            out_BHD.view(rows, 1, shape.heads, shape.head_dim),
+            self._scratch,
+            self._semaphores.view(torch.uint32),
+            shape.kv_heads,
+            shape.page_size,
             # XQA divides by sqrt(D) itself and multiplies scores and outputs by one kv_scale.
-            q_scale=shape.scale * math.sqrt(shape.head_dim) * shape.k_scale / shape.v_scale, kv_scale=shape.v_scale,
-            sliding_win_size=0 if shape.window is None else shape.window, sm_count=self._sms,
+            q_scale=shape.scale * math.sqrt(shape.head_dim) * shape.k_scale / shape.v_scale,
+            kv_scale=shape.v_scale,
+            sliding_win_size=0 if shape.window is None else shape.window,
+            sm_count=self._sms,
         )
 
 
@@ -104,8 +135,14 @@ class PlannedDecode:
         device = workspace.device
         indptr = torch.arange(rows + 1, dtype=torch.int32, device=device) * columns
         self._wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=inputs.pages_BP.view(-1), paged_kv_last_page_len_buffer=inputs.tails_B, backend="fa2",
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=inputs.pages_BP.view(-1),
+            paged_kv_last_page_len_buffer=inputs.tails_B,
+            backend="fa2",
         )
         if int_workspace is None:
             int_workspace = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=device)
@@ -134,9 +171,17 @@ class PlannedDecode:
         kept = wrapper._paged_kv_indptr_buf.clone()
         pages = torch.zeros(rows, dtype=torch.int32)
         wrapper.plan(
-            torch.arange(rows + 1, dtype=torch.int32), pages, torch.ones(rows, dtype=torch.int32), shape.heads,
-            shape.kv_heads, shape.head_dim, shape.page_size, window_left=self._window_left, q_data_type=shape.dtype,
-            kv_data_type=shape.kv_dtype, sm_scale=shape.scale,
+            torch.arange(rows + 1, dtype=torch.int32),
+            pages,
+            torch.ones(rows, dtype=torch.int32),
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.page_size,
+            window_left=self._window_left,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
+            sm_scale=shape.scale,
         )
         wrapper._paged_kv_indptr_buf.copy_(kept)
         torch.cuda.current_stream().synchronize()
@@ -157,9 +202,26 @@ class PlannedDecode:
         torch.cumsum((lengths + (shape.page_size - 1)) // shape.page_size, 0, dtype=torch.int32, out=self._indptr[1:])
         rows = len(lengths)
         self._wrapper._cached_module.plan(
-            self._wrapper._float_workspace_buffer, self._int, self._ring[slot], self._queries, self._indptr,
-            self._lengths, rows, rows, shape.heads, shape.kv_heads, shape.page_size, True, shape.head_dim,
-            shape.head_dim, False, self._window_left, -1, False, 0, 0,
+            self._wrapper._float_workspace_buffer,
+            self._int,
+            self._ring[slot],
+            self._queries,
+            self._indptr,
+            self._lengths,
+            rows,
+            rows,
+            shape.heads,
+            shape.kv_heads,
+            shape.page_size,
+            True,
+            shape.head_dim,
+            shape.head_dim,
+            False,
+            self._window_left,
+            -1,
+            False,
+            0,
+            0,
         )
         self._done[slot].record()
 
@@ -172,7 +234,9 @@ class PlannedDecode:
 class PrefillAttention:
     """Several new tokens a row, causal, over the row's pages, which already hold them: FlashInfer FA2 or FA3."""
 
-    def __init__(self, shape: HeadShape, device: torch.device, *, backend: str = "fa2", workspace: Tensor | None = None):
+    def __init__(
+        self, shape: HeadShape, device: torch.device, *, backend: str = "fa2", workspace: Tensor | None = None
+    ):
         """`workspace`: uint8, shared with nothing that runs between `plan` and the last `run` of a step."""
         self._shape = shape
         if workspace is None:
@@ -201,12 +265,24 @@ class PrefillAttention:
         used = [-(-length // shape.page_size) for length in lengths]
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         indptr = torch.tensor([0, *used], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        indices = torch.tensor([page for row, many in zip(pages, used, strict=True) for page in row[:many]], dtype=torch.int32)
+        indices = torch.tensor(
+            [page for row, many in zip(pages, used, strict=True) for page in row[:many]], dtype=torch.int32
+        )
         last = torch.tensor([(length - 1) % shape.page_size + 1 for length in lengths], dtype=torch.int32)
         self._wrapper.plan(
-            starts, indptr, indices, last, shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, causal=True,
-            sm_scale=shape.scale, window_left=-1 if shape.window is None else shape.window - 1,
-            q_data_type=shape.dtype, kv_data_type=shape.kv_dtype,
+            starts,
+            indptr,
+            indices,
+            last,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.page_size,
+            causal=True,
+            sm_scale=shape.scale,
+            window_left=-1 if shape.window is None else shape.window - 1,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
         )
         self._done[slot].record()
 
@@ -216,6 +292,12 @@ class PrefillAttention:
         self._wrapper.run(q_NHD, kv_layer, out=out_NHD, k_scale=shape.k_scale, v_scale=shape.v_scale)
 
 
-def choose(rows: int, context: int) -> str:
-    """`"xqa"` or `"fa2"` for a batch of rows and its longest context in tokens."""
-    return "fa2" if rows * context > 64 * 1024 and rows > 1 else "xqa"
+def choose(rows: int, context: int, *, fp8: bool = False) -> str:
+    """`"fused"`, `"xqa"` or `"fa2"` for a batch of rows and their mean context in tokens.
+
+    `"fused"` is `cuda_decode.FusedDecode`. Measured on an H200 in whole chains of layers, where FA2 overlaps with its
+    neighbours and XQA does not: apart from them XQA looks better than it is. An fp8 cache is fastest through XQA.
+    """
+    if rows <= 4 and rows * context <= 4096:
+        return "fused"
+    return "xqa" if fp8 or rows < 4 else "fa2"

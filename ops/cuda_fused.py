@@ -1,4 +1,4 @@
-"""The small operations of a decoder step on CUDA, one Triton kernel each; never allocates, picks pages or chooses tokens.
+"""The small operations of a decoder step on CUDA, one Triton kernel each; never allocates or chooses tokens.
 
 Every function writes into tensors of the caller, runs on the current stream and can be captured in a CUDA graph. With
 `pdl=True` (sm_90 and newer) a kernel may be scheduled while its predecessor drains; it touches no memory that another
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["DecodeInputs", "add_rms_norm", "norm_rope_write", "prepare_decode", "rms_norm", "silu_mul"]
 
 _COPY_BLOCK = 1024
-_FP8_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,16 +38,30 @@ class DecodeInputs:
     seq_lens_B: Tensor
     """int32 or uint32: context length, this token included."""
     pages_BP: Tensor
-    """int32 contiguous: the row's pages; columns past its length keep what they held, so start from valid page numbers."""
+    """int32 contiguous: the row's pages; columns past its length keep what they held: start from valid page numbers."""
     tails_B: Tensor
     """int32: `seq_lens - (P - 1) * page_size`, negative for most rows: see `cuda_attention.PlannedDecode`."""
 
 
 @triton.jit
 def _prepare_kernel(
-    rows, pool, lengths, table, tokens, positions, slots, seq_lens, pages, tails,
-    pool_stride, table_stride, columns, context,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    rows,
+    pool,
+    lengths,
+    table,
+    tokens,
+    positions,
+    slots,
+    seq_lens,
+    pages,
+    tails,
+    pool_stride,
+    table_stride,
+    columns,
+    context,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
@@ -72,7 +85,13 @@ def _prepare_kernel(
 
 
 def prepare_decode(
-    rows_B: Tensor, pool_RC: Tensor, lengths_R: Tensor, table_RP: Tensor, out: DecodeInputs, *, page_size: int,
+    rows_B: Tensor,
+    pool_RC: Tensor,
+    lengths_R: Tensor,
+    table_RP: Tensor,
+    out: DecodeInputs,
+    *,
+    page_size: int,
     pdl: bool = False,
 ) -> None:
     """Derive a decode step's inputs from the state on the device.
@@ -89,18 +108,55 @@ def prepare_decode(
     columns = out.pages_BP.shape[1]
     grid = (rows_B.shape[0], triton.cdiv(columns, _COPY_BLOCK))
     _prepare_kernel[grid](
-        rows_B, pool_RC, lengths_R, table_RP, out.tokens_B, out.positions_B, out.slots_B, out.seq_lens_B,
-        out.pages_BP, out.tails_B, pool_RC.stride(0), table_RP.stride(0), columns, columns * page_size,
-        PAGE=page_size, BLOCK=min(_COPY_BLOCK, triton.next_power_of_2(columns)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        rows_B,
+        pool_RC,
+        lengths_R,
+        table_RP,
+        out.tokens_B,
+        out.positions_B,
+        out.slots_B,
+        out.seq_lens_B,
+        out.pages_BP,
+        out.tails_B,
+        pool_RC.stride(0),
+        table_RP.stride(0),
+        columns,
+        columns * page_size,
+        PAGE=page_size,
+        BLOCK=min(_COPY_BLOCK, triton.next_power_of_2(columns)),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
 
 
 @triton.jit
 def _norm_rope_kernel(
-    qkv, q_out, q_norm, k_norm, cos_sin, positions, slots, kv,
-    qkv_stride, q_stride, page_stride, part_stride, token_stride, eps, k_scale, v_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    PAGE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    qkv,
+    q_out,
+    q_norm,
+    k_norm,
+    cos_sin,
+    positions,
+    slots,
+    kv,
+    qkv_stride,
+    q_stride,
+    page_stride,
+    part_stride,
+    token_stride,
+    eps,
+    k_scale,
+    v_scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * GROUP
@@ -152,9 +208,21 @@ def _norm_rope_kernel(
 
 
 def norm_rope_write(
-    qkv_NX: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, cos_sin_PD: Tensor, positions_N: Tensor,
-    slots_N: Tensor, kv_layer: Tensor, *, heads: int, kv_heads: int, eps: float, q_out: Tensor | None = None,
-    k_scale: float = 1.0, v_scale: float = 1.0, pdl: bool = False,
+    qkv_NX: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    cos_sin_PD: Tensor,
+    positions_N: Tensor,
+    slots_N: Tensor,
+    kv_layer: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    q_out: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    pdl: bool = False,
 ) -> None:
     """Normalise queries and keys (if weights are given), rotate them, and store keys and values in their pages.
 
@@ -178,6 +246,7 @@ def norm_rope_write(
     target = qkv_NX if q_out is None else q_out
     group = _head_group(heads, kv_heads, qkv_NX.shape[0])
     grid = (qkv_NX.shape[0], (heads + 2 * kv_heads) // group)
+    # fmt: off
     _norm_rope_kernel[grid](
         qkv_NX, target, q_norm_D, k_norm_D, cos_sin_PD, positions_N, slots_N, kv_layer,
         qkv_NX.stride(0), target.stride(0), kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2),
@@ -186,10 +255,11 @@ def norm_rope_write(
         PAGE=kv_layer.shape[2], NORM=q_norm_D is not None, FP8=kv_layer.dtype == torch.float8_e4m3fn, PDL=pdl,
         num_warps=max(1, min(4, group * dim // 256)), launch_pdl=pdl,
     )
+    # fmt: on
 
 
 def _head_group(heads: int, kv_heads: int, tokens: int) -> int:
-    """Heads of one program: a power of two that divides both counts; fewer where there are few tokens to fill the GPU."""
+    """Heads of one program: a power of two that divides both counts; fewer where few tokens have to fill the GPU."""
     most = 8 if tokens > 64 else 2
     group = 1
     while group < most and heads % (2 * group) == 0 and kv_heads % (2 * group) == 0:
@@ -199,8 +269,18 @@ def _head_group(heads: int, kv_heads: int, tokens: int) -> int:
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, x_stride, residual_stride, out_stride, size, eps,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x,
+    residual,
+    weight,
+    out,
+    x_stride,
+    residual_stride,
+    out_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -225,8 +305,20 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, out: Tensor, *, pdl: bo
     """`out = x / rms(x) * weight` along the last dimension, in float32 inside; `out` may be `x_NE`."""
     size = x_NE.shape[1]
     _rms_norm_kernel[(x_NE.shape[0],)](
-        x_NE, x_NE, weight_E, out, x_NE.stride(0), 0, out.stride(0), size, eps,
-        BLOCK=triton.next_power_of_2(size), ADD=False, PDL=pdl, num_warps=_warps(size), launch_pdl=pdl,
+        x_NE,
+        x_NE,
+        weight_E,
+        out,
+        x_NE.stride(0),
+        0,
+        out.stride(0),
+        size,
+        eps,
+        BLOCK=triton.next_power_of_2(size),
+        ADD=False,
+        PDL=pdl,
+        num_warps=_warps(size),
+        launch_pdl=pdl,
     )
 
 
@@ -239,8 +331,20 @@ def add_rms_norm(
     """
     size, target = x_NE.shape[1], x_NE if out is None else out
     _rms_norm_kernel[(x_NE.shape[0],)](
-        x_NE, residual_NE, weight_E, target, x_NE.stride(0), residual_NE.stride(0), target.stride(0), size, eps,
-        BLOCK=triton.next_power_of_2(size), ADD=True, PDL=pdl, num_warps=_warps(size), launch_pdl=pdl,
+        x_NE,
+        residual_NE,
+        weight_E,
+        target,
+        x_NE.stride(0),
+        residual_NE.stride(0),
+        target.stride(0),
+        size,
+        eps,
+        BLOCK=triton.next_power_of_2(size),
+        ADD=True,
+        PDL=pdl,
+        num_warps=_warps(size),
+        launch_pdl=pdl,
     )
 
 
@@ -262,6 +366,13 @@ def silu_mul(gate_up_N2F: Tensor, out: Tensor, *, pdl: bool = False) -> None:
     size = out.shape[1]
     block = 1024
     _silu_mul_kernel[(out.shape[0], triton.cdiv(size, block))](
-        gate_up_N2F, out, gate_up_N2F.stride(0), out.stride(0), size,
-        BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        gate_up_N2F,
+        out,
+        gate_up_N2F.stride(0),
+        out.stride(0),
+        size,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )

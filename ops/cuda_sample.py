@@ -1,8 +1,8 @@
-"""Chooses next tokens from logits on CUDA; never keeps a state: noise is a function of (seed, position, token id) alone.
+"""Chooses next tokens from logits on CUDA; never keeps a state: noise comes from (seed, position, token id) alone.
 
 A sampled token is the largest `logit / temperature + Gumbel noise` (Gumbel-max), so it depends on its own row's logits
 and parameters, and not on the batch, the row's place in it or how the work is divided: a maximum is exact. Top-k, top-p
-and min-p come first as one threshold on the logits, found only for the rows that ask.
+and min-p come first as one threshold on the logits (`cuda_filter`), found only for the rows that ask.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.ops.cuda_filter import FilterScratch, find_least
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,105 +25,33 @@ NON_FINITE = -1
 
 # One program's share of a row. Part of the noise's definition: changing it changes what a seed produces.
 _BLOCK = 4096
-_SEARCH_BLOCK = 8192
 
 
 class SampleScratch:
-    """Device memory that `sample` uses between its kernels, for up to `rows` rows of `vocabulary` logits."""
+    """Device memory that `sample` uses between its kernels, for up to `rows` rows of `vocabulary` logits.
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device | str) -> None:
+    Args:
+        rows: Most rows of a call.
+        vocabulary: Logits of a row.
+        device: Where.
+        dtype: Of the logits.
+        filters: False saves the 128 KB a row (256 KB for float32) that top-k and top-p need.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        vocabulary: int,
+        device: torch.device | str,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        filters: bool = True,
+    ) -> None:
         parts = triton.cdiv(vocabulary, _BLOCK)
         self.scores_BS = torch.empty(rows, parts, dtype=torch.float32, device=device)
         self.ids_BS = torch.empty(rows, parts, dtype=torch.int32, device=device)
         self.least_B = torch.empty(rows, dtype=torch.float32, device=device)
-
-
-@triton.jit
-def _order(value):
-    """Integers in the order of the floats that they stand for."""
-    bits = value.to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _unorder(key):
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _above(line, size, pivot, top, inverse, BLOCK: tl.constexpr, WEIGH: tl.constexpr):
-    """How many logits have a key of at least `pivot` and, if WEIGH, the sum of their exp((x - top) * inverse)."""
-    count = tl.zeros([BLOCK], tl.int32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(line + at, mask=at < size, other=float("-inf")).to(tl.float32)
-        over = (_order(value) >= pivot) & (at < size)
-        count += over.to(tl.int32)
-        if WEIGH:
-            mass += tl.where(over, tl.exp((value - top) * inverse), 0.0)
-    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
-
-
-@triton.jit
-def _threshold_kernel(
-    logits, rows, temperature, top_k, top_p, min_p, least, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    at_row = tl.program_id(0)
-    row = tl.load(rows + at_row).to(tl.int64)
-    heat = tl.load(temperature + row)
-    most = tl.load(top_k + row)
-    share = tl.load(top_p + row)
-    smallest = tl.load(min_p + row)
-    wants_k = (most > 0) & (most < size)
-    wants_p = share < 1.0
-    bound = float("-inf")
-    if (heat > 0.0) & (wants_k | wants_p | (smallest > 0.0)):
-        line = logits + at_row.to(tl.int64) * stride
-        inverse = 1.0 / tl.maximum(heat, 1e-6)
-        high = tl.full([BLOCK], float("-inf"), tl.float32)
-        low = tl.full([BLOCK], float("inf"), tl.float32)
-        for start in range(0, size, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            value = tl.load(line + at, mask=at < size, other=float("-inf")).to(tl.float32)
-            high = tl.maximum(high, value)
-            low = tl.minimum(low, tl.where(value > float("-inf"), value, float("inf")))  # skip masked tokens
-        top = tl.max(high, axis=0)
-        bottom = _order(tl.min(low, axis=0))
-        ceiling = _order(top)
-        # Both searches keep a key that lets enough through below and one that does not above.
-        if wants_k:
-            above = ceiling.to(tl.int64) + 1
-            below = bottom.to(tl.int64)
-            while above - below > 1:
-                middle = (above + below) >> 1
-                count, _ = _above(line, size, middle.to(tl.int32), top, inverse, BLOCK, False)
-                if count >= most:
-                    below = middle
-                else:
-                    above = middle
-            bottom = below.to(tl.int32)
-        if wants_p:
-            _, total = _above(line, size, bottom, top, inverse, BLOCK, True)
-            above = ceiling.to(tl.int64) + 1
-            below = bottom.to(tl.int64)
-            while above - below > 1:
-                middle = (above + below) >> 1
-                _, mass = _above(line, size, middle.to(tl.int32), top, inverse, BLOCK, True)
-                if mass >= share * total:
-                    below = middle
-                else:
-                    above = middle
-            bottom = below.to(tl.int32)
-        if wants_k | wants_p:
-            bound = _unorder(bottom)
-        if smallest > 0.0:
-            bound = tl.maximum(bound, top + tl.log(smallest) / inverse)
-        bound = tl.minimum(bound, top)
-    tl.store(least + at_row, bound)
+        self.filter = FilterScratch(rows, vocabulary, device, dtype) if filters else None
 
 
 @triton.jit
@@ -132,6 +62,7 @@ def _noise(bits):
     return -tl.log(waited)
 
 
+# fmt: off
 @triton.jit
 def _scores_kernel(
     logits, rows, temperature, seed, positions, least, scores, ids, stride, size, parts,
@@ -185,10 +116,22 @@ def _scores_kernel(
     tl.store(ids + at_row * parts + part, chosen)
 
 
+# fmt: on
 @triton.jit
 def _choose_kernel(
-    scores, ids, rows, positions, pool, lengths, out, pool_stride, parts, padding_row, context,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    scores,
+    ids,
+    rows,
+    positions,
+    pool,
+    lengths,
+    out,
+    pool_stride,
+    parts,
+    padding_row,
+    context,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
@@ -211,9 +154,21 @@ def _choose_kernel(
 
 
 def sample(
-    logits_BV: Tensor, rows_B: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor,
-    seed_R: Tensor, positions_B: Tensor, pool_RC: Tensor, lengths_R: Tensor, out_ids_B: Tensor, scratch: SampleScratch,
-    *, filtered: bool = True, pdl: bool = False,
+    logits_BV: Tensor,
+    rows_B: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seed_R: Tensor,
+    positions_B: Tensor,
+    pool_RC: Tensor,
+    lengths_R: Tensor,
+    out_ids_B: Tensor,
+    scratch: SampleScratch,
+    *,
+    filtered: bool = True,
+    pdl: bool = False,
 ) -> None:
     """Choose one token for each row, append it to the row's pool and advance the row's length.
 
@@ -232,14 +187,18 @@ def sample(
         scratch: For at least this many rows and this vocabulary.
         filtered: False skips the threshold search: no row may ask for top-k, top-p or min-p.
         pdl: Launch programmatically dependent.
+
+    Raises:
+        ValueError: `filtered` with a scratch that was made without filters.
     """
     rows, size = logits_BV.shape
     parts = triton.cdiv(size, _BLOCK)
     if filtered:
-        _threshold_kernel[(rows,)](
-            logits_BV, rows_B, temperature_R, top_k_R, top_p_R, min_p_R, scratch.least_B, logits_BV.stride(0), size,
-            BLOCK=_SEARCH_BLOCK, PDL=pdl, num_warps=32, launch_pdl=pdl,
-        )
+        if scratch.filter is None:
+            raise ValueError("this scratch was made without room for filters")
+        asks = (rows_B, temperature_R, top_k_R, top_p_R, min_p_R)
+        find_least(logits_BV, asks, scratch.filter, scratch.least_B, pdl=pdl)
+    # fmt: off
     _scores_kernel[(rows, parts)](
         logits_BV, rows_B, temperature_R, seed_R, positions_B, scratch.least_B, scratch.scores_BS, scratch.ids_BS,
         logits_BV.stride(0), size, parts,
@@ -250,3 +209,4 @@ def sample(
         pool_RC.stride(0), parts, pool_RC.shape[0] - 1, pool_RC.shape[1],
         PARTS=triton.next_power_of_2(parts), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )
+    # fmt: on

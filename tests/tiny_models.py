@@ -42,12 +42,15 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def whole_folder(folder: Path, **options: Any) -> Path:
-    """A checkpoint with config, safetensors and tokenizer, as transformers saves it."""
+    """A checkpoint with config, safetensors and tokenizer, as transformers saves it; attention decides its tokens."""
     import torch
     import transformers
 
     torch.manual_seed(5)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG | {"tie_word_embeddings": False}))
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
     model.save_pretrained(folder, **options)
     write_tokenizer(folder)
     return folder

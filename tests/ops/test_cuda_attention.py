@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda_attention import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
-from headrace.ops.cuda_fused import DecodeInputs, prepare_decode
+from headrace.ops.cuda_decode import FusedDecode
+from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write, prepare_decode
 
 GPU = torch.device("cuda")
 PAGE = 16
@@ -42,7 +43,9 @@ class Paged:
         used = sum(-(-length // PAGE) for length in lengths)
         pages = used + 7
         kv = torch.randn(pages + 1, 2, PAGE, shape.kv_heads, shape.head_dim, device=GPU)
-        self.kv = (kv / shape.v_scale).clamp(-448, 448).to(shape.kv_dtype) if shape.v_scale != 1 else kv.to(shape.kv_dtype)
+        self.kv = (
+            (kv / shape.v_scale).clamp(-448, 448).to(shape.kv_dtype) if shape.v_scale != 1 else kv.to(shape.kv_dtype)
+        )
         order = itertools.chain(torch.randperm(pages).tolist())
         self.table = torch.full((len(lengths) + 1, columns), pages, dtype=torch.int32, device=GPU)
         self.lists = []
@@ -59,7 +62,9 @@ def inputs_of(rows: int, columns: int, scratch_page: int) -> DecodeInputs:
         return torch.zeros(rows, dtype=dtype, device=GPU)
 
     pages = torch.full((rows, columns), scratch_page, dtype=torch.int32, device=GPU)
-    return DecodeInputs(make(torch.int32), make(torch.int64), make(torch.int64), make(torch.int32), pages, make(torch.int32))
+    return DecodeInputs(
+        make(torch.int32), make(torch.int64), make(torch.int64), make(torch.int32), pages, make(torch.int32)
+    )
 
 
 SHAPES = {
@@ -68,7 +73,14 @@ SHAPES = {
     "smol": {"heads": 9, "kv_heads": 3, "head_dim": 64},
     "window": {"heads": 32, "kv_heads": 8, "head_dim": 128, "window": 100},
     "scaled": {"heads": 32, "kv_heads": 8, "head_dim": 128, "scale": 0.2},
-    "fp8": {"heads": 32, "kv_heads": 8, "head_dim": 128, "kv_dtype": torch.float8_e4m3fn, "k_scale": 0.5, "v_scale": 0.25},
+    "fp8": {
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "kv_dtype": torch.float8_e4m3fn,
+        "k_scale": 0.5,
+        "v_scale": 0.25,
+    },
 }
 
 
@@ -105,7 +117,7 @@ def test_decode_in_a_graph_follows_lengths_on_the_device(name: str, kind: str) -
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
-    bound = 5e-2 if name == "fp8" else 8e-3
+    bound = 8e-2 if name == "fp8" else 8e-3  # XQA rounds queries and probabilities to e4m3 too
     for grown in (0, 1, 7):  # the last plan serves several steps: its lengths are upper bounds
         if grown != 7:
             decode.plan([length + 8 for length in lengths] + [1, 1])
@@ -120,6 +132,48 @@ def test_decode_in_a_graph_follows_lengths_on_the_device(name: str, kind: str) -
         assert bool(torch.isfinite(out).all())
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("splits", [None, 1, 8])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_fused_decode_is_norm_rope_write_then_attention(name: str, splits: int | None, norm: bool) -> None:
+    shape = HeadShape(**SHAPES[name])
+    lengths, columns = [1, 16, 17, 64, 65, 99, 100, 101, 500, 1900, 2048], 128
+    paged = Paged(shape, lengths, columns)
+    rows = len(lengths)
+    inputs = inputs_of(rows, columns, paged.kv.shape[0] - 1)
+    chosen = torch.arange(rows, dtype=torch.int32, device=GPU)
+    prepare_decode(chosen, paged.pool, paged.lengths, paged.table, inputs, page_size=PAGE)
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    angles = torch.rand(columns * PAGE, shape.head_dim // 2, device=GPU) * 6.28
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    weights = [torch.randn(shape.head_dim, dtype=torch.bfloat16, device=GPU) if norm else None for _ in range(2)]
+    fused = FusedDecode(shape, GPU, max_rows=rows, splits=splits)
+    fp8 = shape.kv_dtype != shape.dtype
+    for _ in range(2):
+        qkv = torch.randn(rows, width, dtype=torch.bfloat16, device=GPU)
+        apart, q = paged.kv.clone(), torch.empty(rows, shape.heads, shape.head_dim, dtype=torch.bfloat16, device=GPU)
+        norm_rope_write(
+            qkv,
+            *weights,
+            cos_sin,
+            inputs.positions_B,
+            inputs.slots_B,
+            apart,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            eps=1e-6,
+            q_out=q,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
+        )
+        out = torch.full((rows, shape.heads * shape.head_dim), float("nan"), dtype=torch.bfloat16, device=GPU)
+        fused.run(qkv, *weights, cos_sin, paged.kv, inputs, out, eps=1e-6, pdl=True)
+        assert error(paged.kv.float(), apart.float()) < (1e-3 if fp8 else 1e-4)
+        for row, length in enumerate(lengths):
+            want = truth(q[row], apart, paged.table[row], length - 1, shape)
+            assert error(out[row].view(shape.heads, -1), want) < (2e-2 if fp8 else 8e-3), (row, length)
+
+
 @pytest.mark.parametrize(
     ("name", "backend"), [("llama", "fa2"), ("qwen", "fa2"), ("window", "fa2"), ("llama", "fa3"), ("qwen", "fa3")]
 )
@@ -127,7 +181,9 @@ def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
     shape = HeadShape(**SHAPES[name])
     counts, lengths = [1, 16, 200, 333, 64], [1, 40, 200, 1000, 65]
     paged = Paged(shape, lengths, 80)
-    packed = torch.randn(sum(counts), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=torch.bfloat16, device=GPU)
+    packed = torch.randn(
+        sum(counts), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=torch.bfloat16, device=GPU
+    )
     q = packed[:, : shape.heads * shape.head_dim].unflatten(1, (shape.heads, shape.head_dim))
     out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=GPU)
     attention = PrefillAttention(shape, GPU, backend=backend)

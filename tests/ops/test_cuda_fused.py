@@ -84,8 +84,19 @@ def test_norm_rope_write(tokens: int, heads: int, kv_heads: int, dim: int, norm:
     k = reference.rope(k, positions.cpu(), angles.cos().cpu(), angles.sin().cpu())
     untouched = qkv.clone()
     norm_rope_write(
-        qkv, *weights, cos_sin, positions, slots, kv, heads=heads, kv_heads=kv_heads, eps=1e-6, q_out=q_out,
-        k_scale=k_scale, v_scale=v_scale, pdl=True,
+        qkv,
+        *weights,
+        cos_sin,
+        positions,
+        slots,
+        kv,
+        heads=heads,
+        kv_heads=kv_heads,
+        eps=1e-6,
+        q_out=q_out,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        pdl=True,
     )
     assert torch.equal(qkv, untouched)
     assert error(q_out, q) < 4e-3

@@ -33,10 +33,23 @@ class State:
         rows = torch.as_tensor(rows, dtype=torch.int32, device=GPU)
         positions = torch.as_tensor(positions, dtype=torch.int64, device=GPU)
         out = torch.full((len(rows),), -9, dtype=torch.int32, device=GPU)
-        scratch = SampleScratch(len(rows), logits.shape[1], GPU)
+        scratch = SampleScratch(len(rows), logits.shape[1], GPU, dtype=logits.dtype, filters=filtered)
+        scratch.least_B.fill_(float("nan"))
+        self.least = scratch.least_B
         sample(
-            logits, rows, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, positions, self.pool,
-            self.lengths, out, scratch, filtered=filtered,
+            logits,
+            rows,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seeds,
+            positions,
+            self.pool,
+            self.lengths,
+            out,
+            scratch,
+            filtered=filtered,
         )
         return out.tolist()
 
@@ -134,6 +147,42 @@ def test_filters_let_through_their_set_and_all_of_it(
     total = float(probs[sorted(may)].sum())
     likely = {token for token in may if float(probs[token]) / total > 0.01}
     assert likely <= set(ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("spread", [0.01, 2.0, 6.0])
+@pytest.mark.parametrize("vocabulary", [700, 151936])
+def test_the_least_logit_is_the_one_that_the_filters_mean(vocabulary: int, spread: float, dtype: torch.dtype) -> None:
+    cases = [
+        (1, 1.0, 0.0),
+        (50, 1.0, 0.0),
+        (290, 1.0, 0.0),
+        (600, 1.0, 0.0),
+        (0, 0.3, 0.0),
+        (0, 0.97, 0.0),
+        (20, 0.8, 0.0),
+        (650, 0.5, 0.0),
+        (0, 1.0, 0.1),
+        (30, 0.9, 0.02),
+        (0, 0.0, 0.0),
+        (vocabulary + 5, 0.99999, 0.0),
+    ]
+    logits = (torch.randn(len(cases), vocabulary, device=GPU) * spread).to(dtype)
+    logits[:, 100:110] = float("-inf")
+    state = State(len(cases), temperature=0.8)
+    for row, (top_k, top_p, min_p) in enumerate(cases):
+        state.top_k[row], state.top_p[row], state.min_p[row] = top_k, top_p, min_p
+    state.run(logits, list(range(len(cases))), [1] * len(cases))
+    for row, case in enumerate(cases):
+        line = logits[row].double()
+        probs = torch.softmax(line / 0.8, 0)
+        may = allowed(line, 0.8, *case)
+        got = probs[line >= float(state.least[row])]
+        # A share that ends between two logits within rounding of each other may take one more or one less.
+        slack = 2e-5 + (2 * float(probs[may].min()) if case[1] < 1.0 else 0.0)
+        assert abs(float(got.sum() - probs[may].sum())) <= slack, case
+        if case[1] == 1.0 and case[2] == 0.0:
+            assert len(got) == len(may), case
 
 
 def test_bad_rows_are_reported_and_neighbours_are_not_touched() -> None:

@@ -43,7 +43,6 @@ def test_logits_stay_close_to_float32(smollm2: Path, ids: list[int], exact: Tens
         same_first = (found.argmax(-1) == exact.argmax(-1)).float().mean()
         sure = exact.topk(2).values.diff(dim=-1).abs()[:, 0] > 0.5
         same_where_sure = (found.argmax(-1) == exact.argmax(-1))[sure].float().mean()
-        print(packed, chunk, cosine.min(), cosine.mean(), same_first, same_where_sure, sure.float().mean())
         assert cosine.mean() > 0.998 and cosine.min() > 0.95
         assert same_first > 0.93 and same_where_sure > 0.97
 
@@ -60,11 +59,11 @@ def test_a_fact_survives_reduced_precision(smollm2: Path, dtype: str) -> None:
             return texts
 
     for text in anyio.run(run):
-        print(text)
         assert "Paris" in text
 
 
-QUESTIONS = ["What is the capital city of France?", "Which city is the capital of France? Answer in one sentence."]
+# Asked otherwise, the model has no clear first word in float32 either.
+QUESTIONS = ["Tell me the capital of France.", "Which city is the capital of France? Answer in one sentence."]
 
 
 def test_a_seed_gives_its_tokens_alone_and_among_neighbours(smollm2: Path) -> None:

@@ -28,7 +28,7 @@ TEXT = (
     "the dark, because the wheel of the last mill turned too fast. Question: why does a wheel turn faster when the "
     "canal is full? Answer: because the weight of the water on it is greater, and because less of it is lost beside "
     "the wheel. The second book of the keeper begins with a list of repairs: planks, forty; nails, two pounds; "
-    "rope, sixty metres; one lamp. It ends with a drawing of the gate that the town has kept in its museum to this day. "
+    "rope, sixty metres; one lamp. It ends with a drawing of the gate that the town has kept in its museum. "
 )
 CHATS = [
     "What is the capital of France?",
@@ -148,7 +148,7 @@ def check(reference: Reference, completions: Sequence[Completion], indices: Sequ
             assert choice.token_ids[:sure] == reference.tokens[index][:sure], index
             if sure == len(reference.tokens[index]):
                 assert choice.token_ids == reference.tokens[index]
-                assert choice.finish_reason == ("stop" if sure < NEW_TOKENS else choice.finish_reason)
+                assert sure == NEW_TOKENS or choice.finish_reason == "stop"
                 whole += 1
     assert whole >= 0.9 * sum(len(completion.choices) for completion in completions)
 

@@ -22,13 +22,13 @@ from headrace.engine.opened import Opened
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.ops.cpu import CpuOps
 
-OPTIONS: dict[str, Any] = {"load_format": "random", "dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
 PROMPTS = [[index + 1 + at * at % 89 for at in range(length)] for index, length in enumerate((3, 40, 17, 1, 90))]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tiny_models.random_folder(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.whole_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_failed_step_ends_its_own_requests_alone(
                 for index in range(len(PROMPTS)):
                     group.start_soon(ask, index)
             with anyio.fail_after(10):  # what a failed step held comes back once the steps after it are done
-                while engine.stats().pages_held or engine.stats().running:
+                while engine.stats().pages_held or engine.stats().running:  # noqa: ASYNC110
                     await anyio.sleep(0.001)
         return [found[index] for index in range(len(PROMPTS))]
 

@@ -56,7 +56,7 @@ def tokens_of(batch: StepBatch, works: list[Work]) -> list[tuple[int, int]]:
 
 @given(steps())
 def test_every_token_of_a_step_is_there_once_with_its_own_pages(works: list[Work]) -> None:
-    batch = filled({row: 98 for row in range(8)}).batch(works)
+    batch = filled(dict.fromkeys(range(8), 98)).batch(works)
     found = tokens_of(batch, works)
     assert sorted(found) == sorted((w.row, w.start + at) for w in works for at in range(w.num_tokens))
     slots = [page_of(row, position // SIZE) * SIZE + position % SIZE for row, position in found]
@@ -83,7 +83,7 @@ def test_every_token_of_a_step_is_there_once_with_its_own_pages(works: list[Work
 
 @given(steps())
 def test_samplers_point_at_the_last_token_of_their_own_work(works: list[Work]) -> None:
-    batch = filled({row: 98 for row in range(8)}).batch(works)
+    batch = filled(dict.fromkeys(range(8), 98)).batch(works)
     found = tokens_of(batch, works)
     assert sorted(batch.samplers) == [index for index, w in enumerate(works) if w.samples]
     assert batch.last_S.dtype == torch.int64
@@ -96,7 +96,7 @@ def test_samplers_point_at_the_last_token_of_their_own_work(works: list[Work]) -
 
 @given(st.lists(st.integers(0, 96), min_size=1, max_size=8))
 def test_a_group_of_decodes_wastes_little_on_padding(starts: list[int]) -> None:
-    batch = filled({row: 98 for row in range(8)}).batch([work(row, start, 1) for row, start in enumerate(starts)])
+    batch = filled(dict.fromkeys(range(8), 98)).batch([work(row, start, 1) for row, start in enumerate(starts)])
     for group in batch.paged.decodes:
         width = group.pages_RP.shape[1]
         assert all(width <= 2 * -(-length // SIZE) + 2 for length in group.lengths_R.tolist())
