@@ -104,7 +104,7 @@ def _locate(config: EngineConfig) -> Path:
     """
     path = Path(config.model).expanduser()
     if path.exists():
-        return path
+        return path.parent if config.load_format == "random" and path.is_file() else path
     if not config.allow_download or config.model.count("/") > 1 or config.model.startswith((".", "/", "~")):
         hint = "" if config.allow_download else "; a hub id needs allow_download=True"
         raise ModelRejected(f"model: no such folder or file: {config.model}{hint}", field="model", value=config.model)

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import EngineStopped, HeadraceError
+from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
 from headrace.engine.events import Choice, Completion
 from headrace.engine.generation import Generation, StopText
 from headrace.engine.loop import StepLoop
@@ -174,10 +174,15 @@ class Engine:
             A stream; a `Rejected` request raises in its `admitted()` or first read.
 
         Raises:
+            InvalidParams: `params` are not `SamplingParams`.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
         loop, opened = self._serving()
+        if not isinstance(params, SamplingParams):
+            raise InvalidParams(
+                f"params: must be SamplingParams, got {type(params).__name__}", field="params", value=params
+            )
         choices = params.n
         asking = Asking(params, adapter, cache_salt if cache_salt is not None else tenant, priority)
         stop_texts: list[StopText] = []
@@ -186,25 +191,23 @@ class Engine:
             table = opened.tokenizer.table
             stop_texts = [StopText(Detokenizer(table), params.stop, stop_ids) for _ in range(choices)]
         generation = Generation(loop, choices, self.config.max_unread_tokens, stop_texts)
-        if is_short(prompt):
-            try:
-                ids = to_token_ids(prompt, opened.tokenizer)
-            except HeadraceError as error:
+
+        def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
+            if ids is not None:
+                self._admit(generation, asking, ids)
+            elif isinstance(error, HeadraceError):
                 generation.abandon(error)
             else:
-                self._admit(generation, asking, ids)
+                failure = HeadraceError("the tokenizer failed")
+                failure.__cause__ = error
+                generation.abandon(failure)
+
+        if is_short(prompt):
+            try:
+                tokenized(to_token_ids(prompt, opened.tokenizer), None)
+            except Exception as error:
+                tokenized(None, error)
         else:
-
-            def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
-                if ids is not None:
-                    self._admit(generation, asking, ids)
-                elif isinstance(error, HeadraceError):
-                    generation.abandon(error)
-                else:
-                    failure = HeadraceError("the tokenizer failed")
-                    failure.__cause__ = error
-                    generation.abandon(failure)
-
             self._helper.submit(lambda: to_token_ids(prompt, opened.tokenizer), tokenized)
         return TokenStream(generation, opened.tokenizer.table, self._post, choices)
 

@@ -14,11 +14,11 @@ from typing import Any
 from headrace.engine.engine import Engine
 from headrace.engine.errors import InvalidParams
 from headrace.engine.opened import Opened
-from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.plan import NON_FINITE, Capacity, StepPlan
 from headrace.engine.stats import EngineInfo
 from headrace.engine.text import TokenTable
 
-__all__ = ["ByteTokenizer", "ScriptedEngine", "ScriptedRunner", "scripted_token"]
+__all__ = ["NON_FINITE", "ByteTokenizer", "Capacity", "ScriptedEngine", "ScriptedRunner", "scripted_token"]
 
 _POISON = -7
 
@@ -149,8 +149,10 @@ class ByteTokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """`role: content` lines, one a message."""
-        if not messages:
-            raise InvalidParams("messages: at least one is needed", field="messages", value=messages, limit=1)
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                field = f"messages[{index}]"
+                raise InvalidParams(f"{field}: needs role and content, got {message!r}", field=field, value=message)
         return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ probability exceeds u (inverse transform sampling), so it depends on its own row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,7 +65,11 @@ def sample(logits_RV: Tensor, rows: Sequence[Choosing]) -> list[int]:
 
 
 def _sample_row(logits_V: Tensor, row: Choosing) -> int:
-    scaled_V = (logits_V - logits_V.max()) / max(row.temperature, 1e-6)
+    if 0 < row.top_k < len(logits_V):
+        # On the logits: at high temperatures float32 makes distinct ones equal in probability.
+        logits_V = torch.where(logits_V >= torch.topk(logits_V, row.top_k).values[-1], logits_V, -math.inf)
+    # Between these bounds float32 can divide by it; past them nothing changes any more.
+    scaled_V = (logits_V - logits_V.max()) / min(max(row.temperature, 1e-6), 1e30)
     probs_V = torch.softmax(scaled_V, dim=-1)
     least = _least_probability(probs_V, row)
     if least > 0.0:
@@ -78,22 +83,14 @@ def _sample_row(logits_V: Tensor, row: Choosing) -> int:
 
 
 def _least_probability(probs_V: Tensor, row: Choosing) -> float:
-    """The smallest probability that top-k, then top-p of what is left, and min-p let through; ties stay together."""
+    """The smallest probability that top-p, of what top-k left, and min-p let through; ties stay together."""
     least = row.min_p * float(probs_V.max()) if row.min_p > 0.0 else 0.0
-    vocabulary = len(probs_V)
-    top_k = row.top_k if 0 < row.top_k < vocabulary else vocabulary
-    if top_k == vocabulary and row.top_p >= 1.0:
-        return least
     if row.top_p >= 1.0:
-        return max(least, float(torch.topk(probs_V, top_k).values[-1]))
-    count = min(top_k, _FIRST_SORTED)
+        return least
+    count = min(len(probs_V), _FIRST_SORTED)
     while True:
         top = torch.topk(probs_V, count).values
-        cumulative = top.cumsum(0, dtype=torch.float64)
-        total = float(cumulative[-1]) if count == top_k else 1.0
-        if top_k < vocabulary and count < top_k:
-            total = float(torch.topk(probs_V, top_k).values.sum(dtype=torch.float64))
-        inside = int(torch.searchsorted(cumulative, row.top_p * total))
-        if inside < count or count == top_k:
+        inside = int(torch.searchsorted(top.cumsum(0, dtype=torch.float64), row.top_p))
+        if inside < count or count == len(probs_V):
             return max(least, float(top[min(inside, count - 1)]))
-        count = min(top_k, count * 8)
+        count = min(len(probs_V), count * 8)

@@ -101,12 +101,11 @@ def _load_peer(path: Path) -> Any:
     import transformers
 
     if path.suffix != ".gguf":
-        peer = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
-        return peer.eval()
-    options = {"gguf_file": path.name, "dtype": torch.bfloat16}
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
+    options: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.bfloat16}
     if hasattr(transformers, "GgufConfig"):  # newer versions may keep the blocks packed, in float32 kernels
         options["quantization_config"] = transformers.GgufConfig(gguf_file=path.name, dequantize=True)
-    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
 
 
 def _time_peer(peer: Any, prompts: Sequence[list[int]], output_tokens: int) -> float:

@@ -81,7 +81,6 @@ def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: 
     assert caught.value.field == "kv_memory"
 
 
-@pytest.mark.xfail(reason="the docstring of EngineConfig.load_format promises it")
 def test_random_weights_take_the_config_file_itself(folder: Path) -> None:
     assert opened(folder / "config.json").info.vocab_size == 96
 
