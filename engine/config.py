@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -28,7 +29,7 @@ def parse_bytes(value: object) -> object:
     match = _BYTES.fullmatch(value)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError("must be bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
 class EngineConfig(BaseModel):
@@ -50,7 +51,7 @@ class EngineConfig(BaseModel):
     """`random` needs only a config.json (a folder, or the file itself) and invents weights: for benchmarks."""
     allow_download: bool = False
     """Let a hub id that is not on this machine be fetched from the hub."""
-    kv_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)] | None = None
+    kv_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
     """Bytes of keys and values, or text such as "2GiB"; None takes a share of what is free."""
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in a page."""

@@ -58,6 +58,7 @@ class Engine:
         """
         self.config = EngineConfig(model=model, **options)
         self._random = random.Random(self.config.seed)
+        self._entered = False
         self._opened: Opened | None = None
         self._loop: StepLoop | None = None
         self._closing: anyio.Event | None = None
@@ -72,8 +73,9 @@ class Engine:
             DeviceUnavailable: The device is not there.
             RuntimeError: The engine is already open.
         """
-        if self._opened is not None or self._closing is not None:
+        if self._entered:
             raise RuntimeError("an Engine is opened once; make another for another opening")
+        self._entered = True
         self._post = Poster()
         self._helper = Worker("headrace-helper", self._post)
         self._waiter = Worker("headrace-waiter", self._post)
@@ -257,7 +259,7 @@ class Engine:
 
     def _serving(self) -> tuple[StepLoop, Opened]:
         if self._loop is not None and self._loop.crashed is not None:
-            raise self._loop.crashed
+            raise self._loop.crashed.with_traceback(None)
         if self._loop is None or self._opened is None or self._closing is not None:
             raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
         return self._loop, self._opened

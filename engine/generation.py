@@ -137,6 +137,8 @@ class Generation:
 
     def cancel(self) -> None:
         """End every choice that still runs with `cancelled`; nothing happens to those that have ended."""
+        if self.finished:
+            return
         if not self.admitted.is_set():
             for choice in range(self._unfinished):
                 self._end_cancelled(choice)

@@ -6,6 +6,7 @@ Next to read: engine.py.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ class StepLoop:
         self._wakeup = anyio.Event()
         self._closing = False
         self._idle = anyio.Event()
+        self._launched: deque[_InFlight] = deque()
 
     # -- what streams call ------------------------------------------------------------------------------------------
 
@@ -103,6 +105,7 @@ class StepLoop:
         except Exception as error:
             self.crashed = EngineCrashed(f"the step loop died: {error!r}")
             self.crashed.__cause__ = error
+            await self._let_steps_end()
         finally:
             self._end_all()
             self._idle.set()
@@ -120,7 +123,7 @@ class StepLoop:
             await self._idle.wait()
 
     async def _run(self) -> None:
-        launched: deque[_InFlight] = deque()
+        launched = self._launched
         while True:
             self._wakeup = anyio.Event()
             refused = bool(launched) and isinstance(launched[-1].step, _FailedLaunch)
@@ -130,11 +133,18 @@ class StepLoop:
                 if len(launched) < self._launch_ahead:
                     continue
             if launched:
-                await self._complete(launched.popleft())
+                await self._complete(launched[0])
             elif self._closing:
                 return
             else:
                 await self._wakeup.wait()
+
+    async def _let_steps_end(self) -> None:
+        """Wait for what a dead loop had launched: the device must be still before its memory is returned."""
+        while self._launched:
+            step = self._launched.popleft().step
+            with contextlib.suppress(Exception):
+                await self._waiter.run(step.wait)
 
     def _launch(self, plan: StepPlan) -> Step:
         self.meter.launched(time.perf_counter())
@@ -148,7 +158,10 @@ class StepLoop:
     async def _complete(self, oldest: _InFlight) -> None:
         """Wait for a step, commit it and deliver what it gave."""
         try:
-            tokens = await self._waiter.run(oldest.step.wait)
+            try:
+                tokens = await self._waiter.run(oldest.step.wait)
+            finally:
+                self._launched.popleft()
         except EngineCrashed:
             raise
         except Exception as error:

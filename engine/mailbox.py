@@ -62,5 +62,5 @@ class Mailbox(Generic[T]):
                 self._waiter = None
         items, self._items = self._items, []
         if not items and self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # raised again and again, it must not collect
         return items

@@ -64,7 +64,7 @@ class SamplingParams(BaseModel):
     @field_validator("stop_token_ids", mode="before")
     @classmethod
     def _sets_are_sequences(cls, value: object) -> object:
-        return tuple(sorted(value)) if isinstance(value, set | frozenset) else value
+        return tuple(sorted(value, key=repr)) if isinstance(value, set | frozenset) else value
 
 
 def invalid_params(error: ValidationError) -> InvalidParams:

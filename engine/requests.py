@@ -72,6 +72,13 @@ def make_requests(
 
 
 def _check(asking: Asking, vocab_size: int) -> None:
+    if type(asking.priority) is not int:
+        raise InvalidParams(
+            f"priority: must be an int, got {asking.priority!r}", field="priority", value=asking.priority
+        )
+    for field, value in (("adapter", asking.adapter), ("cache_salt", asking.cache_salt)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
     for token in asking.params.stop_token_ids:
         if token >= vocab_size:
             raise InvalidParams(

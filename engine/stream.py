@@ -61,7 +61,7 @@ class TokenStream:
         generation = self._generation
         await generation.admitted.wait()
         if generation.error is not None and not generation.requests:
-            raise generation.error
+            raise generation.error.with_traceback(None)
 
     def cancel(self) -> None:
         """End what still runs, from the event loop's thread; its pages return within the steps already launched."""

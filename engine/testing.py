@@ -145,7 +145,10 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`."""
-        return list(text.encode())
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidParams(f"prompt: is not text: {error.reason}", field="prompt", value=text) from None
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """`role: content` lines, one a message."""

@@ -71,8 +71,15 @@ class Worker:
             finished.set()
 
         self.submit(call, done)
-        with anyio.CancelScope(shield=True):
-            await finished.wait()
+        cancelled: BaseException | None = None
+        while not finished.is_set():
+            try:
+                with anyio.CancelScope(shield=True):
+                    await finished.wait()
+            except anyio.get_cancelled_exc_class() as error:  # asyncio's own cancellation passes shields
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
         result, error = outcome
         outcome.clear()
         if error is not None:

@@ -170,7 +170,7 @@ async def until(condition: Callable[[], object], what: str = "what the test wait
     try:
         with anyio.fail_after(PATIENCE):
             while not condition():  # noqa: ASYNC110 - most of what tests look at has no event
-                await anyio.sleep(0.0005)
+                await anyio.sleep(0.001)
     except TimeoutError:
         raise AssertionError(f"{what} never came") from None
 
@@ -190,7 +190,7 @@ async def returned(engine: ScriptedEngine, steps: int = 2) -> None:
     with anyio.fail_after(PATIENCE):
         while not gone(now := engine.stats()):
             assert now.steps - first < steps, f"still held after {now.steps - first} steps: {now}"
-            await anyio.sleep(0.0002)  # not a busy loop: it would keep the waiter's thread from running
+            await anyio.sleep(0.001)  # not a busy loop: it would keep the waiter's thread from running
     assert now.steps - first <= steps, f"came back after {now.steps - first} steps"
     assert engine._loop is not None
     engine._loop.scheduler.check()
