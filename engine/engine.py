@@ -80,7 +80,7 @@ class Engine:
         self._helper = Worker("headrace-helper", self._post)
         self._waiter = Worker("headrace-waiter", self._post)
         try:
-            self._opened = await self._helper.run(self._open)
+            opened = await self._helper.run(self._open_and_keep)
             await checkpoint()
         except BaseException:
             await self._return_resources()
@@ -102,8 +102,10 @@ class Engine:
         Raises:
             EngineCrashed: The step loop died, and the block did not raise anything itself.
         """
-        await self.aclose()
-        await self._tasks.__aexit__(None, None, None)
+        try:
+            await self.aclose()
+        finally:
+            await self._tasks.__aexit__(None, None, None)
         crashed = self._loop.crashed if self._loop is not None else None
         if crashed is not None and error is None:
             raise crashed
@@ -122,11 +124,13 @@ class Engine:
                     with anyio.move_on_after(drain):
                         await self._loop.drained()
             finally:
-                with anyio.CancelScope(shield=True):
-                    self._loop.close()
-                    await self._stopped.wait()
-                    await self._return_resources()
-                self._closing.set()
+                try:
+                    with anyio.CancelScope(shield=True):
+                        self._loop.close()
+                        await self._stopped.wait()
+                        await self._return_resources()
+                finally:
+                    self._closing.set()
         with anyio.CancelScope(shield=True):
             await self._closing.wait()
 

@@ -102,10 +102,14 @@ class StepLoop:
         try:
             with anyio.CancelScope(shield=True):  # launched steps must be waited for, whatever cancels the host
                 await self._run()
-        except Exception as error:
+        except anyio.get_cancelled_exc_class():
+            raise
+        except BaseException as error:
             self.crashed = EngineCrashed(f"the step loop died: {error!r}")
             self.crashed.__cause__ = error
             await self._let_steps_end()
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._end_all()
             self._idle.set()
