@@ -85,8 +85,8 @@ class Engine:
         except BaseException:
             await self._return_resources()
             raise
-        scheduler = Scheduler(self._opened.capacity, secret=os.urandom(32), prefix_cache=self.config.prefix_cache)
-        runner = self._opened.runner
+        scheduler = Scheduler(opened.capacity, secret=os.urandom(32), prefix_cache=self.config.prefix_cache)
+        runner = opened.runner
         self._loop = StepLoop(scheduler, runner, self._waiter, launch_ahead=self.config.launch_ahead)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -138,6 +138,10 @@ class Engine:
         from headrace.engine.build import open_engine  # the one place that sees every ring, imported when needed
 
         return open_engine(self.config)
+
+    def _open_and_keep(self) -> Opened:
+        self._opened = self._open()  # kept even if whoever waits for it is cancelled: it must be closed
+        return self._opened
 
     async def _drive(self, loop: StepLoop) -> None:
         try:
