@@ -29,7 +29,7 @@ from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 from headrace.engine.text import Detokenizer
-from headrace.engine.threads import Poster, Worker
+from headrace.engine.threads import Poster, Worker, outlast
 
 __all__ = ["Engine", "Message", "Prompt"]
 
@@ -83,6 +83,7 @@ class Engine:
             opened = await self._helper.run(self._open_and_keep)
             await checkpoint()
         except BaseException:
+            self._entered = False
             await self._return_resources()
             raise
         scheduler = Scheduler(opened.capacity, secret=os.urandom(32), prefix_cache=self.config.prefix_cache)
@@ -127,8 +128,10 @@ class Engine:
                 try:
                     with anyio.CancelScope(shield=True):
                         self._loop.close()
-                        await self._stopped.wait()
+                        cancelled = await outlast(self._stopped)
                         await self._return_resources()
+                    if cancelled is not None:
+                        raise cancelled
                 finally:
                     self._closing.set()
         with anyio.CancelScope(shield=True):

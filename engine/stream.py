@@ -59,7 +59,11 @@ class TokenStream:
             EngineCrashed: The step loop died before.
         """
         generation = self._generation
-        await generation.admitted.wait()
+        try:
+            await generation.admitted.wait()
+        except BaseException:  # a cancelled reader
+            generation.cancel()
+            raise
         if generation.error is not None and not generation.requests:
             raise generation.error.with_traceback(None)
 

@@ -14,9 +14,21 @@ from typing import Any, TypeVar
 import anyio
 from anyio.lowlevel import current_token
 
-__all__ = ["Poster", "Worker"]
+__all__ = ["Poster", "Worker", "outlast"]
 
 T = TypeVar("T")
+
+
+async def outlast(event: anyio.Event) -> BaseException | None:
+    """Wait for `event` whatever cancels the caller; the cancellation, which the caller raises when it is done."""
+    cancelled: BaseException | None = None
+    while not event.is_set():
+        try:
+            with anyio.CancelScope(shield=True):
+                await event.wait()
+        except anyio.get_cancelled_exc_class() as error:  # asyncio's own cancellation heeds no shield
+            cancelled = error
+    return cancelled
 
 
 class Poster:
@@ -71,13 +83,7 @@ class Worker:
             finished.set()
 
         self.submit(call, done)
-        cancelled: BaseException | None = None
-        while not finished.is_set():
-            try:
-                with anyio.CancelScope(shield=True):
-                    await finished.wait()
-            except anyio.get_cancelled_exc_class() as error:  # asyncio's own cancellation passes shields
-                cancelled = error
+        cancelled = await outlast(finished)
         if cancelled is not None:
             raise cancelled
         result, error = outcome

@@ -145,4 +145,4 @@ def test_two_event_loops_in_two_threads(first: tuple[str, Any], second: tuple[st
     for thread in hosts:
         thread.join(30)
     assert not errors
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
