@@ -46,7 +46,7 @@ unit: $(TEST_READY) ## the tests alone
 	$(say) 'pytest'
 	@$(BIN)/python -m pytest -q $(TESTS)
 
-bench: $(RUN_READY) ## speed beside transformers, and memory; minutes on two cores
+bench: $(TEST_READY) ## speed beside transformers, and memory; minutes on two cores
 	@$(BIN)/headrace bench transformers
 	@$(BIN)/headrace bench memory
 

@@ -22,7 +22,11 @@ from headrace.engine import Engine, EngineStats, SamplingParams
 
 __all__ = ["demo_model", "run_demo"]
 
-SYSTEM = "You are a helpful assistant. You answer clearly, in simple words, and in a few short sentences."
+SYSTEM = (
+    "You are a helpful assistant. You answer clearly, in simple words, and in a few short sentences. "
+    "You say what you know, you do not invent names or numbers, and you say so when you are not sure. "
+    "You keep to the question that was asked, and you end when it is answered."
+)
 QUESTIONS = (
     "What is a headrace at a water mill?",
     "Why is the sky blue?",

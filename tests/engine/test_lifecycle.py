@@ -265,11 +265,12 @@ async def test_a_cancelled_drain_still_closes() -> None:
 
 async def test_closing_again_and_at_once_from_several_tasks() -> None:
     async with watched() as watch, watch.engine() as engine:
-        engine.stream("cut off", greedy(900))
+        stream = engine.stream("cut off", greedy(900))
         async with anyio.create_task_group() as tasks:
             for _ in range(4):
                 tasks.start_soon(engine.aclose)
         await engine.aclose()
+        assert (await read(stream))[-1].finish_reason == "cancelled"
         watch.check()
         with pytest.raises(EngineStopped):
             engine.stream("late")
@@ -277,11 +278,14 @@ async def test_closing_again_and_at_once_from_several_tasks() -> None:
 
 async def test_leaving_the_block_does_not_wait_for_another_tasks_drain() -> None:
     async with watched() as watch:
+        before = time.monotonic()
         async with anyio.create_task_group() as tasks:
             async with watch.engine(max_unread_tokens=2) as engine:
-                engine.stream("nobody reads this", greedy(900))
-                tasks.start_soon(engine.aclose, 3600.0)
+                stream = engine.stream("nobody reads this", greedy(900))
+                tasks.start_soon(engine.aclose, 8.0)
                 await anyio.sleep(0.01)
+        assert (await read(stream))[-1].finish_reason == "cancelled"
+        assert time.monotonic() - before < 6
 
 
 @pytest.mark.parametrize("error", [LookupError("mine"), KeyboardInterrupt(), SystemExit(2)])

@@ -311,6 +311,24 @@ async def test_no_step_is_left_running_under_a_runner_that_closes() -> None:
     assert launched == waited, f"{launched - waited} steps still ran when the runner was closed"
 
 
+async def test_a_device_that_hangs_does_not_keep_the_crash_from_the_streams() -> None:
+    gate = Gate()
+    async with no_leaks():
+        with pytest.raises(EngineCrashed):
+            async with ScriptedEngine(CAPACITY, lambda: ScriptedRunner(CAPACITY, gate=gate)) as engine:
+                stream = engine.stream("the step after the fatal one hangs", greedy(900))
+                gate.hold()
+                await until(lambda: gate.holds and engine.stats().steps_in_flight == 2)
+                breaking("commit")(engine)
+                gate.arm(0, gate.hold)
+                gate.release()
+                try:
+                    with anyio.fail_after(5), pytest.raises(EngineCrashed):
+                        await read(stream)
+                finally:
+                    gate.release()
+
+
 async def test_raising_the_crash_again_and_again_collects_nothing() -> None:
     """An exception that is raised many times grows its traceback, and with it keeps every caller's frame alive."""
 
