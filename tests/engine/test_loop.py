@@ -312,7 +312,7 @@ async def test_no_step_is_left_running_under_a_runner_that_closes() -> None:
 
 
 async def test_a_device_that_hangs_does_not_keep_the_crash_from_the_streams() -> None:
-    gate = Gate()
+    gate, wakes_up = Gate(), threading.Event()
     async with no_leaks():
         with pytest.raises(EngineCrashed):
             async with ScriptedEngine(CAPACITY, lambda: ScriptedRunner(CAPACITY, gate=gate)) as engine:
@@ -320,13 +320,13 @@ async def test_a_device_that_hangs_does_not_keep_the_crash_from_the_streams() ->
                 gate.hold()
                 await until(lambda: gate.holds and engine.stats().steps_in_flight == 2)
                 breaking("commit")(engine)
-                gate.arm(0, gate.hold)
+                gate.arm(0, lambda: wakes_up.wait(20))
                 gate.release()
                 try:
                     with anyio.fail_after(5), pytest.raises(EngineCrashed):
                         await read(stream)
                 finally:
-                    gate.release()
+                    wakes_up.set()
 
 
 async def test_raising_the_crash_again_and_again_collects_nothing() -> None:
