@@ -61,7 +61,8 @@ class Engine:
         self._entered = False
         self._opened: Opened | None = None
         self._loop: StepLoop | None = None
-        self._closing: anyio.Event | None = None
+        self._closing = False
+        self._teardown_error: Exception | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -116,26 +117,21 @@ class Engine:
 
         May be called more than once, and before `async with` ends.
         """
-        if self._loop is None:
+        loop = self._loop
+        if loop is None:
             return
-        if self._closing is None:
-            self._closing = anyio.Event()
-            try:
-                if drain > 0.0:
-                    with anyio.move_on_after(drain):
-                        await self._loop.drained()
-            finally:
-                try:
-                    with anyio.CancelScope(shield=True):
-                        self._loop.close()
-                        cancelled = await outlast(self._stopped)
-                        await self._return_resources()
-                    if cancelled is not None:
-                        raise cancelled
-                finally:
-                    self._closing.set()
-        with anyio.CancelScope(shield=True):
-            await self._closing.wait()
+        self._closing = True
+        try:
+            if drain > 0.0:
+                with anyio.move_on_after(drain):
+                    await loop.drained()
+        finally:
+            loop.close()  # which also ends the drain of whoever else is closing
+            cancelled = await outlast(self._stopped)
+        failed, self._teardown_error = self._teardown_error, None
+        error = cancelled or failed
+        if error is not None:
+            raise error
 
     def _open(self) -> Opened:
         from headrace.engine.build import open_engine  # the one place that sees every ring, imported when needed
@@ -147,8 +143,14 @@ class Engine:
         return self._opened
 
     async def _drive(self, loop: StepLoop) -> None:
+        """The step loop's task: runs it to its end, then returns what the engine holds, whoever waits for that."""
         try:
-            await loop.run()
+            try:
+                await loop.run()
+            finally:
+                await self._return_resources()
+        except Exception as error:  # told to whoever closes the engine, rather than by cancelling the host's task
+            self._teardown_error = error
         finally:
             self._stopped.set()
 
@@ -271,7 +273,7 @@ class Engine:
     def _serving(self) -> tuple[StepLoop, Opened]:
         if self._loop is not None and self._loop.crashed is not None:
             raise self._loop.crashed.with_traceback(None)
-        if self._loop is None or self._opened is None or self._closing is not None:
+        if self._loop is None or self._opened is None or self._closing:
             raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
         return self._loop, self._opened
 

@@ -107,6 +107,7 @@ class StepLoop:
         except BaseException as error:
             self.crashed = EngineCrashed(f"the step loop died: {error!r}")
             self.crashed.__cause__ = error
+            self._end_all()  # before waiting for the device, which may be what hangs
             await self._let_steps_end()
             if not isinstance(error, Exception):
                 raise
