@@ -13,8 +13,8 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams, ModelRejected
-from headrace.engine.model.cpu_runner import CpuRunner
-from headrace.engine.model.decoder import Decoder, cpu_ops
+from headrace.engine.model.cpu_runner import CpuRunner, cpu_ops
+from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.memory import free_host_bytes
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
@@ -77,9 +77,9 @@ def open_engine(config: EngineConfig) -> Opened:
         weights = load_weights(
             source, spec, dtype=dtype, device="cpu", keep_packed=config.dtype == "auto", seed=config.seed
         )
-        decoder = Decoder(spec, weights, ops, dtype)
+        decoder = Decoder(spec, weights, ops)
     any_ops = ops[spec.windows[0]]
-    runner = CpuRunner(decoder, any_ops, capacity, config.cpu_threads)
+    runner = CpuRunner(decoder, ops, capacity, config.cpu_threads or _default_threads())
     info = EngineInfo(
         model=name,
         architecture=spec.architecture,
@@ -94,6 +94,11 @@ def open_engine(config: EngineConfig) -> Opened:
         max_batched_tokens=capacity.max_batched_tokens,
     )
     return Opened(runner, tokenizer, capacity, info)
+
+
+def _default_threads() -> int:
+    """All that torch would use but one: the application's event loop needs a core, and so do the engine's threads."""
+    return max(1, torch.get_num_threads() - 1)
 
 
 def _locate(config: EngineConfig) -> Path:

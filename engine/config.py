@@ -68,7 +68,7 @@ class EngineConfig(BaseModel):
     launch_ahead: Annotated[int, Field(ge=1, le=8)] = 2
     """Steps that may be launched and not yet committed; a cancelled request returns its pages within as many."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Threads of a CPU step; None leaves the process's torch setting alone."""
+    """Threads of a CPU step; None takes one less than torch would, so that a core is left to the event loop."""
     seed: int = 0
     """Seeds the requests that name none: the same requests in the same order give the same tokens."""
 

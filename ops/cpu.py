@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from headrace.ops.linear import CpuLinear, GroupQuantised, linear
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -225,7 +227,46 @@ class CpuOps:
                 parts += [self._block_attention(q_NHD, block) for block in piece.blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    # --- what the decoder calls
+
+    def pack(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CpuLinear:
+        """The product with a weight."""
+        return linear(weight, bias_O, dtype=self.dtype)
+
+    def product(self, x_NI: Tensor, packed: CpuLinear) -> Tensor:
+        """The product itself."""
+        return packed(x_NI)
+
+    def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
+        """RMS norm of the sum."""
+        return self._normed_sum(x_NE, residual_NE, weight_E)[0]
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
+    ) -> tuple[Tensor, Tensor]:
+        """(product of the norm of the sum, the sum)."""
+        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        return packed(normed_NE), total_NE
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
+    ) -> tuple[Tensor, Tensor]:
+        """(silu(gate) * up of the norm of the sum, the sum)."""
+        gate_up_N2F, total_NE = self.norm_product(x_NE, residual_NE, weight_E, packed)
+        return self.silu_mul(gate_up_N2F), total_NE
+
+    def attend(
+        self, qkv_NX: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: CpuStep, kv: CpuKv, layer: int
+    ) -> Tensor:
+        """Rotate, store and attend: `rope_and_write`, then `attention`."""
+        return self.attention(self.rope_and_write(qkv_NX, step, kv, layer, q_norm_D, k_norm_D), step, kv, layer)
+
     # --- inside
+
+    def _normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        if residual_NE is None:
+            return self.rms_norm(x_NE, weight_E), x_NE
+        return self.add_rms_norm(x_NE, residual_NE, weight_E)
 
     def _plane_bytes(self) -> int:
         return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize

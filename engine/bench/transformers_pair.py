@@ -32,20 +32,27 @@ def run(
     prompt_tokens: int,
     output_tokens: int,
     repeats: int,
+    cpu_threads: int | None,
     json_path: str | None,
 ) -> None:
     """Measure and print tokens a second of both engines for each batch size."""
-    anyio.run(_run, model, batches, prompt_tokens, output_tokens, repeats, json_path)
+    anyio.run(_run, model, batches, prompt_tokens, output_tokens, repeats, cpu_threads, json_path)
 
 
 async def _run(
-    model: str, batches: Sequence[int], prompt_tokens: int, output_tokens: int, repeats: int, json_path: str | None
+    model: str,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    output_tokens: int,
+    repeats: int,
+    cpu_threads: int | None,
+    json_path: str | None,
 ) -> None:
     peer = _load_peer(Path(model))
     generator = random.Random(0)
     rows: list[list[str]] = []
     figures: list[dict[str, Any]] = []
-    async with Engine(model, max_rows=max(batches)) as engine:
+    async with Engine(model, max_rows=max(batches), cpu_threads=cpu_threads) as engine:
         with Progress(transient=True) as progress:
             task = progress.add_task("measuring", total=len(batches) * (repeats + 1) * 2)
             for batch in batches:
@@ -68,7 +75,8 @@ async def _run(
         data = {
             "conditions": conditions(
                 model=engine.info.model,
-                threads=torch.get_num_threads(),
+                peer_threads=torch.get_num_threads(),
+                cpu_threads=cpu_threads,
                 prompt_tokens=prompt_tokens,
                 output_tokens=output_tokens,
                 repeats=repeats,

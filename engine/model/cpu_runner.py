@@ -8,17 +8,39 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.rows import CpuRows
+from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Capacity, StepPlan
 from headrace.ops.cpu import CpuOps
 from headrace.ops.cpu_sample import sample
 
-__all__ = ["CpuRunner"]
+__all__ = ["CpuRunner", "cpu_ops"]
+
+
+def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype) -> dict[int | None, CpuOps]:
+    """The operations of each kind of layer that `spec` has: one for each attention window."""
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim)))
+    cos, sin = angles.cos(), angles.sin()
+    return {
+        window: CpuOps(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=page_size,
+            eps=spec.norm_eps,
+            cos=cos,
+            sin=sin,
+            dtype=dtype,
+            window=window,
+        )
+        for window in dict.fromkeys(spec.windows)
+    }
 
 
 class _CpuStep:
@@ -48,22 +70,26 @@ class _CpuStep:
 class CpuRunner:
     """The device protocol on the CPU."""
 
-    def __init__(self, decoder: Decoder, ops: CpuOps, capacity: Capacity, threads: int | None) -> None:
+    def __init__(self, decoder: Decoder, ops: Mapping[int | None, CpuOps], capacity: Capacity, threads: int) -> None:
         """Allocate the paged cache and start the thread.
 
         Args:
             decoder: The model.
-            ops: Any of the operations it was made with: they share one cache layout.
+            ops: The operations it was made with, for each attention window.
             capacity: Pages, rows and tokens.
-            threads: Threads of one operation; None leaves torch's own setting alone.
+            threads: Threads of one operation.
         """
         self._decoder: Decoder | None = decoder
         self._ops = ops
-        self._kv = ops.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
+        self._any = ops[decoder.spec.windows[0]]  # all share one cache layout
+        self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
         self._rows = CpuRows(capacity)
+        self._ready = threading.Event()
         self._plans: queue.SimpleQueue[tuple[StepPlan, _CpuStep] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="headrace-cpu", daemon=True)
         self._thread.start()
+        self._ready.wait()
+        torch.set_num_threads(torch.get_num_threads())  # what threads to come start with is the application's choice
 
     def launch(self, plan: StepPlan) -> _CpuStep:
         """Queue `plan` behind the steps launched before it."""
@@ -76,11 +102,12 @@ class CpuRunner:
         self._plans.put(None)
         self._thread.join()
         self._decoder = None
-        del self._kv, self._ops
+        del self._kv, self._ops, self._any
 
-    def _run(self, threads: int | None) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        torch.get_num_threads()  # a thread's first look takes the process's number: let it be this one
+        self._ready.set()
         with torch.inference_mode():
             while (item := self._plans.get()) is not None:
                 plan, step = item
@@ -96,12 +123,13 @@ class CpuRunner:
         decoder = self._decoder
         assert decoder is not None
         self._rows.update(plan)
-        self._ops.copy_pages(self._kv, plan.copies)
+        self._any.copy_pages(self._kv, plan.copies)
         batch = self._rows.batch(plan.works)
-        hidden_NE = decoder.hidden(batch.tokens_N, batch.paged, self._kv)
+        steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
+        hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, batch.last_S)
         tokens = [0] * len(plan.works)
         if batch.samplers:
-            chosen = sample(decoder.logits(hidden_NE[batch.last_S]), batch.choosing)
+            chosen = sample(decoder.logits(hidden_SE), batch.choosing)
             self._rows.append(plan.works, batch.samplers, chosen)
             for index, token in zip(batch.samplers, chosen, strict=True):
                 tokens[index] = token

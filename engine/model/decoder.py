@@ -1,120 +1,140 @@
-"""`Decoder`: the one transformer decoder, driven by a spec; pure arithmetic on one step's tokens.
+"""`Decoder`: the one transformer decoder, driven by a spec; pure arithmetic on one step's tokens, on any device.
 
 Owns the model's parameters in the form the device wants; never knows a request, a plan or a scheduler. A block is
 
     x' = x + o(attention(rope(qkv(norm(x)))))
     y  = x' + down(silu(gate(norm(x'))) * up(norm(x')))
 
-(Touvron et al., 2023), with q/k norms, biases and windows where the spec has them. Next to read: cpu_runner.py.
+(Touvron et al., 2023), with q/k norms, biases and windows where the spec has them. Each sum waits for the norm that
+reads it, so that a device can do both, and the product after them, at once. Next to read: cpu_runner.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.model.weights import DecoderWeights, LayerWeights
-from headrace.ops.cpu import CpuKv, CpuOps, CpuStep
-from headrace.ops.linear import CpuLinear, linear
-from headrace.ops.paged import PagedBatch
+from headrace.engine.model.weights import DecoderWeights, LayerWeights, Weight
 
-__all__ = ["Decoder", "cpu_ops"]
+__all__ = ["Decoder", "DecoderOps"]
 
 
-def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype) -> dict[int | None, CpuOps]:
-    """The operations of each kind of layer that `spec` has: one for each attention window."""
-    positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim)))
-    cos, sin = angles.cos(), angles.sin()
-    return {
-        window: CpuOps(
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            page_size=page_size,
-            eps=spec.norm_eps,
-            cos=cos,
-            sin=sin,
-            dtype=dtype,
-            window=window,
-        )
-        for window in dict.fromkeys(spec.windows)
-    }
+class DecoderOps(Protocol):
+    """What a device offers to a block. Products, `step` and `kv` are the device's own and pass through untouched.
+
+    `residual_NE` is what the sums so far have made, None before the first; `x_NE` is added to it. Results may share
+    memory with `x_NE` and `residual_NE`, which nobody reads afterwards.
+    """
+
+    def pack(self, weight: Weight, bias_O: Tensor | None) -> Any:
+        """A weight [O, I] and its bias in the form in which this device multiplies by them."""
+        ...
+
+    def product(self, x_NI: Tensor, packed: Any) -> Tensor:
+        """x W^T + b, [N, O]."""
+        ...
+
+    def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
+        """RMS norm of the sum: s / sqrt(mean(s^2) + eps) * w (Zhang and Sennrich, 2019)."""
+        ...
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(product of the norm of the sum, the sum)."""
+        ...
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(silu(gate) * up, the sum), where the product of the norm of the sum holds F gates, then F ups."""
+        ...
+
+    def attend(
+        self, qkv_NX: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: Any, kv: Any, layer: int
+    ) -> Tensor:
+        """Norm and rotate q and k, store k and v in their pages, softmax(q k^T / sqrt(D)) v: [N, H * D]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
     window: int | None
-    ops: CpuOps
     input_norm_E: Tensor
-    qkv: CpuLinear
+    qkv: Any
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
-    o: CpuLinear
+    o: Any
     post_norm_E: Tensor
-    gate_up: CpuLinear
-    down: CpuLinear
+    gate_up: Any
+    down: Any
 
 
 class Decoder:
     """Embeddings, blocks and output head of one model."""
 
-    def __init__(
-        self, spec: DecoderSpec, weights: DecoderWeights, ops: Mapping[int | None, CpuOps], dtype: torch.dtype
-    ) -> None:
-        """Pack `weights` for products in `dtype`; the caller may drop them afterwards."""
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Mapping[int | None, DecoderOps]) -> None:
+        """Take `weights` over in the form that the device wants; the caller may drop them afterwards.
+
+        Args:
+            spec: What the model looks like.
+            weights: Its parameters.
+            ops: The device's operations for each attention window of `spec`.
+        """
         self.spec = spec
         self._ops = ops
-        self._dtype = dtype
         self._embedding_VE = weights.embedding_VE
-        self._blocks = [self._block(layer, window) for layer, window in zip(weights.layers, spec.windows, strict=True)]
+        self._blocks = [
+            self._block(layer, window, ops[window]) for layer, window in zip(weights.layers, spec.windows, strict=True)
+        ]
         self._final_norm_E = weights.final_norm_E
-        self._head = linear(weights.head, None, dtype=dtype)
+        self._top = ops[spec.windows[0]]
+        self._head = self._top.pack(weights.head, None)
 
-    def _block(self, layer: LayerWeights, window: int | None) -> _Block:
-        dtype = self._dtype
+    @staticmethod
+    def _block(layer: LayerWeights, window: int | None, ops: DecoderOps) -> _Block:
         return _Block(
             window=window,
-            ops=self._ops[window],
             input_norm_E=layer.input_norm_E,
-            qkv=linear(layer.qkv, layer.qkv_bias, dtype=dtype),
+            qkv=ops.pack(layer.qkv, layer.qkv_bias),
             q_norm_D=layer.q_norm_D,
             k_norm_D=layer.k_norm_D,
-            o=linear(layer.o, layer.o_bias, dtype=dtype),
+            o=ops.pack(layer.o, layer.o_bias),
             post_norm_E=layer.post_norm_E,
-            gate_up=linear(layer.gate_up, layer.gate_up_bias, dtype=dtype),
-            down=linear(layer.down, layer.down_bias, dtype=dtype),
+            gate_up=ops.pack(layer.gate_up, layer.gate_up_bias),
+            down=ops.pack(layer.down, layer.down_bias),
         )
 
-    def hidden(self, tokens_N: Tensor, batch: PagedBatch, kv: CpuKv) -> Tensor:
+    def hidden(
+        self, tokens_N: Tensor, steps: Mapping[int | None, Any], kv: Any, last_S: Tensor | None = None
+    ) -> Tensor:
         """Run all blocks, writing the tokens' keys and values into `kv`.
 
         Args:
-            tokens_N: int64 token ids.
-            batch: Where the tokens live.
+            tokens_N: Token ids, int32 or int64.
+            steps: For each attention window, where the tokens live, as the device's operations take it.
             kv: The paged cache.
+            last_S: int64: the tokens wanted; None for all.
 
         Returns:
-            [N, E] after the final norm.
+            [S, E] after the final norm, [N, E] without `last_S`.
         """
-        steps: dict[int | None, CpuStep] = {window: ops.prepare(batch) for window, ops in self._ops.items()}
-        residual_NE = self._embedding_VE[tokens_N]
-        x_NE = self._blocks[0].ops.rms_norm(residual_NE, self._blocks[0].input_norm_E)
+        x_NE, residual_NE = self._embedding_VE[tokens_N], None
         for layer, block in enumerate(self._blocks):
-            ops, step = block.ops, steps[block.window]
-            q_NHD = ops.rope_and_write(block.qkv(x_NE), step, kv, layer, block.q_norm_D, block.k_norm_D)
-            attended_NE = block.o(ops.attention(q_NHD, step, kv, layer))
-            x_NE, residual_NE = ops.add_rms_norm(attended_NE, residual_NE, block.post_norm_E)
-            down_NE = block.down(ops.silu_mul(block.gate_up(x_NE)))
-            last = layer + 1 == len(self._blocks)
-            norm_E = self._final_norm_E if last else self._blocks[layer + 1].input_norm_E
-            x_NE, residual_NE = ops.add_rms_norm(down_NE, residual_NE, norm_E)
-        return x_NE
+            ops, step = self._ops[block.window], steps[block.window]
+            qkv_NX, residual_NE = ops.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv)
+            x_NX = ops.attend(qkv_NX, block.q_norm_D, block.k_norm_D, step, kv, layer)
+            x_NE = ops.product(x_NX, block.o)
+            x_NF, residual_NE = ops.norm_feed(x_NE, residual_NE, block.post_norm_E, block.gate_up)
+            x_NE = ops.product(x_NF, block.down)
+        if last_S is not None and residual_NE is not None:
+            x_NE, residual_NE = x_NE[last_S], residual_NE[last_S]
+        return self._top.norm(x_NE, residual_NE, self._final_norm_E)
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
         """Output head: [S, V] for the S positions whose next token is wanted."""
-        return self._head(hidden_SE)
+        return self._top.product(hidden_SE, self._head)

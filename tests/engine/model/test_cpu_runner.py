@@ -67,6 +67,29 @@ def test_tokens_do_not_depend_on_how_steps_are_cut_or_launched_ahead(opened: Ope
     assert run_all(opened, 2, num_pages=8) == alone, "with preemptions"
 
 
+def test_the_threads_of_a_step_are_its_own_and_nobody_elses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps one count for threads to come and one for each thread, which a thread takes at its first look."""
+    seen: dict[str, int] = {}
+    rms_norm = CpuOps.rms_norm
+
+    def watched(ops: CpuOps, *args: Any) -> torch.Tensor:
+        seen["step"] = torch.get_num_threads()
+        return rms_norm(ops, *args)
+
+    monkeypatch.setattr(CpuOps, "rms_norm", watched)
+    before = torch.get_num_threads()
+    opened = open_engine(EngineConfig(model=folder, cpu_threads=before + 1, **OPTIONS))
+    try:
+        run_all(opened, 1)
+        later = threading.Thread(target=lambda: seen.update(later=torch.get_num_threads()))
+        later.start()
+        later.join()
+    finally:
+        opened.runner.close()
+    assert seen == {"step": before + 1, "later": before}
+    assert torch.get_num_threads() == before
+
+
 def test_a_step_that_raises_is_told_to_its_waiter_and_the_next_one_runs(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
