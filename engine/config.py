@@ -43,8 +43,8 @@ class EngineConfig(BaseModel):
 
     model: Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
     """A folder in Hugging Face layout, a `.gguf` file, or a hub id (with `allow_download`)."""
-    device: Literal["auto", "cpu"] = "auto"
-    """`auto` takes the best device there is."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one, and the CPU otherwise."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the model. `float32` uses no reduced precision anywhere; `auto` is the fastest for the device."""
     load_format: Literal["auto", "random"] = "auto"
@@ -53,6 +53,8 @@ class EngineConfig(BaseModel):
     """Let a hub id that is not on this machine be fetched from the hub."""
     kv_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
     """Bytes of keys and values, or text such as "2GiB"; None takes a share of what is free."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Of keys and values: `auto` is `dtype`; `fp8` (e4m3, on GPUs) halves their memory and traffic."""
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in a page."""
     max_batched_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -67,6 +69,8 @@ class EngineConfig(BaseModel):
     """Keep the pages of past prompts and completions for requests that start the same way."""
     launch_ahead: Annotated[int, Field(ge=1, le=8)] = 2
     """Steps that may be launched and not yet committed; a cancelled request returns its pages within as many."""
+    decode_attention: Literal["auto", "fused", "fa2", "xqa"] = "auto"
+    """Kernel of decode attention on a GPU; `auto` chooses by batch and context, as measured."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of a CPU step; None takes one less than torch would, so that a core is left to the event loop."""
     seed: int = 0

@@ -24,7 +24,6 @@ __all__ = ["DecodeAttention", "HeadShape", "PlannedDecode", "PrefillAttention", 
 
 _SEMAPHORES = 1 << 20
 _RING = 4
-_INT_WORKSPACE = 1 << 20
 
 
 class HeadShape:
@@ -123,6 +122,9 @@ class PlannedDecode:
     lengths rule, and a plan made with lengths that are too long only leaves some of its parts empty.
     """
 
+    INT_WORKSPACE = 1 << 20
+    """Bytes of `int_workspace`."""
+
     def __init__(
         self, shape: HeadShape, inputs: DecodeInputs, workspace: Tensor, int_workspace: Tensor | None = None
     ) -> None:
@@ -145,7 +147,7 @@ class PlannedDecode:
             backend="fa2",
         )
         if int_workspace is None:
-            int_workspace = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=device)
+            int_workspace = torch.empty(self.INT_WORKSPACE, dtype=torch.uint8, device=device)
         self._int = int_workspace
         self._ring = [torch.empty(int_workspace.shape[0], dtype=torch.uint8, pin_memory=True) for _ in range(_RING)]
         self._done = [torch.cuda.Event() for _ in range(_RING)]

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.ops.cuda_fused import finite
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -146,9 +148,9 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
             new_low = tl.clamp(new_low / k_scale, -448.0, 448.0)
             new_high = tl.clamp(new_high / k_scale, -448.0, 448.0)
             new_value = tl.clamp(new_value / v_scale, -448.0, 448.0)
-        new_low = new_low.to(kv.dtype.element_ty)
-        new_high = new_high.to(kv.dtype.element_ty)
-        new_value = new_value.to(kv.dtype.element_ty)
+        new_low = finite(new_low).to(kv.dtype.element_ty)
+        new_high = finite(new_high).to(kv.dtype.element_ty)
+        new_value = finite(new_value).to(kv.dtype.element_ty)
         if split == active - 1:
             page = tl.load(row_pages + (length - 1) // PAGE).to(tl.int64)
             target = kv + page * page_stride + ((length - 1) % PAGE) * token_stride + head_offset
@@ -217,6 +219,8 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
 
 class FusedDecode:
     """One token of a few rows: q/k norm, rotary, KV write, attention. No plan: splits follow the device's lengths."""
+
+    HEAD_DIMS = (64, 128, 256)
 
     def __init__(
         self, shape: HeadShape, device: torch.device, *, max_rows: int, splits: int | None = None, tile: int = _TILE

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DecodeInputs", "add_rms_norm", "norm_rope_write", "prepare_decode", "rms_norm", "silu_mul"]
+__all__ = ["DecodeInputs", "add_rms_norm", "finite", "norm_rope_write", "prepare_decode", "rms_norm", "silu_mul"]
 
 _COPY_BLOCK = 1024
 
@@ -131,6 +131,12 @@ def prepare_decode(
 
 
 @triton.jit
+def finite(x):
+    """x, or 0 where bf16 could not hold it: what a failed row leaves in a page must not reach the page's next user."""
+    return tl.where(tl.abs(x) < 3.38e38, x, 0.0)
+
+
+@triton.jit
 def _norm_rope_kernel(
     qkv,
     q_out,
@@ -203,8 +209,8 @@ def _norm_rope_kernel(
                 scale = tl.where(is_k, k_scale, v_scale)
                 low = tl.clamp(low / scale, -448.0, 448.0)
                 high = tl.clamp(high / scale, -448.0, 448.0)
-            tl.store(target, low.to(kv.dtype.element_ty), mask=mask)
-            tl.store(target + HALF, high.to(kv.dtype.element_ty), mask=mask)
+            tl.store(target, finite(low).to(kv.dtype.element_ty), mask=mask)
+            tl.store(target + HALF, finite(high).to(kv.dtype.element_ty), mask=mask)
 
 
 def norm_rope_write(

@@ -90,7 +90,7 @@ def linear(weight: Tensor | GroupQuantised, bias_O: Tensor | None, *, dtype: tor
 
 
 def _dense(weight_OI: Tensor, bias_O: Tensor | None) -> CpuLinear:
-    onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    onednn: bool = torch.backends.mkldnn.is_available()
     if onednn and (weight_OI.dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return _Packed(weight_OI, bias_O)
     return _Plain(weight_OI, bias_O)

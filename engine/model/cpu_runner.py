@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.memory import return_freed_memory
 from headrace.engine.model.rows import CpuRows
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Capacity, StepPlan
@@ -103,6 +104,7 @@ class CpuRunner:
         self._thread.join()
         self._decoder = None
         del self._kv, self._ops, self._any
+        return_freed_memory()
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -1,11 +1,12 @@
-"""How much memory is free for keys and values; reads what the system says and allocates nothing."""
+"""What memory is free for keys and values, and giving back what a closed engine held; never allocates any."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
-__all__ = ["free_host_bytes"]
+__all__ = ["free_host_bytes", "return_freed_memory"]
 
 
 def free_host_bytes() -> int:
@@ -18,6 +19,18 @@ def free_host_bytes() -> int:
                 free = int(line.split()[1]) * 1024
     limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     return free if limit is None or used is None else max(0, min(free, limit - used))
+
+
+def return_freed_memory() -> None:
+    """Hand the host memory that malloc keeps for later back to the system; does nothing where it is not glibc's.
+
+    Takes some tens of milliseconds after a model was dropped. What is in use stays untouched.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # releases the GIL while it runs
+    except (AttributeError, OSError):  # another C library
+        return
+    trim(ctypes.c_size_t(0))
 
 
 def _number(path: str) -> int | None:

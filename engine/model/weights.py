@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weight_plan import GGUF_NAMES, HF_NAMES, Fused, Part, all_parts, layer_plan, top_plan
 from headrace.ops.linear import GroupQuantised
 
-__all__ = ["DecoderWeights", "LayerWeights", "Progress", "Weight", "load_weights"]
+__all__ = ["DecoderWeights", "LayerWeights", "Progress", "Source", "Weight", "load_weights"]
 
 Weight = Tensor | GroupQuantised
+Source: TypeAlias = str | os.PathLike[str] | GgufFile | Literal["random"]
+"""A Hugging Face folder with safetensors, a GGUF file (its path, or open: then it stays open), or `"random"`."""
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
@@ -248,7 +250,7 @@ class _Random:
 
 
 def load_weights(
-    source: str | os.PathLike[str] | GgufFile | Literal["random"],
+    source: Source,
     spec: DecoderSpec,
     *,
     dtype: torch.dtype,
@@ -260,8 +262,7 @@ def load_weights(
     """Return a model's parameters in `dtype` on `device`.
 
     Args:
-        source: A Hugging Face folder with safetensors, a GGUF file (its path, or open: then it stays open), or
-            `"random"`: N(0, 0.02), norms 1.
+        source: Where they are; `"random"` draws N(0, 0.02), and norms of 1.
         spec: What the model looks like.
         dtype: A floating-point dtype for every tensor that is not kept packed.
         device: Where the parameters go.

@@ -1,0 +1,144 @@
+"""`DeviceRows`: what each row of a CUDA engine holds, on the device, and the packed changes that keep it so.
+
+Owns the row table and its mirror on the host, which only plans change; never runs the model. All of it is one int32
+arena on the device, so that a step's changes - page numbers, prompt tokens, lengths, sampling - are pairs of (place,
+word), and one copy and one kernel apply them. Next to read: cuda_runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry
+from headrace.ops.cuda_scatter import scatter_words
+
+__all__ = ["DeviceRows"]
+
+_RING = 4
+_MOST_WORDS = 1 << 16
+_Words = NDArray[np.int32]
+
+
+class DeviceRows:
+    """The row table of a CUDA engine: `capacity.max_rows` rows, and one more that pads batches."""
+
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        """Start with empty rows whose pages all are the scratch page, numbered `capacity.num_pages`."""
+        self._size = capacity.page_size
+        self.padding_row = capacity.max_rows
+        rows, pages = capacity.max_rows + 1, -(-capacity.max_context // capacity.page_size)
+        context = pages * capacity.page_size
+        # 64-bit seeds come first, where they are aligned.
+        sizes = {
+            "seed": 2 * rows, "batch": capacity.max_rows, "lengths": rows, "temperature": rows, "top_k": rows,
+            "top_p": rows, "min_p": rows, "table": rows * pages, "pool": rows * context,
+        }  # fmt: skip
+        self._offset = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+        self._pages, self._context = pages, context
+        self._arena = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
+
+        def part(name: str) -> Tensor:
+            return self._arena[self._offset[name] : self._offset[name] + sizes[name]]
+
+        self.seed_R = part("seed").view(torch.int64)
+        self.batch_R = part("batch").fill_(self.padding_row)
+        self.lengths_R = part("lengths")
+        self.temperature_R = part("temperature").view(torch.float32)
+        self.top_k_R = part("top_k")
+        self.top_p_R = part("top_p").view(torch.float32)
+        self.min_p_R = part("min_p").view(torch.float32)
+        self.table_RP = part("table").fill_(capacity.num_pages).view(rows, pages)
+        self.pool_RC = part("pool").view(rows, context)
+        self.pages: _Words = np.full((rows, pages), capacity.num_pages, np.int32)
+        """The page table, on the host."""
+        self.filtered = np.zeros(rows, np.bool_)
+        """Whether a row asks for top-k, top-p or min-p."""
+        self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
+        self._ring = [torch.empty(2 * _MOST_WORDS, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._views = [buffer.numpy() for buffer in self._ring]
+        self._staged = torch.empty(2 * _MOST_WORDS, dtype=torch.int32, device=device)
+        self._copied = [torch.cuda.Event() for _ in range(_RING)]
+        self._turn = 0
+        self._places: list[_Words] = []
+        self._words: list[_Words] = []
+
+    def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry]) -> None:
+        """Take in a plan's new rows and page entries; `flush` sends them."""
+        for new in new_rows:
+            self._add_row(new)
+        if entries:
+            self._add_entries(entries)
+
+    def batch(self, rows: Sequence[int], starts: Sequence[int], bucket: int) -> None:
+        """Make the first `bucket` rows of `batch_R` these, padded, about to compute the tokens at `starts`."""
+        wanted = np.full(bucket, self.padding_row, np.int32)
+        wanted[: len(rows)] = rows
+        (changed,) = np.nonzero(self._batch[:bucket] != wanted)
+        if len(changed):
+            self._put(self._offset["batch"] + changed, wanted[changed])
+            self._batch[:bucket] = wanted
+        places, at = wanted[: len(rows)], np.asarray(starts, np.int64)
+        (stale,) = np.nonzero(self._lengths[places] != at)
+        if len(stale):
+            self._put(self._offset["lengths"] + places[stale], at[stale])
+        self._lengths[places] = at + 1
+
+    def sampled(self, row: int, length: int) -> None:
+        """Note that a prefill of `row` ends by sampling, which sets its length on the device."""
+        self._lengths[row] = length
+
+    def flush(self) -> None:
+        """Send the changes since the last call, on the current stream."""
+        if not self._places:
+            return
+        places, words = np.concatenate(self._places), np.concatenate(self._words)
+        self._places, self._words = [], []
+        for start in range(0, len(places), _MOST_WORDS):
+            self._send(places[start : start + _MOST_WORDS], words[start : start + _MOST_WORDS])
+
+    def _send(self, places: _Words, words: _Words) -> None:
+        slot = self._turn % _RING
+        self._turn += 1
+        self._copied[slot].synchronize()
+        count = len(places)
+        view = self._views[slot]
+        view[:count] = places
+        view[count : 2 * count] = words
+        self._staged[: 2 * count].copy_(self._ring[slot][: 2 * count], non_blocking=True)
+        self._copied[slot].record()
+        scatter_words(self._arena, self._staged, count)
+
+    def _add_row(self, new: NewRow) -> None:
+        row, start, tokens, sampling = new
+        first = self._offset["pool"] + row * self._context + start
+        self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
+        floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
+        seed = np.array([sampling.seed & (2**64 - 1)], np.uint64)
+        names = ("temperature", "top_p", "min_p", "top_k")
+        places = [self._offset[name] + row for name in names]
+        places += [self._offset["seed"] + 2 * row, self._offset["seed"] + 2 * row + 1]
+        self._put(
+            np.array(places),
+            np.concatenate((floats.view(np.int32), np.array([sampling.top_k], np.int32), seed.view(np.int32))),
+        )
+        asks = 0 < sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.filtered[row] = asks and sampling.temperature > 0.0
+        self._lengths[row] = -1  # whatever the row's last request left there
+
+    def _add_entries(self, entries: Sequence[PageEntry]) -> None:
+        rows, places, pages = np.array(entries, np.int64).T
+        flat = rows * self._pages + places
+        # The last entry of a place holds, and writes of one kernel have no order.
+        last = len(flat) - 1 - np.unique(flat[::-1], return_index=True)[1]
+        self.pages[rows[last], places[last]] = pages[last]
+        self._put(self._offset["table"] + flat[last], pages[last])
+
+    def _put(self, places: NDArray[np.int64], words: NDArray[np.int64] | _Words) -> None:
+        self._places.append(places.astype(np.int32))
+        self._words.append(words.astype(np.int32))

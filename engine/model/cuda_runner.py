@@ -1,0 +1,318 @@
+"""`CudaRunner`: carries out plans on one GPU: decodes by replaying a graph, prefills eagerly, both on one stream.
+
+Owns the stream, the model, the paged cache and what crosses between host and device; never decides what runs. Launching
+waits for nothing: sampled tokens stay with the rows on the device, and a step's ids come back through pinned memory.
+Next to read: cuda_rows.py, then graphs.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.errors import EngineCrashed
+from headrace.engine.model.cuda_rows import DeviceRows
+from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.graphs import DecodeGraphs
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.request import Request, Sampling
+from headrace.ops.cuda import CudaOps, PrefillStep
+from headrace.ops.cuda_attention import HeadShape, PrefillAttention
+from headrace.ops.cuda_linear import LinearScratch
+from headrace.ops.cuda_sample import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["CudaRunner", "cuda_ops"]
+
+_RESULTS = 16  # more than any launch_ahead
+_RING = 4
+_LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
+
+
+def cuda_ops(
+    spec: DecoderSpec,
+    *,
+    page_size: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> dict[int | None, CudaOps]:
+    """The operations of each kind of layer that `spec` has: one for each attention window."""
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
+    cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
+    scratch = LinearScratch(device)
+    return {
+        window: CudaOps(
+            HeadShape(
+                heads=spec.num_heads,
+                kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                page_size=page_size,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                window=window,
+            ),
+            eps=spec.norm_eps,
+            cos_sin_PD=cos_sin_PD,
+            scratch=scratch,
+        )
+        for window in dict.fromkeys(spec.windows)
+    }
+
+
+class _Result:
+    """Pinned memory for the ids of one step, and the event after which they are there."""
+
+    def __init__(self, size: int) -> None:
+        self.ids = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.view: NDArray[np.int32] = self.ids.numpy()
+        self.done = torch.cuda.Event(blocking=True)
+        self.taken = False
+
+
+class _CudaStep:
+    """A launched step. `places[i]` is where the id of the plan's work i will be."""
+
+    __slots__ = ("_places", "_result", "_vocab_size")
+
+    def __init__(self, result: _Result, places: slice | NDArray[np.int64], vocab_size: int) -> None:
+        self._result = result
+        self._places = places
+        self._vocab_size = vocab_size
+
+    def wait(self) -> Sequence[int]:
+        """Block until the step has run.
+
+        Raises:
+            EngineCrashed: The device failed; nothing on it can be trusted any more.
+        """
+        with _faults_are_fatal():
+            self._result.done.synchronize()
+        ids = self._result.view[self._places]
+        if len(ids) and not (-1 <= ids.min() and ids.max() < self._vocab_size):
+            raise EngineCrashed(f"the device returned a token outside the vocabulary: {ids.min()} to {ids.max()}")
+        tokens: list[int] = ids.tolist()
+        self._result.taken = False
+        return tokens
+
+
+class _Prefill(NamedTuple):
+    """One step's prefills on the device; each names tokens of the step's ragged batch."""
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    last_S: Tensor
+    rows_S: Tensor
+    last_positions_S: Tensor
+
+
+class CudaRunner:
+    """The device protocol on one GPU."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Mapping[int | None, CudaOps],
+        capacity: Capacity,
+        *,
+        attention: str,
+        device: torch.device,
+    ) -> None:
+        """Allocate rows and the paged cache; `warm_up` captures.
+
+        Args:
+            decoder: The model, on `device`.
+            ops: The operations it was made with, for each attention window.
+            capacity: Pages, rows and tokens.
+            attention: How to decode: "auto", "fused", "fa2" or "xqa".
+            device: The GPU.
+        """
+        self._device, self._capacity = device, capacity
+        self._stream = torch.cuda.Stream(device)
+        with self._on_stream():
+            self._decoder, self._ops = decoder, ops
+            self._kv = next(iter(ops.values())).allocate_kv(decoder.spec.num_layers, capacity.num_pages + 1)
+            self._rows = DeviceRows(capacity, device)
+            self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
+            self._results = [_Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
+            self._turn = 0
+            self._graphs = DecodeGraphs(
+                decoder, ops, self._rows, self._kv, self._ids,
+                max_rows=capacity.max_rows, attention=attention, stream=self._stream,
+            )  # fmt: skip
+            backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+            self._prefill_attention = {
+                window: PrefillAttention(each.shape, device, backend=backend) for window, each in ops.items()
+            }
+            words = 3 * capacity.max_batched_tokens + 3 * capacity.max_rows
+            self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
+            self._sent = [torch.cuda.Event() for _ in range(_RING)]
+
+    def rehearse(self) -> None:
+        """Run the largest prefill that a plan may hold, on the scratch page; blocks."""
+        left, works = self._capacity.max_batched_tokens, []
+        for row in range(self._capacity.max_rows):
+            count = min(left, self._capacity.max_context)
+            left -= count
+            if count:
+                request = Request(tokens=[0], prompt_len=1, limit=2, sampling=Sampling())
+                works.append(Work(request, row, 0, count, True))
+        self.launch(StepPlan(0, works=works, tokens=self._capacity.max_batched_tokens)).wait()
+
+    def warm_up(self, context: int = 1024) -> None:
+        """Compile and capture every graph that a usual step needs; blocks for seconds."""
+        with self._on_stream(), _faults_are_fatal():
+            self._graphs.capture(context=context)
+            self._stream.synchronize()
+
+    def launch(self, plan: StepPlan) -> _CudaStep:
+        """Enqueue `plan` behind the steps launched before it.
+
+        Raises:
+            EngineCrashed: The device failed.
+            torch.OutOfMemoryError: The device had no memory for this step.
+        """
+        result = self._results[self._turn % _RESULTS]
+        if result.taken:
+            raise RuntimeError(_LAUNCHED_TOO_FAR)
+        with self._on_stream(), _faults_are_fatal():
+            places = self._enqueue(plan, result)
+            result.done.record(self._stream)
+        result.taken = True
+        self._turn += 1
+        return _CudaStep(result, places, self._capacity.vocab_size)
+
+    def close(self) -> None:
+        """Wait for the device and return its memory."""
+        try:
+            with self._on_stream(), _faults_are_fatal():
+                self._stream.synchronize()
+                self._graphs.close()
+        finally:
+            names = ("_decoder", "_ops", "_kv", "_rows", "_ids", "_results", "_graphs", "_prefill_attention", "_packed")
+            for name in (*names, "_sent"):
+                delattr(self, name)
+            gc.collect()  # FlashInfer's wrappers hold themselves in cycles
+            torch.cuda.empty_cache()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+
+    def _enqueue(self, plan: StepPlan, result: _Result) -> slice | NDArray[np.int64]:
+        """Enqueue everything of `plan`; where each work's id will be in `result`."""
+        works, rows = plan.works, self._rows
+        decodes = [work for work in works if work.num_tokens == 1 and work.samples]
+        prefills = [work for work in works if work.num_tokens > 1 or not work.samples]
+        rows.add(plan.new_rows, plan.entries)
+        bucket = 0
+        starts = [work.start for work in decodes]
+        if decodes:
+            bucket = self._graphs.bucket(len(decodes))
+            rows.batch([work.row for work in decodes], starts, bucket)
+        rows.flush()
+        CudaOps.copy_pages(self._kv, plan.copies)
+        if decodes:
+            filtered = bool(rows.filtered[[work.row for work in decodes]].any())
+            self._graphs.replay(starts, filtered=filtered)
+        sampled = self._prefill(prefills, self._ids[bucket:]) if prefills else 0
+        result.ids[: bucket + sampled].copy_(self._ids[: bucket + sampled], non_blocking=True)
+        if not prefills:
+            return slice(0, len(works))
+        return _places(works, bucket)
+
+    def _prefill(self, works: Sequence[Work], ids: Tensor) -> int:
+        """Enqueue the forward of `works`, and sample into `ids` for those that want it; how many did."""
+        rows, size = self._rows, self._capacity.page_size
+        batch = self._pack(works)
+        counts = [work.num_tokens for work in works]
+        lengths = [work.start + work.num_tokens for work in works]
+        pages = [
+            rows.pages[work.row, : -(-length // size)].tolist() for work, length in zip(works, lengths, strict=True)
+        ]
+        steps = {}
+        for window, attention in self._prefill_attention.items():
+            attention.plan(counts, lengths, pages)
+            steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention)
+        hidden_SE = self._decoder.hidden(batch.tokens_N, steps, self._kv, batch.last_S)
+        sampled = len(batch.last_S)
+        if not sampled:
+            return 0
+        samplers = [work for work in works if work.samples]
+        for work in samplers:
+            rows.sampled(work.row, work.start + work.num_tokens)
+        filtered = bool(rows.filtered[[work.row for work in samplers]].any())
+        scratch = self._graphs.scratch(filtered=filtered)
+        sample(
+            self._decoder.logits(hidden_SE), batch.rows_S, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R,
+            rows.seed_R, batch.last_positions_S, rows.pool_RC, rows.lengths_R, ids, scratch, filtered=filtered,
+        )  # fmt: skip
+        return sampled
+
+    def _pack(self, works: Sequence[Work]) -> _Prefill:
+        """One copy to the device for all that a prefill needs to know of its tokens."""
+        size = self._capacity.page_size
+        counts = np.array([work.num_tokens for work in works])
+        ends = counts.cumsum()
+        total = int(ends[-1])
+        row_W = np.array([work.row for work in works])
+        offset_W = np.array([work.start for work in works]) - (ends - counts)
+        rows_N = row_W.repeat(counts)
+        positions_N = np.arange(total) + offset_W.repeat(counts)
+        slots_N = self._rows.pages[rows_N, positions_N // size].astype(np.int64) * size + positions_N % size
+        samples = np.array([work.samples for work in works])
+        last_S = ends[samples] - 1
+        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S])
+        on_device = self._send(np.concatenate(parts))
+        rows, positions, slots, last, row, at = torch.split(on_device, [len(part) for part in parts])
+        return _Prefill(self._rows.pool_RC[rows, positions], positions, slots, last, row.int(), at)
+
+    def _send(self, words: NDArray[np.int64]) -> Tensor:
+        slot = self._turn % _RING
+        self._sent[slot].synchronize()
+        pinned = self._packed[slot][: len(words)]
+        pinned.numpy()[:] = words
+        on_device = pinned.to(self._device, non_blocking=True)
+        self._sent[slot].record()
+        return on_device
+
+
+def _places(works: Sequence[Work], bucket: int) -> NDArray[np.int64]:
+    """Where each work's id is: decodes from 0, sampling prefills from `bucket`; 0 for those that sample nothing."""
+    places = np.zeros(len(works), np.int64)
+    decode, prefill = 0, bucket
+    for index, work in enumerate(works):
+        if work.samples and work.num_tokens == 1:
+            places[index] = decode
+            decode += 1
+        elif work.samples:
+            places[index] = prefill
+            prefill += 1
+    return places
+
+
+@contextmanager
+def _faults_are_fatal() -> Iterator[None]:
+    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except torch.AcceleratorError as error:
+        raise EngineCrashed(f"the device failed: {error}") from error

@@ -1,0 +1,83 @@
+"""`Device`: an opened device with a model on it, and how many pages fit its memory; allocates nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import InvalidParams
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.scheduling.plan import Capacity, Runner
+
+__all__ = ["Device", "Limits", "fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What opening a model on a device yields."""
+
+    runner: Runner
+    capacity: Capacity
+    name: str
+    """As in `EngineConfig.device`, never "auto"."""
+    dtype: str
+    """Of the arithmetic."""
+    page_bytes: int
+    """Memory of one page over all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of a step that a configuration left to the device, or set."""
+
+    context: int
+    rows: int
+    batched_tokens: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, spec: DecoderSpec, *, rows: int, batched_tokens: int) -> Limits:
+        """What `config` asks for, with the device's defaults for the rest.
+
+        Raises:
+            InvalidParams: The context is longer than the model was made for.
+        """
+        context = spec.max_context
+        if config.max_context is not None:
+            if config.max_context > context:
+                raise InvalidParams(
+                    f"max_context: this model was made for {context}, got {config.max_context}",
+                    field="max_context",
+                    value=config.max_context,
+                    limit=context,
+                )
+            context = config.max_context
+        rows = config.max_rows or min(rows, config.max_batched_tokens or rows)
+        return cls(context, rows, config.max_batched_tokens or max(batched_tokens, rows))
+
+
+def fit(config: EngineConfig, spec: DecoderSpec, limits: Limits, *, page_bytes: int, free_bytes: int) -> Capacity:
+    """The capacity of a device: pages from `kv_memory`, or from `free_bytes` up to what all rows can use.
+
+    Raises:
+        InvalidParams: Not even one page fits.
+    """
+    if config.kv_memory is None:
+        pages = min(limits.rows * -(-limits.context // config.page_size), free_bytes // page_bytes)
+    else:
+        pages = config.kv_memory // page_bytes
+    if pages < 1:
+        have = free_bytes if config.kv_memory is None else config.kv_memory
+        raise InvalidParams(
+            f"kv_memory: one page takes {page_bytes} bytes, got {have}",
+            field="kv_memory",
+            value=have,
+            limit=page_bytes,
+        )
+    return Capacity(
+        num_pages=pages,
+        page_size=config.page_size,
+        max_rows=limits.rows,
+        max_batched_tokens=limits.batched_tokens,
+        max_context=limits.context,
+        vocab_size=spec.vocab_size,
+    )

@@ -1,0 +1,247 @@
+"""`DecodeGraphs`: the decode step of each batch size as a CUDA graph, sampling included; nothing else knows of graphs.
+
+Owns what a decode step reads and writes on the device besides weights, pages and rows; never decides which rows run.
+A step of n rows replays the graph of the smallest bucket that holds them; rows left over compute the padding row. Next
+to read: ../../ops/cuda.py, what a graph is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.errors import DeviceUnavailable
+from headrace.engine.model.cuda_rows import DeviceRows
+from headrace.engine.model.decoder import Decoder
+from headrace.ops.cuda import CudaOps, DecodeStep
+from headrace.ops.cuda_attention import HeadShape, PlannedDecode, XqaDecode, choose
+from headrace.ops.cuda_decode import FusedDecode
+from headrace.ops.cuda_fused import DecodeInputs, prepare_decode
+from headrace.ops.cuda_sample import SampleScratch, sample
+
+__all__ = ["DecodeGraphs", "buckets"]
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
+_STRIDE = 64
+_PLANNED_AHEAD = 64  # tokens: how often FA2's split of the work is made anew, and how uneven it may get
+
+
+def buckets(max_rows: int) -> list[int]:
+    """The batch sizes that get graphs: few, and each at most a third larger than the one before past 64 rows."""
+    sizes = [*_SIZES, *range(_SIZES[-1] + _STRIDE, max_rows + _STRIDE, _STRIDE)]
+    return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+class _Key(NamedTuple):
+    bucket: int
+    way: str
+    """Of attention: "fused", "fa2" or "xqa"."""
+    filtered: bool
+    """Whether a row asks for top-k, top-p or min-p."""
+
+
+class _Planned:
+    """FA2's division of one batch, which holds until a row outgrows it."""
+
+    def __init__(self, bucket: int, attention: Sequence[PlannedDecode]) -> None:
+        self._attention = attention
+        self._covered: NDArray[np.int64] = np.zeros(bucket, np.int64)
+
+    def plan(self, lengths: NDArray[np.int64], *, anew: bool) -> None:
+        """Plan for `lengths`, again if another batch was planned since (`anew`) or a row has outgrown its plan."""
+        if not anew and (lengths <= self._covered).all():
+            return
+        self._covered = lengths + _PLANNED_AHEAD
+        for attention in self._attention:
+            attention.plan(self._covered.tolist())
+
+
+class DecodeGraphs:
+    """Captures and replays decode steps of one runner, all on one stream."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Mapping[int | None, CudaOps],
+        rows: DeviceRows,
+        kv: Tensor,
+        ids: Tensor,
+        *,
+        max_rows: int,
+        attention: str,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Capture nothing yet.
+
+        Args:
+            decoder: The model.
+            ops: Its operations for each attention window.
+            rows: The row table, which the graphs read and advance.
+            kv: The paged cache.
+            ids: int32 [max_rows]: where sampled ids go, in the order of the batch.
+            max_rows: Rows of the largest bucket.
+            attention: "auto", or the one way to use.
+            stream: Where everything runs.
+        """
+        self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
+        self._buckets, self._choice, self._stream = buckets(max_rows), attention, stream
+        self._device = kv.device
+        self._pdl = next(iter(ops.values())).pdl
+        self._shape = next(iter(ops.values())).shape
+        self._inputs = self._allocate(max_rows)
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._plans: dict[int, _Planned] = {}
+        self._steps: dict[tuple[int, str], dict[int | None, DecodeStep]] = {}
+        self._last_planned = 0
+        self._workspace: Tensor | None = None
+        self._int_workspaces: dict[int | None, Tensor] = {}
+        self._scratch: dict[bool, SampleScratch] = {}
+
+    def __len__(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    def bucket(self, rows: int) -> int:
+        """The size of the batch that `rows` rows run in."""
+        return next(size for size in self._buckets if size >= rows)
+
+    def scratch(self, *, filtered: bool) -> SampleScratch:
+        """What sampling needs, with room for filters if they are wanted; for this stream only."""
+        scratch = self._scratch.get(filtered)
+        if scratch is None:
+            spec = self._decoder.spec
+            scratch = self._scratch[filtered] = SampleScratch(
+                self._buckets[-1], spec.vocab_size, self._device, dtype=self._shape.dtype, filters=filtered
+            )
+        return scratch
+
+    def capture(self, *, context: int) -> None:
+        """Capture the graphs that a start needs: every bucket, without filters, in the way for `context` tokens."""
+        for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
+            self._graph(_Key(size, self._way(size, context), False))
+
+    def replay(self, starts: Sequence[int], *, filtered: bool) -> int:
+        """Run one decode step of the rows in `DeviceRows.batch_R`; the size of its bucket.
+
+        Raises:
+            DeviceUnavailable: A graph could not be captured.
+        """
+        bucket = self.bucket(len(starts))
+        lengths = np.ones(bucket, np.int64)
+        lengths[: len(starts)] += starts
+        key = _Key(bucket, self._way(bucket, int(lengths.sum()) // len(starts)), filtered)
+        graph = self._graph(key)
+        if key.way == "fa2":
+            self._plans[bucket].plan(lengths, anew=self._last_planned != bucket)
+            self._last_planned = bucket
+        graph.replay()
+        return bucket
+
+    def close(self) -> None:
+        """Drop all graphs; none may be running."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._steps.clear()
+        self._plans.clear()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _way(self, bucket: int, context: int) -> str:
+        if self._choice != "auto":
+            return self._choice
+        way = choose(bucket, context, fp8=self._shape.kv_dtype != self._shape.dtype)
+        return "fa2" if way == "fused" and self._shape.head_dim not in FusedDecode.HEAD_DIMS else way
+
+    def _graph(self, key: _Key) -> torch.cuda.CUDAGraph:
+        graph = self._graphs.get(key)
+        if graph is None:
+            try:
+                graph = self._capture(key)
+            except Exception as error:
+                raise DeviceUnavailable(
+                    f"the decode graph of {key.bucket} rows ({key.way} attention) could not be captured: {error}"
+                ) from error
+            self._graphs[key] = graph
+        return graph
+
+    def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
+        bucket, way, filtered = key
+        steps = self._steps.get((bucket, way))
+        if steps is None:
+            steps = self._steps[bucket, way] = self._make_steps(bucket, way)
+        scratch = self.scratch(filtered=filtered)
+        self._last_planned = 0  # making steps plans them
+        kept = self._rows.batch_R[:bucket].clone()
+        self._rows.batch_R[:bucket].fill_(self._rows.padding_row)
+        try:
+            self._step(bucket, steps, scratch, filtered)  # compiles and allocates what a capture must not
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._step(bucket, steps, scratch, filtered)
+            finally:
+                graph.capture_end()
+            self._pool = graph.pool()
+        finally:
+            self._rows.batch_R[:bucket].copy_(kept)
+        return graph
+
+    def _step(
+        self, bucket: int, steps: Mapping[int | None, DecodeStep], scratch: SampleScratch, filtered: bool
+    ) -> None:
+        """The decode step itself: what a graph records."""
+        rows, inputs = self._rows, self._inputs[bucket]
+        batch_B = rows.batch_R[:bucket]
+        prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=self._shape.page_size)
+        hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv)
+        sample(
+            self._decoder.logits(hidden_BE), batch_B, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R,
+            rows.seed_R, inputs.positions_B, rows.pool_RC, rows.lengths_R, self._ids, scratch,
+            filtered=filtered, pdl=self._pdl,
+        )  # fmt: skip
+
+    def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:
+        """The inputs of each bucket: the first rows of the largest one's."""
+        device, columns = self._device, self._rows.table_RP.shape[1]
+        tokens, positions, lengths, tails = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(4))
+        slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        pages = self._rows.table_RP[:1].repeat(max_rows, 1)  # valid page numbers: all the scratch page's
+        return {
+            size: DecodeInputs(
+                tokens[:size], positions[:size], slots[:size], lengths[:size], pages[:size, :columns], tails[:size]
+            )
+            for size in self._buckets
+        }
+
+    def _make_steps(self, bucket: int, way: str) -> dict[int | None, DecodeStep]:
+        inputs = self._inputs[bucket]
+        if way == "fa2":
+            planned = {window: self._planned(ops.shape, bucket) for window, ops in self._ops.items()}
+            self._plans[bucket] = _Planned(bucket, list(planned.values()))
+            return {window: DecodeStep(inputs, each) for window, each in planned.items()}
+        if way == "xqa":
+            return {
+                window: DecodeStep(inputs, XqaDecode(ops.shape, self._device, max_rows=bucket))
+                for window, ops in self._ops.items()
+            }
+        return {
+            window: DecodeStep(inputs, FusedDecode(ops.shape, self._device, max_rows=bucket))
+            for window, ops in self._ops.items()
+        }
+
+    def _planned(self, shape: HeadShape, bucket: int) -> PlannedDecode:
+        if self._workspace is None:
+            size = PlannedDecode.workspace_bytes(shape, self._buckets[-1], self._device)
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        space = self._int_workspaces.get(shape.window)
+        if space is None:
+            space = torch.empty(PlannedDecode.INT_WORKSPACE, dtype=torch.uint8, device=self._device)
+            self._int_workspaces[shape.window] = space
+        return PlannedDecode(shape, self._inputs[bucket], self._workspace, space)

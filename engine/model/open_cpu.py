@@ -1,0 +1,49 @@
+"""`open_cpu`: puts a model on the CPU; the one place that knows its defaults. Next to read: cpu_runner.py."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import InvalidParams
+from headrace.engine.model.cpu_runner import CpuRunner, cpu_ops
+from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.device import Device, Limits, fit
+from headrace.engine.model.memory import free_host_bytes
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.weights import Source, load_weights
+
+__all__ = ["open_cpu"]
+
+_ROWS = 64
+_BATCHED_TOKENS = 512
+_FREE_SHARE = 0.125  # of free host memory: the application lives here too
+
+
+def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
+    """Load the weights and make the runner.
+
+    Raises:
+        ModelRejected: The weights cannot be used.
+        InvalidParams: An option does not fit the model or the device.
+    """
+    if config.kv_dtype != "auto":
+        raise InvalidParams(
+            f"kv_dtype: {config.kv_dtype} is for GPUs; a CPU keeps its dtype", field="kv_dtype", value=config.kv_dtype
+        )
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
+    ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype)
+    page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
+    free = int(free_host_bytes() * _FREE_SHARE)
+    capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
+    weights = load_weights(
+        source, spec, dtype=dtype, device="cpu", keep_packed=config.dtype == "auto", seed=config.seed
+    )
+    runner = CpuRunner(Decoder(spec, weights, ops), ops, capacity, config.cpu_threads or _default_threads())
+    return Device(runner, capacity, "cpu", str(dtype).removeprefix("torch."), page_bytes)
+
+
+def _default_threads() -> int:
+    """All that torch would use but one: the application's event loop needs a core, and so do the engine's threads."""
+    return max(1, torch.get_num_threads() - 1)

@@ -1,0 +1,101 @@
+"""`open_cuda`: puts a model on a GPU; the one place that knows its defaults. Next to read: cuda_runner.py."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+
+import torch
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import DeviceUnavailable, InvalidParams
+from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.device import Device, Limits, fit
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.weights import Source, load_weights
+from headrace.engine.scheduling.plan import Capacity
+
+try:
+    from headrace.engine.model.cuda_runner import CudaRunner, cuda_ops
+    from headrace.ops.cuda import CudaOps
+except ImportError as error:
+    raise DeviceUnavailable(f"device: CUDA needs headrace's `cuda` extra: {error}") from error
+
+__all__ = ["open_cuda"]
+
+_ROWS = 256
+_BATCHED_TOKENS = 8192
+_FREE_SHARE = 0.9  # of what is free once weights and activations have their place
+_GRAPH_BYTES = 1 << 30
+
+
+def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
+    """Load the weights, measure what is left, and make a runner that has captured its graphs.
+
+    Raises:
+        ModelRejected: The weights cannot be used.
+        DeviceUnavailable: There is no such GPU, or it has too little memory for the model.
+        InvalidParams: An option does not fit the model or the device.
+    """
+    device = _find(config.device)
+    if config.dtype == "float32":
+        raise InvalidParams("dtype: float32 runs on the CPU; a GPU takes bfloat16", field="dtype", value=config.dtype)
+    dtype = torch.bfloat16
+    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
+    try:
+        with torch.cuda.device(device), torch.inference_mode():
+            weights = load_weights(source, spec, dtype=dtype, device=device, seed=config.seed)
+            ops = cuda_ops(
+                spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, kv_dtype=kv_dtype,
+                device=device,
+            )  # fmt: skip
+            decoder = Decoder(spec, weights, ops)
+            page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
+            free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
+            capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
+            runner = CudaRunner(decoder, ops, capacity, attention=config.decode_attention, device=device)
+            try:
+                runner.rehearse()
+                runner.warm_up()
+            except BaseException:
+                runner.close()
+                raise
+    except torch.OutOfMemoryError as error:
+        raise DeviceUnavailable(f"device: {device} has too little memory for this model: {error}") from error
+    return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), page_bytes)
+
+
+def _find(name: str) -> torch.device:
+    count = torch.cuda.device_count()
+    device = torch.device("cuda" if name == "auto" else name)
+    index = 0 if device.index is None else device.index
+    if index >= count:
+        raise DeviceUnavailable(f"device: {name} is not there: torch finds {count} GPUs")
+    return torch.device("cuda", index)
+
+
+def _free_for_pages(
+    config: EngineConfig, decoder: Decoder, ops: Mapping[int | None, CudaOps], limits: Limits, device: torch.device
+) -> int:
+    """Bytes left for pages beside the weights, the largest prefill (run once, to see) and the graphs."""
+    small = Capacity(
+        num_pages=1,
+        page_size=config.page_size,
+        max_rows=limits.rows,
+        max_batched_tokens=limits.batched_tokens,
+        max_context=limits.context,
+        vocab_size=decoder.spec.vocab_size,
+    )
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    trial = CudaRunner(decoder, ops, small, attention=config.decode_attention, device=device)
+    try:
+        trial.rehearse()
+        needed = torch.cuda.max_memory_allocated(device) - before
+    finally:
+        trial.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+    graphs = _GRAPH_BYTES + 4 * limits.rows * decoder.spec.vocab_size
+    return int(_FREE_SHARE * (torch.cuda.mem_get_info(device)[0] - needed - graphs))

@@ -1,0 +1,219 @@
+"""`CudaOps`: what a decoder's block needs on CUDA, each done by the kernel that is fastest for so many tokens.
+
+Owns the layout of KV pages on the device and the choice between kernels; never picks pages, samples or loads. Results
+are allocated as they are needed: inside a captured graph from its pool, so that replays reuse the same addresses.
+
+Everything runs on the current stream, and one `CudaOps` belongs to one stream: split products share its scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from headrace.ops import cuda_fused as fused
+from headrace.ops.cuda_attention import DecodeAttention, HeadShape, PrefillAttention
+from headrace.ops.cuda_decode import FusedDecode
+from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch, linear, linear_silu_mul
+from headrace.ops.cuda_vector import AddNorm, vector_linear
+from headrace.ops.linear import GroupQuantised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.cuda_fused import DecodeInputs
+
+__all__ = ["CudaOps", "CudaProduct", "DecodeStep", "PrefillStep"]
+
+# Measured on an H200: activation inside the product pays where it saves enough traffic, and costs where F is small.
+_GATED_FEATURES = 8192
+_NORM_FEATURES = 4096
+_LINEAR_MULTIPLE = 64
+
+
+class CudaProduct(NamedTuple):
+    """A weight [O, I], contiguous, and its bias."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeStep:
+    """One token a row; everything is read from the device when a graph replays."""
+
+    inputs: DecodeInputs
+    attention: FusedDecode | DecodeAttention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillStep:
+    """Several tokens a row, planned."""
+
+    positions_N: Tensor
+    slots_N: Tensor
+    attention: PrefillAttention
+
+
+class CudaOps:
+    """The operations of one model's layers that share an attention window."""
+
+    def __init__(self, shape: HeadShape, *, eps: float, cos_sin_PD: Tensor, scratch: LinearScratch) -> None:
+        """Compute with heads of `shape`.
+
+        Args:
+            shape: Heads, window, cache dtype.
+            eps: Of the norms.
+            cos_sin_PD: float32 [positions, D]: D/2 cosines, then D/2 sines.
+            scratch: Of the one stream on which this runs.
+        """
+        self.shape = shape
+        self._eps = eps
+        self._cos_sin_PD = cos_sin_PD
+        self._scratch = scratch
+        self.pdl = torch.cuda.get_device_capability(cos_sin_PD.device) >= (9, 0)
+        """Whether kernels may be launched dependently: a feature of Hopper and newer."""
+
+    # --- pages
+
+    def page_bytes(self, num_layers: int) -> int:
+        """Memory of one page over all layers, in bytes."""
+        shape = self.shape
+        return num_layers * 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
+
+    def allocate_kv(self, num_layers: int, pages: int) -> Tensor:
+        """Zeroed pages `[layers, pages, 2, T, K, D]`."""
+        shape = self.shape
+        size = (num_layers, pages, 2, shape.page_size, shape.kv_heads, shape.head_dim)
+        return torch.zeros(size, dtype=shape.kv_dtype, device=self._cos_sin_PD.device)
+
+    @staticmethod
+    def copy_pages(kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
+        if pairs:
+            source, target = torch.tensor(pairs, dtype=torch.int64).to(kv.device, non_blocking=False).unbind(1)
+            raw = kv.view(torch.uint8)  # an fp8 cache has no index_copy of its own
+            raw.index_copy_(1, target, raw.index_select(1, source))
+
+    # --- what the decoder calls
+
+    def pack(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CudaProduct:
+        """The product with a weight."""
+        if isinstance(weight, GroupQuantised):
+            weight = weight.dense(self.shape.dtype)
+        return CudaProduct(weight.contiguous(), bias_O)
+
+    def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
+        """x W^T + b."""
+        weight_OI, bias_O = packed
+        rows, size_in = x_NI.shape
+        out_NO = torch.empty(rows, weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
+        if rows == 1:
+            vector_linear(x_NI, weight_OI, out_NO, pdl=self.pdl)
+        elif rows <= MAX_ROWS and size_in % _LINEAR_MULTIPLE == 0:
+            linear(x_NI, weight_OI, out_NO, self._scratch, pdl=self.pdl)
+        else:
+            torch.mm(x_NI, weight_OI.t(), out=out_NO)
+        return out_NO if bias_O is None else out_NO.add_(bias_O)
+
+    def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
+        """RMS norm of the sum."""
+        return self._normed_sum(x_NE, residual_NE, weight_E)[0]
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct
+    ) -> tuple[Tensor, Tensor]:
+        """(product of the norm of the sum, the sum)."""
+        if x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
+            out_NO, total_NE = self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=False)
+            return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O), total_NE
+        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        return self.product(normed_NE, packed), total_NE
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct
+    ) -> tuple[Tensor, Tensor]:
+        """(silu(gate) * up of the norm of the sum, the sum)."""
+        weight_2FI, rows = packed.weight_OI, x_NE.shape[0]
+        size_out, size_in = weight_2FI.shape[0] // 2, weight_2FI.shape[1]
+        if packed.bias_O is None and rows == 1 and size_in <= _NORM_FEATURES:
+            return self._vector(x_NE, residual_NE, weight_E, weight_2FI, gated=True)
+        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        out_NF = torch.empty(rows, size_out, dtype=x_NE.dtype, device=x_NE.device)
+        gated = rows <= MAX_ROWS and size_out >= _GATED_FEATURES and size_in % _LINEAR_MULTIPLE == 0
+        if packed.bias_O is None and gated:
+            linear_silu_mul(normed_NE, weight_2FI, out_NF, pdl=self.pdl)
+        else:
+            fused.silu_mul(self.product(normed_NE, packed), out_NF, pdl=self.pdl)
+        return out_NF, total_NE
+
+    def attend(
+        self,
+        qkv_NX: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        step: DecodeStep | PrefillStep,
+        kv: Tensor,
+        layer: int,
+    ) -> Tensor:
+        """Norm and rotate q and k, store k and v, attend: [N, H * D]."""
+        shape, kv_layer = self.shape, kv[layer]
+        rows, width = qkv_NX.shape[0], shape.heads * shape.head_dim
+        out_NX = torch.empty(rows, width, dtype=qkv_NX.dtype, device=qkv_NX.device)
+        if isinstance(step, PrefillStep):
+            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, qkv_NX)
+            q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
+            step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim))
+        elif isinstance(step.attention, FusedDecode):
+            step.attention.run(
+                qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX,
+                eps=self._eps, pdl=self.pdl,
+            )  # fmt: skip
+        else:
+            inputs = step.inputs
+            q_NX = torch.empty_like(out_NX)
+            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, inputs.positions_B, inputs.slots_B, kv_layer, q_NX)
+            head = (rows, shape.heads, shape.head_dim)
+            step.attention.run(q_NX.view(head), kv_layer, inputs, out_NX.view(head))
+        return out_NX
+
+    # --- inside
+
+    def _vector(
+        self, x_1E: Tensor, residual_1E: Tensor | None, norm_E: Tensor, weight_OI: Tensor, *, gated: bool
+    ) -> tuple[Tensor, Tensor]:
+        """One row: add, norm, product and activation in one kernel."""
+        total_1E = x_1E if residual_1E is None else torch.empty_like(x_1E)
+        size_out = weight_OI.shape[0] // 2 if gated else weight_OI.shape[0]
+        out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
+        add = AddNorm(norm_E, self._eps, residual_1E, None if residual_1E is None else total_1E)
+        vector_linear(x_1E, weight_OI, out_1O, norm=add, gated=gated, pdl=self.pdl)
+        return out_1O, total_1E
+
+    def _normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        if residual_NE is None:
+            normed_NE = torch.empty_like(x_NE)
+            fused.rms_norm(x_NE, weight_E, self._eps, normed_NE, pdl=self.pdl)
+            return normed_NE, x_NE
+        fused.add_rms_norm(x_NE, residual_NE, weight_E, self._eps, pdl=self.pdl)
+        return x_NE, residual_NE
+
+    def _rope_and_write(
+        self,
+        qkv_NX: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        positions_N: Tensor,
+        slots_N: Tensor,
+        kv_layer: Tensor,
+        q_out: Tensor,
+    ) -> None:
+        shape = self.shape
+        fused.norm_rope_write(
+            qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
+            heads=shape.heads, kv_heads=shape.kv_heads, eps=self._eps, q_out=q_out,
+            k_scale=shape.k_scale, v_scale=shape.v_scale, pdl=self.pdl,
+        )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Every benchmark runs to its table and its file on a tiny model, and refuses what would mean something else."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from typer.testing import CliRunner
+
+from headrace.engine import InvalidParams
+from headrace.engine.bench import latency, startup, stream, throughput
+from headrace.engine.bench.latency import parse_prefill
+from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
+from headrace.engine.text import Detokenizer
+from headrace.server.cli import app
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    folder = tiny_models.random_folder(tmp_path / "tiny", max_position_embeddings=2048)
+    return Target(model=str(folder), device="cpu", load_format="random", kv_memory="2MiB")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "figures.json"
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_latency(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    latency.run(
+        target, batches=[1, 3], context=20, steps=8, prefill="2x40", repeats=2, peer=None, profile=True,
+        json_path=str(out),
+    )  # fmt: skip
+    found = read(out)
+    assert [figure["batch"] for figure in found["decode"]] == [1, 3]
+    for figure in found["decode"]:
+        step = figure["step_ms"]
+        assert 0 < figure["floor_ms"] < step["p10"] <= step["p50"] <= step["p90"]
+        assert figure["intervals"] == 16
+        assert figure["mean_context"] == 40  # 20 of the prompt, 16 skipped, half of the 8 that count
+    assert len(found["prefill"]["tokens_per_second"]) == 2
+    assert found["profile"]["3"]["host_us"]["plan"]["p50"] > 0
+    printed = capsys.readouterr().out
+    assert "decode step, ms" in printed and "prefill, tok/s" in printed and "batch 3: host" in printed
+
+
+def test_throughput(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    throughput.run(target, requests=6, scale=0.03, repeats=2, peer=None, profile=True, json_path=str(out))
+    found = read(out)
+    for measured in found["headrace"]["runs"]:
+        assert len(measured["first_tokens"]) == 6
+        assert 0 < min(measured["first_tokens"]) <= max(measured["first_tokens"]) < measured["seconds"]
+        assert measured["steps"] >= 25 and measured["preemptions"] == 0
+    assert max(found["headrace"]["tokens_per_second"]) < found["floor_tokens_per_second"]
+    assert found["profile"]["loop_lag_ms"]["p99"] >= found["profile"]["loop_lag_ms"]["p50"]
+    assert "TTFT p50, ms" in capsys.readouterr().out
+
+
+def test_stream_pays_for_text(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stream.run(target, requests=4, scale=0.03, repeats=1, profile=False, json_path=str(out))
+    found = read(out)
+    assert found["text"].startswith("yes, of a synthetic vocabulary")
+    rate, beside = found["tokens_per_second"][0], found["offline_tokens_per_second"][0]
+    assert found["loss"] == [pytest.approx(1 - rate / beside)]
+    assert 0 < found["itl_p50_ms"][0] <= found["itl_p99_ms"][0]
+    assert "event-loop lag p99, ms" in capsys.readouterr().out
+
+
+def test_startup(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    startup.run(target, prompt_tokens=8, repeats=1, json_path=str(out))
+    seconds = read(out)["seconds"]
+    parts = [seconds[phase][0] for phase in ("start Python", "import headrace.engine", "open", "first token")]
+    assert all(part > 0 for part in parts)
+    assert seconds["total"] == [pytest.approx(sum(parts))]
+    assert "start to first token" in capsys.readouterr().out
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkFailed, match="ModelRejected"):
+        startup.measure_once(str(tmp_path / "nowhere"), {"device": "cpu"}, 1)
+
+
+def test_too_little_memory_is_refused_with_what_is_needed(target: Target) -> None:
+    small = Target(model=target.model, device="cpu", load_format="random", kv_memory="4KiB")
+    with pytest.raises(BenchmarkFailed, match=r"pages are needed .* --kv-memory \d+MiB"):
+        throughput.run(small, requests=6, scale=0.03, repeats=1, peer=None, profile=False, json_path=None)
+    few = Target(model=target.model, device="cpu", load_format="random", max_rows=2)
+    with pytest.raises(BenchmarkFailed, match="--max-rows"):
+        throughput.run(few, requests=6, scale=0.03, repeats=1, peer=None, profile=False, json_path=None)
+
+
+def test_peers_that_cannot_run_are_refused(target: Target) -> None:
+    absent = [("other", "not known")] + ([] if find_spec("vllm") else [("vllm", "not installed")])
+    for name, message in absent:
+        with pytest.raises(BenchmarkFailed, match=message):
+            throughput.run(target, requests=2, scale=0.03, repeats=1, peer=name, profile=False, json_path=None)
+
+
+@pytest.mark.parametrize("text", ["32", "x", "0x5", "5x0", "ax2", "2x3x4", "-1x5"])
+def test_prefill_shapes_that_mean_nothing_are_refused(text: str) -> None:
+    assert parse_prefill("32x2048") == (32, 2048)
+    with pytest.raises(BenchmarkFailed, match="32x2048"):
+        parse_prefill(text)
+
+
+def test_the_synthetic_vocabulary_has_text_and_broken_characters() -> None:
+    table = synthetic_table(1000)
+    assert len(table.pieces) == 1000
+    assert 0.01 < sum(text is None for text in table.texts) / 1000 < 0.05
+    detokenizer = Detokenizer(table)
+    assert detokenizer.feed(50) == "" and detokenizer.feed(0) == "é"
+
+
+def test_options_of_the_command_line_reach_the_engine(target: Target, out: Path) -> None:
+    command = ["bench", "latency", target.model, "--load-format", "random", "--device", "cpu", "--kv-memory", "1MiB"]
+    lengths = ["--batches", "2", "--context", "8", "--steps", "8", "--repeats", "1", "--json", str(out)]
+    result = CliRunner().invoke(app, [*command, *lengths, "--max-rows", "4", "--set", "dtype=float32"])
+    assert result.exit_code == 0, result.output
+    found = read(out)["conditions"]
+    assert (found["max_rows"], found["kv_memory"], found["dtype"]) == (4, "1MiB", "float32")
+    refused = CliRunner().invoke(app, [*command, "--set", "nothing=1"])
+    assert isinstance(refused.exception, InvalidParams)
+    assert CliRunner().invoke(app, [*command, "--set", "nothing"]).exit_code == 2
