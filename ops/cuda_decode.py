@@ -223,12 +223,19 @@ class FusedDecode:
     HEAD_DIMS = (64, 128, 256)
 
     def __init__(
-        self, shape: HeadShape, device: torch.device, *, max_rows: int, splits: int | None = None, tile: int = _TILE
+        self,
+        shape: HeadShape,
+        device: torch.device,
+        *,
+        max_rows: int,
+        splits: int | None = None,
+        tile: int = _TILE,
+        warps: int = 4,
     ) -> None:
         """`splits` (a power of two) bounds the programs of one row and head; None picks for `max_rows`."""
         if splits is None:
             splits = max(1, min(_MAX_SPLITS, triton.next_power_of_2(_PROGRAMS // (max_rows * shape.kv_heads))))
-        self._shape, self._splits, self._tile = shape, splits, tile
+        self._shape, self._splits, self._tile, self._warps = shape, splits, tile, warps
         teams = max_rows * shape.heads * splits
         self._partial = torch.empty(teams, shape.head_dim, dtype=torch.float32, device=device)
         self._stats = torch.empty(teams, 2, dtype=torch.float32, device=device)
@@ -287,6 +294,6 @@ class FusedDecode:
             NORM=q_norm_D is not None,
             FP8=shape.kv_dtype == torch.float8_e4m3fn,
             PDL=pdl,
-            num_warps=4,
+            num_warps=self._warps,
             launch_pdl=pdl,
         )

@@ -1,0 +1,191 @@
+"""What a model must at least move and compute, and how fast this machine does either; opens no engine.
+
+A decode step reads every weight once (the output head too, the embedding table only where it is the head) and the keys
+and values of every position, and writes one position a row. A prompt costs the products' arithmetic and its causal
+attention. No step can be shorter than its bytes at the speed of a copy, or its arithmetic at the speed of one large
+product, both measured here. Launches, norms, sampling and the embedding rows are left out: a floor, not an estimate. On
+CPUs, where a write costs a read as well, a step that only reads can beat a copy by a third.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from headrace.engine import EngineInfo
+from headrace.engine.bench.shapes import spec_of
+from headrace.engine.model.gguf import GgufFile
+from headrace.engine.model.spec import DecoderSpec
+
+__all__ = ["Cost", "Speed", "cost_of", "measure", "model_cost"]
+
+_COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}
+_PRODUCT = {"cuda": 8192, "cpu": 1024}
+_REPEATS = {"cuda": 30, "cpu": 7}
+
+
+class Speed(NamedTuple):
+    """What the machine reached in this run."""
+
+    bytes_per_second: float
+    """Of a large copy, read and write counted."""
+    flops_per_second: float
+    """Of one large product in the model's type."""
+
+    def describe(self) -> dict[str, str]:
+        """For the conditions of a table."""
+        return {
+            "copy": f"{self.bytes_per_second / 1e12:.3f} TB/s",
+            "product": f"{self.flops_per_second / 1e12:.2f} TFLOP/s",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Bytes and arithmetic of one model."""
+
+    weight_bytes: int
+    """Read by every step."""
+    kv_bytes: float
+    """Of one position, over all layers."""
+    linear_params: int
+    """Weights of the products that every token passes."""
+    head_params: int
+    """Weights of the output head, which only sampled positions pass."""
+    attention_flops: int
+    """Of one token for each position that it attends to, over all layers."""
+    windows: tuple[int | None, ...]
+    """Of each layer."""
+
+    def _seen(self, context: int) -> float:
+        """Positions that a token at the end of `context` attends to, on average over the layers."""
+        seen = [context if window is None else min(context, window) for window in self.windows]
+        return sum(seen) / len(seen)
+
+    def decode_seconds(self, contexts: Sequence[int], speed: Speed) -> float:
+        """Floor of one decode step with a row of each of `contexts` tokens, the new one included."""
+        seen = sum(map(self._seen, contexts))
+        moved = self.weight_bytes + self.kv_bytes * (seen + len(contexts))
+        flops = 2 * (self.linear_params + self.head_params) * len(contexts) + self.attention_flops * seen
+        return max(moved / speed.bytes_per_second, flops / speed.flops_per_second)
+
+    def prefill_seconds(self, prompts: Sequence[int], speed: Speed) -> float:
+        """Floor of computing prompts of so many tokens, all in one step."""
+        flops = 0.0
+        for tokens in prompts:
+            flops += 2 * (self.linear_params * tokens + self.head_params)
+            flops += (
+                self.attention_flops
+                * sum(self._attended(tokens, window) for window in self.windows)
+                / len(self.windows)
+            )
+        return max(flops / speed.flops_per_second, self.weight_bytes / speed.bytes_per_second)
+
+    @staticmethod
+    def _attended(tokens: int, window: int | None) -> float:
+        """Pairs of positions in the causal attention of a prompt."""
+        if window is None or window >= tokens:
+            return tokens * (tokens + 1) / 2
+        return window * (window + 1) / 2 + (tokens - window) * window
+
+    def workload_seconds(self, prompts: Sequence[int], outputs: Sequence[int], speed: Speed) -> float:
+        """Floor of requests that start together, each decoding until its output is complete: no order can be faster."""
+        seconds = self.prefill_seconds(prompts, speed)
+        for step in range(1, max(outputs)):
+            contexts = [prompt + step for prompt, output in zip(prompts, outputs, strict=True) if output > step]
+            seconds += self.decode_seconds(contexts, speed)
+        return seconds
+
+
+def cost_of(spec: DecoderSpec, *, weight_size: float, kv_size: float) -> Cost:
+    """The cost of a model of this shape with so many bytes for each weight and each cached element."""
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    attention = spec.hidden_size * size * (2 * heads + 2 * kv_heads)
+    linear = spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
+    head = spec.hidden_size * spec.vocab_size
+    return Cost(
+        weight_bytes=round(weight_size * (linear + head)),
+        kv_bytes=2 * spec.num_layers * kv_heads * size * kv_size,
+        linear_params=linear,
+        head_params=head,
+        attention_flops=4 * spec.num_layers * heads * size,
+        windows=spec.windows,
+    )
+
+
+def model_cost(path: str, info: EngineInfo) -> Cost:
+    """The cost of the model at `path` as the engine opened it; weights of a `.gguf` file count as stored there.
+
+    Raises:
+        ModelRejected: The file is gone or not a model.
+    """
+    spec = spec_of(path)
+    positions = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    element = getattr(torch, info.dtype).itemsize
+    cost = cost_of(spec, weight_size=element, kv_size=info.page_bytes / info.page_size / positions)
+    if not path.endswith(".gguf"):
+        return cost
+    with GgufFile(path) as file:
+        read = [name for name in file.tensors if name != "token_embd.weight" or spec.tied_head]
+        stored = sum(map(file.nbytes, read))
+    return Cost(
+        weight_bytes=stored,
+        kv_bytes=cost.kv_bytes,
+        linear_params=cost.linear_params,
+        head_params=cost.head_params,
+        attention_flops=cost.attention_flops,
+        windows=cost.windows,
+    )
+
+
+def measure(device: str) -> Speed:
+    """Time a copy and a bfloat16 product on `device` ("cuda" or "cpu") and free what they took."""
+    kind = torch.device(device).type
+    speed = Speed(
+        2 * _COPIED[kind] / _copy_seconds(device, kind), 2 * _PRODUCT[kind] ** 3 / _product_seconds(device, kind)
+    )
+    if kind == "cuda":
+        torch.cuda.empty_cache()
+    return speed
+
+
+def _copy_seconds(device: str, kind: str) -> float:
+    source = torch.empty(_COPIED[kind] // 8, dtype=torch.int64, device=device).random_()
+    target = torch.empty_like(source)
+    return _seconds(lambda: target.copy_(source), kind)
+
+
+def _product_seconds(device: str, kind: str) -> float:
+    side = _PRODUCT[kind]
+    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(left)
+    return _seconds(lambda: torch.mm(left, right, out=out), kind)
+
+
+def _seconds(work: Callable[[], object], kind: str) -> float:
+    """Median time of `work`, the first calls left out."""
+    timed = _timed_on_gpu if kind == "cuda" else _timed_on_host
+    for _ in range(3):
+        work()
+    return median(timed(work) for _ in range(_REPEATS[kind]))
+
+
+def _timed_on_gpu(work: Callable[[], object]) -> float:
+    event: Any = torch.cuda.Event  # whose constructor has no types
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def _timed_on_host(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -1,0 +1,228 @@
+"""`headrace bench latency`: time of a decode step for each batch size, and the rate of prompts, beside their floors.
+
+A step's time is the interval between commits while every row decodes: no prefill, no start, no end. Each repeat has
+fresh random prompts. A peer's step is the difference of a long and a short run, divided by the tokens between them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from statistics import mean, median
+from typing import Any
+
+import anyio
+from rich.progress import Progress, TaskID
+
+from headrace.engine import Engine, SamplingParams
+from headrace.engine.bench.opening import BenchmarkFailed, Subject, Target, opened, require_room
+from headrace.engine.bench.peers import Peer, open_peer
+from headrace.engine.bench.profile import steady_intervals, watching
+from headrace.engine.bench.profiled import WINDOW, profile_work
+from headrace.engine.bench.report import percentile, save, show, spread, table
+from headrace.engine.bench.workload import random_prompts
+
+__all__ = ["decode", "parse_prefill", "run"]
+
+_SKIP = 16  # steps after the last prefill before intervals count
+
+
+def run(
+    target: Target,
+    *,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    prefill: str | None,
+    repeats: int,
+    peer: str | None,
+    profile: bool,
+    json_path: str | None,
+) -> None:
+    """Measure and print."""
+    shape = parse_prefill(prefill) if prefill else None
+    anyio.run(_run, target, batches, (context, steps), shape, repeats, peer, profile, json_path)
+
+
+def parse_prefill(text: str) -> tuple[int, int]:
+    """ "32x2048" as (prompts, tokens of each).
+
+    Raises:
+        BenchmarkFailed: It is not of that form.
+    """
+    count, separator, tokens = text.partition("x")
+    if not (separator and count.isdecimal() and tokens.isdecimal() and int(count) and int(tokens)):
+        raise BenchmarkFailed(f"--prefill {text}: give prompts and tokens of each, such as 32x2048")
+    return int(count), int(tokens)
+
+
+async def _run(
+    target: Target,
+    batches: Sequence[int],
+    lengths: tuple[int, int],
+    prefill: tuple[int, int] | None,
+    repeats: int,
+    peer: str | None,
+    profile: bool,
+    json_path: str | None,
+) -> None:
+    context, steps = lengths
+    needed = max([*batches, prefill[0] if prefill else 1])
+    async with opened(target, rows=needed) as subject:
+        for batch in batches:
+            require_room(subject.engine, [context + _output(subject.engine, batch, context, steps)] * batch)
+        if prefill is not None:
+            require_room(subject.engine, [prefill[1] + 1] * prefill[0])
+        with open_peer(peer, subject, target) as other, Progress(transient=True) as progress:
+            rounds = len(batches) * (2 if other else 1) + (1 if prefill else 0)
+            task = progress.add_task("measuring", total=rounds * (repeats + 1))
+            measure = _Measure(subject, other, repeats, progress, task)
+            figures = [await measure.batch(batch, context, steps) for batch in batches]
+            rates = await measure.prefill(*prefill) if prefill else []
+        data: dict[str, Any] = {
+            "conditions": subject.conditions(target, context=context, steps=steps, repeats=repeats),
+            "decode": figures,
+        }
+        if other is not None:
+            data["conditions"][other.name] = other.version
+        if prefill is not None:
+            floor = prefill[0] * prefill[1] / subject.cost.prefill_seconds([prefill[1]] * prefill[0], subject.speed)
+            data["prefill"] = {"shape": prefill, "tokens_per_second": rates, "floor_tokens_per_second": floor}
+            _print_prefill(data["prefill"])
+        columns = _COLUMNS if other is None else (*_COLUMNS, other.name, "ratio")
+        show("decode step, ms", columns, [_row(each) for each in figures], data, json_path)
+        if profile:
+            data["profile"] = {each["batch"]: await _profiled(subject, each, context, steps) for each in figures}
+            save(data, json_path)
+
+
+_COLUMNS = ("batch", "median", "p10 to p90", "tok/s", "floor", "% of floor")
+
+
+def _print_prefill(figures: dict[str, Any]) -> None:
+    (count, tokens), rates, floor = figures["shape"], figures["tokens_per_second"], figures["floor_tokens_per_second"]
+    cells = [f"{count} x {tokens}", spread(rates, ",.0f"), f"{floor:,.0f}", f"{100 * median(rates) / floor:.0f}"]
+    table("prefill, tok/s", ("prompts", "median (lowest to highest)", "floor", "% of floor"), [cells])
+
+
+def _row(figure: dict[str, Any]) -> list[str]:
+    step, floor = figure["step_ms"]["p50"], figure["floor_ms"]
+    cells = [
+        str(figure["batch"]),
+        f"{step:.3f}",
+        f"{figure['step_ms']['p10']:.3f} to {figure['step_ms']['p90']:.3f}",
+        f"{1000 * figure['batch'] / step:,.0f}",
+        f"{floor:.3f}",
+        f"{100 * floor / step:.0f}",
+    ]
+    if "peer_step_ms" in figure:
+        theirs = figure["peer_step_ms"]
+        ratios = [its / ours for its, ours in zip(theirs, figure["medians_ms"], strict=True)]
+        cells += [spread(theirs, ".3f"), spread(ratios, ".2f")]
+    return cells
+
+
+class _Measure:
+    """Repeats over one open engine and, in turn, a peer; each round's first repeat warms up."""
+
+    def __init__(self, subject: Subject, other: Peer | None, repeats: int, progress: Progress, task: TaskID) -> None:
+        self._subject = subject
+        self._other = other
+        self._repeats = repeats
+        self._progress = progress
+        self._task = task
+        self._seeds: Iterator[int] = iter(range(1 << 30))
+
+    def _prompts(self, count: int, tokens: int) -> list[list[int]]:
+        vocab_size = self._subject.engine.info.vocab_size
+        return random_prompts(count, tokens, vocab_size=vocab_size, seed=next(self._seeds))
+
+    async def batch(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        """Figures of one batch size, in milliseconds."""
+        subject = self._subject
+        ours: list[list[float]] = []
+        theirs: list[float] = []
+        for _ in range(self._repeats + 1):
+            intervals = await decode(subject.engine, self._prompts(batch, context), steps)
+            ours.append([1000 * interval for interval in intervals])
+            self._progress.advance(self._task)
+            if self._other is not None:
+                theirs.append(1000 * self._peer_step(self._other, batch, context, steps))
+                self._progress.advance(self._task)
+        pooled = [interval for each in ours[1:] for interval in each]
+        reached = context + _SKIP + steps // 2 + _joining(subject.engine, batch, context) // 2
+        figure = {
+            "batch": batch,
+            "step_ms": {"p10": percentile(pooled, 0.1), "p50": median(pooled), "p90": percentile(pooled, 0.9)},
+            "mean_ms": mean(pooled),
+            "medians_ms": [median(each) for each in ours[1:]],
+            "intervals": len(pooled),
+            "mean_context": reached,
+            "floor_ms": 1000 * subject.cost.decode_seconds([reached] * batch, subject.speed),
+        }
+        return figure | ({"peer_step_ms": theirs[1:]} if self._other else {})
+
+    def _peer_step(self, other: Peer, batch: int, context: int, steps: int) -> float:
+        """Seconds of the peer's decode step: what `steps` more tokens add, shared out."""
+        short, long = (
+            other.run(self._prompts(batch, context), [_params(count)] * batch) for count in (_SKIP, _SKIP + steps)
+        )
+        return (long - short) / steps
+
+    async def prefill(self, count: int, tokens: int) -> list[float]:
+        """Prompt tokens a second, from the first request to the last first token."""
+        rates = []
+        for _ in range(self._repeats + 1):
+            prompts = self._prompts(count, tokens)
+            started = time.perf_counter()
+            await _generate(self._subject.engine, prompts, _params(1))
+            rates.append(count * tokens / (time.perf_counter() - started))
+            self._progress.advance(self._task)
+        return rates[1:]
+
+
+async def decode(engine: Engine, prompts: Sequence[list[int]], steps: int) -> list[float]:
+    """Seconds of each of `steps` decode steps in which every prompt has a row.
+
+    Raises:
+        BenchmarkFailed: The rows never decoded together for so long.
+    """
+    with watching(engine, 0) as watch:
+        await _generate(engine, prompts, _params(_output(engine, len(prompts), len(prompts[0]), steps)))
+    intervals = steady_intervals(watch.commits, len(prompts), _SKIP)
+    if len(intervals) < steps // 2:
+        raise BenchmarkFailed(f"only {len(intervals)} of {steps} steps had all {len(prompts)} rows decoding")
+    return intervals[:steps]
+
+
+def _joining(engine: Engine, batch: int, context: int) -> int:
+    """Steps until every row decodes, at most; the rows that start first decode meanwhile."""
+    return -(-batch * context // max(1, engine.info.max_batched_tokens - batch))
+
+
+def _output(engine: Engine, batch: int, context: int, steps: int) -> int:
+    """Tokens that each row must generate so that all decode together for long enough."""
+    return _joining(engine, batch, context) + _SKIP + steps
+
+
+async def _profiled(subject: Subject, figure: dict[str, Any], context: int, steps: int) -> dict[str, Any]:
+    batch = figure["batch"]
+    prompts = random_prompts(batch, context, vocab_size=subject.engine.info.vocab_size, seed=batch << 32)
+    lasting = max(steps, round(2000 * WINDOW / figure["step_ms"]["p50"]))
+    return await profile_work(
+        subject,
+        lambda: decode(subject.engine, prompts, steps),
+        f"batch {batch}",
+        rows=batch,
+        traced=lambda: decode(subject.engine, prompts, lasting),
+    )
+
+
+async def _generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+    async with anyio.create_task_group() as tasks:
+        for prompt in prompts:
+            tasks.start_soon(engine.generate, prompt, params)
+
+
+def _params(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

@@ -1,0 +1,151 @@
+"""Opens the engine that a benchmark measures, with what the floor needs to know of it; measures nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from anyio import to_thread
+
+from headrace.engine import Engine, HeadraceError, InvalidParams
+from headrace.engine.bench.floor import Cost, Speed, measure, model_cost
+from headrace.engine.bench.report import conditions
+from headrace.engine.bench.shapes import located
+from headrace.engine.opened import Opened
+from headrace.engine.text import TokenTable
+
+__all__ = ["BenchmarkFailed", "Subject", "Target", "opened", "require_room", "synthetic_table"]
+
+_WORDS = (b" the", b" of", b"ing", b"ation", b".", b" a", b"er", b" in", "é".encode(), b" wheel", b"\n", b" water")
+_BYTE_SHARE = 50  # one id in so many is half a character, as in byte-level vocabularies
+
+
+class BenchmarkFailed(HeadraceError):
+    """The measurement would not mean what its table says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What to measure: a model and how to open it."""
+
+    model: str
+    """A name of `shapes.SHAPES`, a folder or a `.gguf` file."""
+    device: str = "auto"
+    kv_memory: str | None = None
+    max_rows: int | None = None
+    load_format: str | None = None
+    """None: `random` for a named shape, else `auto`."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Other fields of `EngineConfig`, as text."""
+
+    def options(self, *, only_shape: bool, rows: int | None = None) -> dict[str, Any]:
+        """The arguments of `Engine` besides the model; `rows` is what the benchmark needs at least."""
+        chosen: dict[str, Any] = {"device": self.device, **self.more}
+        chosen["load_format"] = self.load_format or ("random" if only_shape else "auto")
+        if self.kv_memory is not None:
+            chosen["kv_memory"] = self.kv_memory
+        if self.max_rows is not None or rows is not None:
+            chosen["max_rows"] = self.max_rows or rows
+        return chosen
+
+    def describe(self) -> dict[str, object]:
+        """For the conditions of a table: what was asked for beyond the defaults."""
+        asked = {"kv_memory": self.kv_memory, "max_rows": self.max_rows, **self.more}
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+class Subject(NamedTuple):
+    """An open engine with its floor."""
+
+    engine: Engine
+    path: str
+    cost: Cost
+    speed: Speed
+    random: bool
+    """Whether the weights are invented, and with them the text of tokens."""
+
+    def conditions(self, target: Target, **more: object) -> dict[str, object]:
+        """What to print below a table."""
+        info = self.engine.info
+        device = torch.cuda.get_device_name(info.device) if info.device.startswith("cuda") else info.device
+        asked = target.describe()
+        found = {"model": info.model, "device": device, "dtype": info.dtype, **self.speed.describe()}
+        return conditions(**{**asked, **found, **more})
+
+
+class _SyntheticTokenizer:
+    """Gives a model of random weights text to stream; prompts are token ids."""
+
+    eos_ids = ()
+
+    def __init__(self, size: int) -> None:
+        self.table = synthetic_table(size)
+
+    def encode(self, text: str) -> list[int]:
+        raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=messages)
+
+
+class _TextEngine(Engine):
+    """An engine of random weights whose tokens have text all the same, so that streaming pays for it."""
+
+    def _open(self) -> Opened:
+        found = super()._open()
+        return replace(found, tokenizer=_SyntheticTokenizer(found.info.vocab_size))
+
+
+def synthetic_table(size: int) -> TokenTable:
+    """A byte-level vocabulary: words of a few characters, and at times half a character."""
+    pieces = [_WORDS[index % len(_WORDS)] + b"%d" % (index % 100) for index in range(size)]
+    for index in range(0, size, _BYTE_SHARE):
+        pieces[index] = bytes([0xC3 if index // _BYTE_SHARE % 2 else 0xA9])
+    return TokenTable(pieces, frozenset())
+
+
+@asynccontextmanager
+async def opened(target: Target, *, rows: int | None = None) -> AsyncIterator[Subject]:
+    """Measure the machine, then open `target` with at least `rows` rows.
+
+    Raises:
+        BenchmarkFailed: The engine chose another device than the floor was measured on.
+        HeadraceError: The engine does not open.
+    """
+    device = "cpu"
+    if torch.cuda.is_available() and target.device != "cpu":
+        device = "cuda" if target.device == "auto" else target.device
+    speed = await to_thread.run_sync(measure, device)  # before the engine takes the memory
+    with located(target.model) as (path, only_shape):
+        options = target.options(only_shape=only_shape, rows=rows)
+        random = options["load_format"] == "random"
+        kind = _TextEngine if random else Engine
+        async with kind(path, **options) as engine:
+            if torch.device(engine.info.device).type != torch.device(device).type:
+                raise BenchmarkFailed(
+                    f"the engine runs on {engine.info.device}, the floor is of {device}: use --device"
+                )
+            cost = model_cost(path, engine.info)
+            yield Subject(engine, path, cost, speed, random)
+
+
+def require_room(engine: Engine, lengths: Sequence[int]) -> None:
+    """Check that requests of `lengths` tokens (prompt and output) can all run at once.
+
+    Raises:
+        BenchmarkFailed: They cannot; preemption or waiting would be measured instead.
+    """
+    info = engine.info
+    if len(lengths) > info.max_rows:
+        raise BenchmarkFailed(f"{len(lengths)} rows are needed and the engine has {info.max_rows}: use --max-rows")
+    if max(lengths) > info.max_context:
+        raise BenchmarkFailed(f"{max(lengths)} tokens do not fit the model's context of {info.max_context}")
+    pages = sum(-(-length // info.page_size) + 1 for length in lengths)
+    if pages > info.num_pages:
+        needed = pages * info.page_bytes / 2**20
+        raise BenchmarkFailed(
+            f"{pages} pages are needed and the engine has {info.num_pages}: --kv-memory {needed:.0f}MiB"
+        )

