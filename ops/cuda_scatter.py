@@ -1,4 +1,7 @@
-"""Writes words to scattered places on CUDA; knows nothing of what they mean."""
+"""Writes words to scattered places on CUDA; knows nothing of what they mean.
+
+Words come as `[count, place, word, place, word, ...]`, all int32, so that what is sent is one contiguous piece.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,43 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["scatter_words"]
+__all__ = ["apply_words", "scatter_words"]
 
 _BLOCK = 1024
+
+
+@triton.jit
+def _apply_kernel(target, staged, BLOCK: tl.constexpr):
+    count = tl.load(staged)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < count
+        place = tl.load(staged + 1 + 2 * at, mask=inside, other=0)
+        tl.store(target + place, tl.load(staged + 2 + 2 * at, mask=inside, other=0), mask=inside)
+    tl.debug_barrier()
+    tl.store(staged, 0)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _scatter_kernel(target, staged, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    place = tl.load(staged + at, mask=inside, other=0)
-    tl.store(target + place, tl.load(staged + count + at, mask=inside, other=0), mask=inside)
+    place = tl.load(staged + 1 + 2 * at, mask=inside, other=0)
+    tl.store(target + place, tl.load(staged + 2 + 2 * at, mask=inside, other=0), mask=inside)
 
 
-def scatter_words(target: Tensor, staged: Tensor, count: int) -> None:
-    """`target[staged[i]] = staged[count + i]` for i below `count`; no place may come twice.
+def apply_words(target: Tensor, staged: Tensor) -> None:
+    """`target[place] = word` for the pairs staged, however many the device finds there, and none the next time.
+
+    For a graph, and few pairs: one program does it.
 
     Args:
         target: int32, one dimension.
-        staged: int32: `count` places, then as many words.
-        count: How many.
+        staged: int32 [count, place, word, ...]; no place may come twice. Its count becomes 0.
     """
+    _apply_kernel[(1,)](target, staged, BLOCK=_BLOCK, num_warps=8)
+
+
+def scatter_words(target: Tensor, staged: Tensor, count: int) -> None:
+    """The same for `count` pairs, known to the host and as many as it likes; `staged` stays as it is."""
     _scatter_kernel[(triton.cdiv(count, _BLOCK),)](target, staged, count, BLOCK=_BLOCK, num_warps=4)

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry
-from headrace.ops.cuda_scatter import scatter_words
+from headrace.ops.cuda_scatter import apply_words, scatter_words
 
 __all__ = ["DeviceRows"]
 
-_RING = 4
-_MOST_WORDS = 1 << 16
+_RING = 16
+_FEW_PAIRS = 2048
+"""Pairs that a graph applies by itself."""
+_MOST_PAIRS = 1 << 16
 _Words = NDArray[np.int32]
 
 
@@ -60,9 +62,10 @@ class DeviceRows:
         """Whether a row asks for top-k, top-p or min-p."""
         self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
-        self._ring = [torch.empty(2 * _MOST_WORDS, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        words = 1 + 2 * _MOST_PAIRS
+        self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._views = [buffer.numpy() for buffer in self._ring]
-        self._staged = torch.empty(2 * _MOST_WORDS, dtype=torch.int32, device=device)
+        self._staged = torch.zeros(words, dtype=torch.int32, device=device)
         self._copied = [torch.cuda.Event() for _ in range(_RING)]
         self._turn = 0
         self._places: list[_Words] = []
@@ -75,7 +78,7 @@ class DeviceRows:
         if entries:
             self._add_entries(entries)
 
-    def batch(self, rows: Sequence[int], starts: Sequence[int], bucket: int) -> None:
+    def batch(self, rows: NDArray[np.int64], starts: NDArray[np.int64], bucket: int) -> None:
         """Make the first `bucket` rows of `batch_R` these, padded, about to compute the tokens at `starts`."""
         wanted = np.full(bucket, self.padding_row, np.int32)
         wanted[: len(rows)] = rows
@@ -83,36 +86,47 @@ class DeviceRows:
         if len(changed):
             self._put(self._offset["batch"] + changed, wanted[changed])
             self._batch[:bucket] = wanted
-        places, at = wanted[: len(rows)], np.asarray(starts, np.int64)
-        (stale,) = np.nonzero(self._lengths[places] != at)
+        (stale,) = np.nonzero(self._lengths[rows] != starts)
         if len(stale):
-            self._put(self._offset["lengths"] + places[stale], at[stale])
-        self._lengths[places] = at + 1
+            self._put(self._offset["lengths"] + rows[stale], starts[stale])
+        self._lengths[rows] = starts + 1
 
     def sampled(self, row: int, length: int) -> None:
         """Note that a prefill of `row` ends by sampling, which sets its length on the device."""
         self._lengths[row] = length
 
-    def flush(self) -> None:
-        """Send the changes since the last call, on the current stream."""
+    def flush(self, *, applied_by_graph: bool) -> None:
+        """Send the changes since the last call, on the current stream.
+
+        Args:
+            applied_by_graph: The next thing to run there is a graph that begins with `apply`.
+        """
         if not self._places:
             return
         places, words = np.concatenate(self._places), np.concatenate(self._words)
         self._places, self._words = [], []
-        for start in range(0, len(places), _MOST_WORDS):
-            self._send(places[start : start + _MOST_WORDS], words[start : start + _MOST_WORDS])
+        left_to_graph = applied_by_graph and len(places) <= _FEW_PAIRS
+        for start in range(0, len(places), _MOST_PAIRS):
+            some = slice(start, start + _MOST_PAIRS)
+            self._send(places[some], words[some], left_to_graph)
 
-    def _send(self, places: _Words, words: _Words) -> None:
+    def apply(self) -> None:
+        """Apply what `flush` left to a graph."""
+        apply_words(self._arena, self._staged)
+
+    def _send(self, places: _Words, words: _Words, left_to_graph: bool) -> None:
         slot = self._turn % _RING
         self._turn += 1
         self._copied[slot].synchronize()
-        count = len(places)
+        end = 1 + 2 * len(places)
         view = self._views[slot]
-        view[:count] = places
-        view[count : 2 * count] = words
-        self._staged[: 2 * count].copy_(self._ring[slot][: 2 * count], non_blocking=True)
+        view[0] = len(places) if left_to_graph else 0
+        view[1:end:2] = places
+        view[2:end:2] = words
+        self._staged[:end].copy_(self._ring[slot][:end], non_blocking=True)
         self._copied[slot].record()
-        scatter_words(self._arena, self._staged, count)
+        if not left_to_graph:
+            scatter_words(self._arena, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
         row, start, tokens, sampling = new

@@ -8,6 +8,8 @@ Next to read: cuda_rows.py, then graphs.py.
 from __future__ import annotations
 
 import gc
+import queue
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,13 +85,16 @@ class _Result:
 
 
 class _CudaStep:
-    """A launched step. `places[i]` is where the id of the plan's work i will be."""
+    """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
 
-    __slots__ = ("_places", "_result", "_vocab_size")
+    __slots__ = ("_vocab_size", "enqueued", "error", "places", "result")
 
-    def __init__(self, result: _Result, places: slice | NDArray[np.int64], vocab_size: int) -> None:
-        self._result = result
-        self._places = places
+    def __init__(self, result: _Result, vocab_size: int) -> None:
+        self.result = result
+        self.enqueued: threading.Event | None = None
+        self.error: BaseException | None = None
+        self.places: NDArray[np.int64]
+        """Where in the result the id of each of the plan's works will be."""
         self._vocab_size = vocab_size
 
     def wait(self) -> Sequence[int]:
@@ -97,14 +102,24 @@ class _CudaStep:
 
         Raises:
             EngineCrashed: The device failed; nothing on it can be trusted any more.
+            torch.OutOfMemoryError: The device had no memory for this step.
         """
-        with _faults_are_fatal():
-            self._result.done.synchronize()
-        ids = self._result.view[self._places]
+        if self.enqueued is not None:
+            self.enqueued.wait()
+        try:
+            if self.error is not None:
+                raise self.error
+            with _faults_are_fatal():
+                self.result.done.synchronize()
+            return self._ids()
+        finally:
+            self.result.taken = False
+
+    def _ids(self) -> list[int]:
+        ids = self.result.view[self.places]
         if len(ids) and not (-1 <= ids.min() and ids.max() < self._vocab_size):
             raise EngineCrashed(f"the device returned a token outside the vocabulary: {ids.min()} to {ids.max()}")
         tokens: list[int] = ids.tolist()
-        self._result.taken = False
         return tokens
 
 
@@ -159,7 +174,16 @@ class CudaRunner:
             }
             words = 3 * capacity.max_batched_tokens + 3 * capacity.max_rows
             self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
+            self._sends = 0
             self._sent = [torch.cuda.Event() for _ in range(_RING)]
+
+        self._submitted = 0
+        """Steps given to the launcher; only `launch` counts them."""
+        self._enqueued = 0
+        """Those that it has enqueued; only the launcher counts them."""
+        self._plans: queue.SimpleQueue[tuple[StepPlan, _CudaStep] | None] = queue.SimpleQueue()
+        self._launcher = threading.Thread(target=self._run_launcher, name="headrace-launcher", daemon=True)
+        self._launcher.start()
 
     def rehearse(self) -> None:
         """Run the largest prefill that a plan may hold, on the scratch page; blocks."""
@@ -181,6 +205,9 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> _CudaStep:
         """Enqueue `plan` behind the steps launched before it.
 
+        Decodes are enqueued at once: it takes a few hundred microseconds. Prefills take milliseconds, so a thread does
+        that, and whatever comes while it is busy follows there.
+
         Raises:
             EngineCrashed: The device failed.
             torch.OutOfMemoryError: The device had no memory for this step.
@@ -188,15 +215,21 @@ class CudaRunner:
         result = self._results[self._turn % _RESULTS]
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
-        with self._on_stream(), _faults_are_fatal():
-            places = self._enqueue(plan, result)
-            result.done.record(self._stream)
+        step = _CudaStep(result, self._capacity.vocab_size)
+        if self._submitted == self._enqueued and plan.tokens == len(plan.works):
+            self._enqueue(plan, step)
+        else:
+            step.enqueued = threading.Event()
+            self._submitted += 1
+            self._plans.put((plan, step))
         result.taken = True
         self._turn += 1
-        return _CudaStep(result, places, self._capacity.vocab_size)
+        return step
 
     def close(self) -> None:
         """Wait for the device and return its memory."""
+        self._plans.put(None)
+        self._launcher.join()
         try:
             with self._on_stream(), _faults_are_fatal():
                 self._stream.synchronize()
@@ -215,27 +248,53 @@ class CudaRunner:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             yield
 
-    def _enqueue(self, plan: StepPlan, result: _Result) -> slice | NDArray[np.int64]:
+    def _run_launcher(self) -> None:
+        """The launcher's thread."""
+        while (item := self._plans.get()) is not None:
+            plan, step = item
+            try:
+                self._enqueue(plan, step)
+            except BaseException as error:  # raised where the step is waited for
+                step.error = error
+            self._enqueued += 1
+            assert step.enqueued is not None
+            step.enqueued.set()
+            del item, plan, step
+
+    def _enqueue(self, plan: StepPlan, step: _CudaStep) -> None:
+        with self._on_stream(), _faults_are_fatal():
+            step.places = self._enqueue_all(plan, step.result)
+            step.result.done.record(self._stream)
+
+    def _enqueue_all(self, plan: StepPlan, result: _Result) -> NDArray[np.int64]:
         """Enqueue everything of `plan`; where each work's id will be in `result`."""
         works, rows = plan.works, self._rows
         decodes = [work for work in works if work.num_tokens == 1 and work.samples]
         prefills = [work for work in works if work.num_tokens > 1 or not work.samples]
         rows.add(plan.new_rows, plan.entries)
-        bucket = 0
-        starts = [work.start for work in decodes]
-        if decodes:
-            bucket = self._graphs.bucket(len(decodes))
-            rows.batch([work.row for work in decodes], starts, bucket)
-        rows.flush()
-        CudaOps.copy_pages(self._kv, plan.copies)
-        if decodes:
-            filtered = bool(rows.filtered[[work.row for work in decodes]].any())
-            self._graphs.replay(starts, filtered=filtered)
-        sampled = self._prefill(prefills, self._ids[bucket:]) if prefills else 0
-        result.ids[: bucket + sampled].copy_(self._ids[: bucket + sampled], non_blocking=True)
-        if not prefills:
-            return slice(0, len(works))
-        return _places(works, bucket)
+        order = _longest_first(decodes)
+        count = self._decode(decodes, order, plan.copies) if decodes else 0
+        if prefills:
+            if not decodes:
+                rows.flush(applied_by_graph=False)
+                CudaOps.copy_pages(self._kv, plan.copies)
+            sampled = self._prefill(prefills, self._ids[count:])
+            result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
+            return _places(works, order, count)
+        result.ids[:count].copy_(self._ids[:count], non_blocking=True)
+        return order.argsort()
+
+    def _decode(self, works: Sequence[Work], order: NDArray[np.int64], copies: Sequence[tuple[int, int]]) -> int:
+        """Enqueue one token of each of `works`, which take their places in the batch in `order`; how many places."""
+        rows = self._rows
+        row_W = np.array([work.row for work in works])[order]
+        start_W = np.array([work.start for work in works])[order]
+        graph = self._graphs.prepare(start_W, filtered=bool(rows.filtered[row_W].any()))
+        rows.batch(row_W, start_W, self._graphs.bucket(len(works)))
+        rows.flush(applied_by_graph=not copies)
+        CudaOps.copy_pages(self._kv, copies)
+        graph.replay()
+        return len(works)
 
     def _prefill(self, works: Sequence[Work], ids: Tensor) -> int:
         """Enqueue the forward of `works`, and sample into `ids` for those that want it; how many did."""
@@ -284,7 +343,8 @@ class CudaRunner:
         return _Prefill(self._rows.pool_RC[rows, positions], positions, slots, last, row.int(), at)
 
     def _send(self, words: NDArray[np.int64]) -> Tensor:
-        slot = self._turn % _RING
+        slot = self._sends % _RING
+        self._sends += 1
         self._sent[slot].synchronize()
         pinned = self._packed[slot][: len(words)]
         pinned.numpy()[:] = words
@@ -293,14 +353,19 @@ class CudaRunner:
         return on_device
 
 
-def _places(works: Sequence[Work], bucket: int) -> NDArray[np.int64]:
-    """Where each work's id is: decodes from 0, sampling prefills from `bucket`; 0 for those that sample nothing."""
+def _longest_first(works: Sequence[Work]) -> NDArray[np.int64]:
+    """Decodes in the order of their contexts: attention starts rows in order, and the short ones fill its end."""
+    return np.array([-work.start for work in works], np.int64).argsort(kind="stable")
+
+
+def _places(works: Sequence[Work], order: NDArray[np.int64], decodes: int) -> NDArray[np.int64]:
+    """Where each work's id is: decodes first, in `order`, then sampling prefills; 0 for those that sample nothing."""
     places = np.zeros(len(works), np.int64)
-    decode, prefill = 0, bucket
+    of_decodes = iter(order.argsort())
+    prefill = decodes
     for index, work in enumerate(works):
         if work.samples and work.num_tokens == 1:
-            places[index] = decode
-            decode += 1
+            places[index] = next(of_decodes)
         elif work.samples:
             places[index] = prefill
             prefill += 1

@@ -126,22 +126,21 @@ class DecodeGraphs:
         for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
             self._graph(_Key(size, self._way(size, context), False))
 
-    def replay(self, starts: Sequence[int], *, filtered: bool) -> int:
-        """Run one decode step of the rows in `DeviceRows.batch_R`; the size of its bucket.
+    def prepare(self, starts: NDArray[np.int64], *, filtered: bool) -> torch.cuda.CUDAGraph:
+        """The graph whose replay is one decode step of the rows in `DeviceRows.batch_R`, planned for their `starts`.
 
         Raises:
-            DeviceUnavailable: A graph could not be captured.
+            DeviceUnavailable: It had to be captured, and could not be.
         """
         bucket = self.bucket(len(starts))
-        lengths = np.ones(bucket, np.int64)
-        lengths[: len(starts)] += starts
-        key = _Key(bucket, self._way(bucket, int(lengths.sum()) // len(starts)), filtered)
+        key = _Key(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), filtered)
         graph = self._graph(key)
         if key.way == "fa2":
+            lengths = np.ones(bucket, np.int64)
+            lengths[: len(starts)] += starts
             self._plans[bucket].plan(lengths, anew=self._last_planned != bucket)
             self._last_planned = bucket
-        graph.replay()
-        return bucket
+        return graph
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
@@ -199,6 +198,7 @@ class DecodeGraphs:
         """The decode step itself: what a graph records."""
         rows, inputs = self._rows, self._inputs[bucket]
         batch_B = rows.batch_R[:bucket]
+        rows.apply()
         prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=self._shape.page_size)
         hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv)
         sample(
