@@ -30,7 +30,8 @@ __all__ = ["CudaOps", "CudaProduct", "DecodeStep", "PrefillStep"]
 
 # Measured on an H200: activation inside the product pays where it saves enough traffic, and costs where F is small.
 _GATED_FEATURES = 8192
-_NORM_FEATURES = 4096
+# One row: every program repeats the norm of its input, which pays while that is short.
+_NORM_FEATURES = 2048
 _LINEAR_MULTIPLE = 64
 
 
@@ -143,6 +144,9 @@ class CudaOps:
             return self._vector(x_NE, residual_NE, weight_E, weight_2FI, gated=True)
         normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
         out_NF = torch.empty(rows, size_out, dtype=x_NE.dtype, device=x_NE.device)
+        if packed.bias_O is None and rows == 1:
+            vector_linear(normed_NE, weight_2FI, out_NF, gated=True, pdl=self.pdl)
+            return out_NF, total_NE
         gated = rows <= MAX_ROWS and size_out >= _GATED_FEATURES and size_in % _LINEAR_MULTIPLE == 0
         if packed.bias_O is None and gated:
             linear_silu_mul(normed_NE, weight_2FI, out_NF, pdl=self.pdl)
