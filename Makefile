@@ -4,8 +4,8 @@
 .PHONY: help demo test lint types wheel-import unit bench clean
 
 PYTHON ?= python3
-# The CPU build of torch to use where a machine's pip knows one; elsewhere uv fetches PyTorch's own.
-TORCH_CPU ?= 2.13.0+cpu
+# The torch of machines without a GPU: its CPU build where pip knows one, else PyTorch's own by uv, else PyPI's.
+TORCH ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -58,19 +58,24 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 		|| { echo 'headrace needs Python 3.11 or newer; name one with `make PYTHON=/path/to/python3 ...`' >&2; exit 1; }
 	$(say) 'set-up: a virtual environment in $(VENV)'
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	@$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); \
 		echo 'cannot make a virtual environment; on Debian and Ubuntu, install the package python3-venv' >&2; exit 1; }
 
-# torch comes first, so that the package's own `torch>=` finds it there and does not choose a build of its own.
+# torch comes first, so that the package's own `torch>=` finds it there and does not choose a build of its own. What an
+# interrupted run has left is mended: the environment gets pip, and a torch without its metadata does not count.
 $(RUN_READY): pyproject.toml | $(BIN)/python
+	@$(PIP) --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 		printf '\n==> set-up: torch with CUDA, FlashInfer and the package (several GB)\n' && \
 		$(PIP) install -e '.[cuda]'; \
 	else \
 		printf '\n==> set-up: a CPU build of torch (about 200 MB)\n' && \
-		{ $(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install 'torch==$(TORCH_CPU)' 2>/dev/null || \
-		  { $(PIP) install uv && VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --torch-backend=cpu 'torch>=2.11'; } || \
-		  { echo 'found no CPU build of torch; install one with $(BIN)/python -m pip, then run make again' >&2; exit 1; }; } && \
+		{ $(BIN)/python -c 'import torch, importlib.metadata as m; m.version("torch")' 2>/dev/null || \
+		  $(PIP) install 'torch==$(TORCH)+cpu' 2>/dev/null || \
+		  { $(PIP) install uv && $(BIN)/uv pip install -q -p $(BIN)/python --torch-backend=cpu 'torch==$(TORCH)'; } || \
+		  { echo 'PyTorch'"'"'s index is out of reach: taking the CUDA build from PyPI instead (several GB)' && \
+		    $(PIP) install 'torch==$(TORCH)'; } || \
+		  { echo 'found no torch; install one with $(BIN)/python -m pip, then run make again' >&2; exit 1; }; } && \
 		printf '\n==> set-up: the package and its libraries\n' && \
 		$(PIP) install -e .; \
 	fi

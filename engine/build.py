@@ -24,7 +24,7 @@ from headrace.engine.stats import EngineInfo
 from headrace.engine.text import TokenTable
 from headrace.engine.tokenizer import Tokenizer
 
-__all__ = ["open_engine"]
+__all__ = ["build_kernels", "open_engine"]
 
 
 class _NoTokenizer:
@@ -82,6 +82,22 @@ def open_engine(config: EngineConfig) -> Opened:
         max_batched_tokens=capacity.max_batched_tokens,
     )
     return Opened(device.runner, tokenizer, capacity, info)
+
+
+def build_kernels(config: EngineConfig, folder: str) -> int:
+    """Compile the GPU kernels of the model that `config` names into `folder`, without loading it; how many there are.
+
+    Raises:
+        ModelRejected: The model's description cannot be used.
+        DeviceUnavailable: There is no such GPU.
+    """
+    from headrace.engine.model.open_cuda import build_kernels
+
+    path = _locate(config)
+    if path.suffix != ".gguf":
+        return build_kernels(config, from_hf(read_hf_config(path)), folder)
+    with GgufFile(path) as gguf:
+        return build_kernels(config, gguf.spec(), folder)
 
 
 def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:

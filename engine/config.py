@@ -32,6 +32,10 @@ def parse_bytes(value: object) -> object:
     return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
+def _as_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 class EngineConfig(BaseModel):
     """Options of `Engine`. Frozen and complete before use; what is None is chosen for the device when it opens.
 
@@ -41,7 +45,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model: Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+    model: Annotated[str, BeforeValidator(_as_text)]
     """A folder in Hugging Face layout, a `.gguf` file, or a hub id (with `allow_download`)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one, and the CPU otherwise."""
@@ -71,6 +75,8 @@ class EngineConfig(BaseModel):
     """Steps that may be launched and not yet committed; a cancelled request returns its pages within as many."""
     decode_attention: Literal["auto", "fused", "fa2", "xqa"] = "auto"
     """Kernel of decode attention on a GPU; `auto` chooses by batch and context, as measured."""
+    kernel_cache: Annotated[str, BeforeValidator(_as_text)] | None = None
+    """Folder that `headrace kernels build` filled: GPU kernels found there need no compiler."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of a CPU step; None takes one less than torch would, so that a core is left to the event loop."""
     seed: int = 0

@@ -40,6 +40,8 @@ async def generate(request: Request) -> Response:
     engine: Engine = request.state.engine
     try:
         body = await request.json()
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object")
         stream = engine.stream(body.pop("prompt", ""), SamplingParams(**{"max_tokens": 256, **body}))
         await stream.admitted()  # a refusal becomes a status line, because nothing has been sent yet
     except (Rejected, ValueError) as refusal:

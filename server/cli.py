@@ -12,6 +12,7 @@ from rich.console import Console
 from headrace.engine import HeadraceError
 from headrace.server.arguments import ModelArgument, chosen_model
 from headrace.server.bench_cli import bench
+from headrace.server.kernels_cli import kernels
 
 __all__ = ["app", "main"]
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(kernels, name="kernels")
 
 
 @app.command()
@@ -44,16 +46,22 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.7,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer, at most.", min=1)] = 512,
 ) -> None:
-    """Chat with a model in the terminal; an empty line or Ctrl-D ends it, Ctrl-C stops an answer."""
+    """Chat in the terminal; Ctrl-C stops an answer; an empty line, Ctrl-C or Ctrl-D at the prompt ends the chat."""
     from headrace.server.chat import run_chat
 
-    anyio.run(lambda: run_chat(chosen_model(model), system=system, temperature=temperature, max_tokens=max_tokens))
+    run_chat(chosen_model(model), system=system, temperature=temperature, max_tokens=max_tokens)
 
 
 def main() -> None:
     """Run the command line; an error that headrace names is printed as one line, without a traceback."""
+    failure: BaseException | None = None
     try:
         app()
-    except (HeadraceError, FileNotFoundError) as error:
-        Console(stderr=True).print(f"headrace: {error}", style="red", markup=False, highlight=False)
+    except* (HeadraceError, FileNotFoundError) as group:
+        failure = group
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    if failure is not None:
+        text = " ".join([f"headrace: {failure}", *getattr(failure, "__notes__", ())])
+        Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)

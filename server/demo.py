@@ -18,7 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headrace.engine import Engine, EngineStats, SamplingParams
+from headrace.engine import Engine, EngineStats, InvalidParams, SamplingParams
+from headrace.server.opening import opened
 
 __all__ = ["demo_model", "run_demo"]
 
@@ -32,7 +33,7 @@ QUESTIONS = (
     "Why is the sky blue?",
     "How does a bicycle stay upright?",
     "Give me a recipe for pancakes.",
-    "What is the difference between a river and a canal?",
+    "How do rivers and canals differ?",
     "Write a short poem about rain.",
 )
 _REFRESH_SECONDS = 0.1
@@ -67,30 +68,39 @@ def demo_model() -> Path:
 
 async def run_demo(model: str, *, max_tokens: int, console: Console) -> None:
     """Stream the demo's chats through one engine, drawing until all have ended."""
-    with console.status(f"opening {Path(model).name} ..."):
-        opening = time.perf_counter()
-        engine = Engine(model, max_rows=32)
-        await engine.__aenter__()
-    try:
+    opening = time.perf_counter()
+    async with opened(model, console, max_rows=32) as engine:
         opened_in = time.perf_counter() - opening
         chats = [_Chat(question) for question in QUESTIONS]
+        has_template = await _has_chat_template(engine)
         with Live(console=console, refresh_per_second=1 / _REFRESH_SECONDS, auto_refresh=False) as live:
             async with anyio.create_task_group() as tasks:
                 for chat in chats:
-                    tasks.start_soon(_run_chat, engine, chat, max_tokens)
+                    tasks.start_soon(_run_chat, engine, chat, _prompt(chat, has_template), max_tokens)
                 while any(chat.finish_reason is None for chat in chats):
                     live.update(_picture(engine, opened_in, chats, console), refresh=True)
                     await anyio.sleep(_REFRESH_SECONDS)
             live.update(_picture(engine, opened_in, chats, console), refresh=True)
-    finally:
-        await engine.__aexit__(None, None, None)
 
 
-async def _run_chat(engine: Engine, chat: _Chat, max_tokens: int) -> None:
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": chat.question}]
+def _prompt(chat: _Chat, has_template: bool) -> str | list[dict[str, str]]:
+    if not has_template:  # a base model
+        return f"{SYSTEM}\n\nQuestion: {chat.question}\nAnswer:"
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": chat.question}]
+
+
+async def _has_chat_template(engine: Engine) -> bool:
+    try:
+        await engine.tokenize([{"role": "system", "content": SYSTEM}, {"role": "user", "content": "?"}])
+    except InvalidParams:
+        return False
+    return True
+
+
+async def _run_chat(engine: Engine, chat: _Chat, prompt: str | list[dict[str, str]], max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.6, top_p=0.9, seed=1)
     chat.started = time.perf_counter()
-    async with engine.stream(messages, params) as stream:
+    async with engine.stream(prompt, params) as stream:
         async for piece in stream.chunks():
             chat.latest = time.perf_counter()
             if chat.first is None:
@@ -119,15 +129,17 @@ def _header(engine: Engine, stats: EngineStats, opened_in: float, chats: list[_C
         Text(info.model, style="bold"),
         f"{info.architecture}, {info.dtype} on {info.device}, opened in {opened_in:.1f} s",
     )
-    figures = Table.grid(padding=(0, 3))
-    figures.add_row(
+    speeds, memory = Table.grid(padding=(0, 3)), Table.grid(padding=(0, 3))
+    speeds.add_row(
         f"[bold]{total / span if span > 0 else 0.0:6.1f}[/] tokens/s",
-        f"first token [bold]{1000 * sum(firsts) / len(firsts) if firsts else 0.0:.0f}[/] ms (mean)",
-        f"pages [bold]{stats.pages_held}[/] of {stats.pages}",
-        f"prefix cache [bold]{stats.cached_tokens}[/] of {stats.prompt_tokens} prompt tokens",
+        f"first token after [bold]{1000 * sum(firsts) / len(firsts) if firsts else 0.0:.0f}[/] ms (mean)",
         f"running [bold]{stats.running}[/], waiting [bold]{stats.waiting}[/]",
     )
-    return Group(table, figures)
+    memory.add_row(
+        f"pages [bold]{stats.pages_held}[/] of {stats.pages}",
+        f"prefix cache [bold]{stats.cached_tokens}[/] of {stats.prompt_tokens} prompt tokens",
+    )
+    return Group(table, speeds, memory)
 
 
 def _panel(chat: _Chat, width: int, height: int | None) -> Panel:
@@ -137,13 +149,13 @@ def _panel(chat: _Chat, width: int, height: int | None) -> Panel:
         body = Text("\n").join(lines[-(height - 2) :])
     speed = ""
     if chat.first is not None and chat.latest > chat.first:
-        speed = f"{(chat.tokens - 1) / (chat.latest - chat.first):.1f} tok/s"
+        speed = f", {(chat.tokens - 1) / (chat.latest - chat.first):.0f} tok/s"
     first = f"{1000 * (chat.first - chat.started):.0f} ms, " if chat.first is not None else ""
     end = f", {chat.finish_reason}" if chat.finish_reason else ""
     return Panel(
         body,
         title=Text(chat.question, style="bold"),
-        subtitle=f"{first}{chat.tokens} tokens, {speed}{end}" if chat.tokens else "waiting",
+        subtitle=f"{first}{chat.tokens} tok{speed}{end}" if chat.tokens else "waiting",
         width=width,
         height=height,
     )

@@ -29,7 +29,7 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
 }
 
 # Folders of tests that mirror no folder of the package.
-OTHER_TEST_FOLDERS = {"examples", "parity", "simulation"}
+OTHER_TEST_FOLDERS = {"examples", "gpu", "parity", "simulation"}
 
 # Import names that differ from the name of the library that ships them, or that brings them at a version of its choice.
 SHIPPED_BY = {

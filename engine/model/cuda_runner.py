@@ -38,6 +38,7 @@ __all__ = ["CudaRunner", "cuda_ops"]
 
 _RESULTS = 16  # more than any launch_ahead
 _RING = 4
+_USUAL_CONTEXT = 1024  # tokens
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
 
 
@@ -196,10 +197,11 @@ class CudaRunner:
                 works.append(Work(request, row, 0, count, True))
         self.launch(StepPlan(0, works=works, tokens=self._capacity.max_batched_tokens)).wait()
 
-    def warm_up(self, context: int = 1024) -> None:
-        """Compile and capture every graph that a usual step needs; blocks for seconds."""
+    def warm_up(self, *, everything: bool = False) -> None:
+        """Compile and capture the graphs that a usual step needs, or `everything` that any may; blocks for seconds."""
+        contexts = [_USUAL_CONTEXT, self._capacity.max_context] if everything else [_USUAL_CONTEXT]
         with self._on_stream(), _faults_are_fatal():
-            self._graphs.capture(context=context)
+            self._graphs.capture(contexts=contexts, filters=[False, True] if everything else [False])
             self._stream.synchronize()
 
     def launch(self, plan: StepPlan) -> _CudaStep:

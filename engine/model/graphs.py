@@ -7,6 +7,7 @@ to read: ../../ops/cuda.py, what a graph is made of.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -121,10 +122,11 @@ class DecodeGraphs:
             )
         return scratch
 
-    def capture(self, *, context: int) -> None:
-        """Capture the graphs that a start needs: every bucket, without filters, in the way for `context` tokens."""
+    def capture(self, *, contexts: Sequence[int], filters: Sequence[bool]) -> None:
+        """Capture the graphs of every bucket for attention over each of `contexts` tokens, with and without filters."""
         for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
-            self._graph(_Key(size, self._way(size, context), False))
+            for context, filtered in itertools.product(contexts, filters):
+                self._graph(_Key(size, self._way(size, context), filtered))
 
     def prepare(self, starts: NDArray[np.int64], *, filtered: bool) -> torch.cuda.CUDAGraph:
         """The graph whose replay is one decode step of the rows in `DeviceRows.batch_R`, planned for their `starts`.

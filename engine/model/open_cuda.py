@@ -18,10 +18,11 @@ from headrace.engine.scheduling.plan import Capacity
 try:
     from headrace.engine.model.cuda_runner import CudaRunner, cuda_ops
     from headrace.ops.cuda import CudaOps
+    from headrace.ops.cuda_cache import keep_compiled, use_cache
 except ImportError as error:
     raise DeviceUnavailable(f"device: CUDA needs headrace's `cuda` extra: {error}") from error
 
-__all__ = ["open_cuda"]
+__all__ = ["build_kernels", "open_cuda"]
 
 _ROWS = 256
 _BATCHED_TOKENS = 8192
@@ -38,6 +39,8 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
         InvalidParams: An option does not fit the model or the device.
     """
     device = _find(config.device)
+    if config.kernel_cache is not None:
+        use_cache(config.kernel_cache)
     if config.dtype == "float32":
         raise InvalidParams("dtype: float32 runs on the CPU; a GPU takes bfloat16", field="dtype", value=config.dtype)
     dtype = torch.bfloat16
@@ -64,6 +67,22 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
     except torch.OutOfMemoryError as error:
         raise DeviceUnavailable(f"device: {device} has too little memory for this model: {error}") from error
     return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), page_bytes)
+
+
+def build_kernels(config: EngineConfig, spec: DecoderSpec, folder: str) -> int:
+    """Compile every kernel that an engine of `config` may use into `folder`; how many it then holds.
+
+    Raises:
+        DeviceUnavailable: There is no such GPU.
+    """
+    config = config.model_copy(update={"kernel_cache": folder})
+    device = open_cuda(config, spec, "random")
+    try:
+        assert isinstance(device.runner, CudaRunner)
+        device.runner.warm_up(everything=True)
+        return keep_compiled(folder)
+    finally:
+        device.runner.close()
 
 
 def _find(name: str) -> torch.device:

@@ -111,16 +111,20 @@ def test_engines_that_come_and_go_leave_memory_and_threads_as_they_were(smollm2:
             return_freed_memory()  # left from reading the file; what the engine holds is still there
             return anonymous_bytes(), pages * engine.info.page_bytes
 
-    held, closed, threads = [], [], [threading.active_count()]
+    held, closed, kept_by_malloc, threads = [], [], [], [threading.active_count()]
     for _ in range(5):
-        anonymous, kv_bytes = anyio.run(run)
+        opened_bytes, kv_bytes = anyio.run(run)
         gc.collect()
-        held.append(anonymous)
+        held.append(opened_bytes)
+        after_closing = anonymous_bytes()
+        return_freed_memory()
         closed.append(anonymous_bytes())
+        kept_by_malloc.append(after_closing - closed[-1])
         threads.append(threading.active_count())
     # It varies by some 10 MiB. The caches of three openings would be 96 MiB, their weights 770.
     assert closed[-1] - closed[1] < 32 * 2**20, closed
-    # None keeps the last engine's either, nor leaves it with malloc.
-    assert held[-1] - closed[-1] > WEIGHT_BYTES + kv_bytes, (held, closed)
-    print('XX',closed,held,kv_bytes)
+    # Nor is there one that is kept until the next opens.
+    assert held[0] - closed[0] > WEIGHT_BYTES + kv_bytes, (held, closed)
+    # Up to 400 MiB if closing leaves them with malloc; the tokenizer goes after that.
+    assert sorted(kept_by_malloc)[2] < 96 * 2**20, kept_by_malloc
     assert len(set(threads)) == 1 and not any(thread.name.startswith("headrace") for thread in threading.enumerate())

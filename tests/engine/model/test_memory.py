@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import psutil
@@ -35,3 +36,31 @@ def test_a_control_group_bounds_it(
     monkeypatch.setattr(memory, "_number", number)
     free = memory.free_host_bytes()
     assert free == expected if expected is not None else free > 1000000
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    process, size = psutil.Process(), 1 << 14
+    blocks = [libc.malloc(size) for _ in range(8000)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:  # the last one keeps malloc from shrinking the heap by itself
+        libc.free(block)
+    before = process.memory_info().rss
+    memory.return_freed_memory()
+    assert before - process.memory_info().rss > 0.8 * 8000 * size
+    libc.free(blocks[-1])
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError])
+def test_another_c_library_is_left_alone(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    memory.return_freed_memory()

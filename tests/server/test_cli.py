@@ -1,0 +1,87 @@
+"""What a person at the terminal sees: errors are one line, a base model gets plain text, a chat outlives refusals."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+import tiny_models
+
+from headrace.engine import Engine, SamplingParams
+from headrace.server.cli import main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, typed: str = "") -> int:
+    monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without a chat template, one token a character, a context of 256."""
+    return tiny_models.whole_folder(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize("command", ["demo", "chat"])
+def test_a_model_that_is_not_there_is_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, command, str(tmp_path / "nothing")) == 1
+    assert run(monkeypatch, command, str(tmp_path)) == 1
+    missing, empty = capsys.readouterr().err.splitlines()
+    assert missing.startswith("headrace: model: no such folder or file") and missing.count(str(tmp_path)) == 1
+    assert empty == f"headrace: config.json: no such file (opening {tmp_path})"
+
+
+def test_a_demo_whose_prompts_do_not_fit_is_one_line(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal comes out of a task group."""
+    assert run(monkeypatch, "demo", str(base_model)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("headrace: prompt: ") and "256" in line
+
+
+def test_a_chat_outlives_a_refusal(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "chat", str(base_model), typed="Hi\nAgain\n\n") == 0
+    assert capsys.readouterr().out.count("no chat template") == 2
+
+
+def test_the_demo_asks_a_base_model_in_plain_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(tiny_models.CONFIG, "max_position_embeddings", 1024)
+    model = tiny_models.whole_folder(tmp_path)
+    assert run(monkeypatch, "demo", str(model), "--max-tokens", "5") == 0
+    assert capsys.readouterr().out.count("5 tok") == 6
+
+
+def test_a_chat_answers_with_all_that_was_said_before(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = ["Name a river.", "And its sea?"]
+    options = ["--temperature", "0", "--max-tokens", "12", "--system", "Be brief."]
+    assert run(monkeypatch, "chat", str(smollm2), *options, typed="\n".join([*questions, "", ""])) == 0
+    shown = [text.strip() for text in capsys.readouterr().out.split("> ")[1:3]]
+
+    async def expected() -> list[str]:
+        messages, answers = [{"role": "system", "content": "Be brief."}], []
+        async with Engine(smollm2, kv_memory="32MiB") as engine:
+            for question in questions:
+                messages.append({"role": "user", "content": question})
+                completion = await engine.generate(messages, SamplingParams(temperature=0, max_tokens=12))
+                answers.append(completion.choices[0].text)
+                messages.append({"role": "assistant", "content": answers[-1]})
+        return answers
+
+    assert shown == [answer.strip() for answer in anyio.run(expected)]
