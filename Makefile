@@ -1,7 +1,7 @@
 # The commands of this repository. `make help` lists them; `make demo` and `make test` set up all they need by themselves.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types wheel-import unit bench clean
+.PHONY: help demo test lint types wheel-import unit test-gpu bench clean
 
 PYTHON ?= python3
 # The torch of machines without a GPU: its CPU build where pip knows one, else PyTorch's own by uv, else PyPI's.
@@ -45,6 +45,18 @@ wheel-import: types
 unit: $(TEST_READY) ## the tests alone
 	$(say) 'pytest'
 	@$(BIN)/python -m pytest -q $(TESTS)
+
+# It sets nothing up: where no environment is, any Python with the libraries does, and headrace comes from these folders.
+test-gpu: GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+test-gpu: ## the GPU suite, with the Python at hand; HEADRACE_TEST_DEVICE=cpu rehearses it without a GPU
+	@test -n "$$HEADRACE_TEST_DEVICE" || $(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'; \
+	case $$? in 0) ;; 3) echo 'skipped: the GPU suite needs a CUDA GPU, and torch sees none here'; exit 0 ;; *) exit 1 ;; esac; \
+	if ! $(GPU_PYTHON) -c 'import headrace.engine' 2>/dev/null; then \
+		mkdir -p build/gpu/headrace && \
+		for folder in adapters engine ops server; do ln -sfn ../../../$$folder build/gpu/headrace/$$folder; done && \
+		export PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	fi; \
+	$(GPU_PYTHON) -m pytest -q --durations=10 tests/gpu tests/ops/test_cuda_*.py $(TESTS)
 
 bench: $(TEST_READY) ## speed beside transformers, and memory; minutes on two cores
 	@$(BIN)/headrace bench transformers

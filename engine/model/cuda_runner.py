@@ -7,11 +7,10 @@ Next to read: cuda_rows.py, then graphs.py.
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs
+from headrace.engine.model.memory import return_device_memory
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
@@ -88,15 +88,14 @@ class _Result:
 class _CudaStep:
     """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
 
-    __slots__ = ("_vocab_size", "enqueued", "error", "places", "result")
+    __slots__ = ("enqueued", "error", "places", "result")
 
-    def __init__(self, result: _Result, vocab_size: int) -> None:
+    def __init__(self, result: _Result) -> None:
         self.result = result
         self.enqueued: threading.Event | None = None
         self.error: BaseException | None = None
         self.places: NDArray[np.int64]
         """Where in the result the id of each of the plan's works will be."""
-        self._vocab_size = vocab_size
 
     def wait(self) -> Sequence[int]:
         """Block until the step has run.
@@ -112,16 +111,10 @@ class _CudaStep:
                 raise self.error
             with _faults_are_fatal():
                 self.result.done.synchronize()
-            return self._ids()
+            tokens: list[int] = self.result.view[self.places].tolist()
+            return tokens
         finally:
             self.result.taken = False
-
-    def _ids(self) -> list[int]:
-        ids = self.result.view[self.places]
-        if len(ids) and not (-1 <= ids.min() and ids.max() < self._vocab_size):
-            raise EngineCrashed(f"the device returned a token outside the vocabulary: {ids.min()} to {ids.max()}")
-        tokens: list[int] = ids.tolist()
-        return tokens
 
 
 class _Prefill(NamedTuple):
@@ -217,7 +210,7 @@ class CudaRunner:
         result = self._results[self._turn % _RESULTS]
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
-        step = _CudaStep(result, self._capacity.vocab_size)
+        step = _CudaStep(result)
         if self._submitted == self._enqueued and plan.tokens == len(plan.works):
             self._enqueue(plan, step)
         else:
@@ -229,23 +222,21 @@ class CudaRunner:
         return step
 
     def close(self) -> None:
-        """Wait for the device and return its memory."""
+        """Wait for the device and return its memory; after a fault of the device, what can be returned."""
         self._plans.put(None)
         self._launcher.join()
-        try:
-            with self._on_stream(), _faults_are_fatal():
-                self._stream.synchronize()
-                self._graphs.close()
-        finally:
-            names = ("_decoder", "_ops", "_kv", "_rows", "_ids", "_results", "_graphs", "_prefill_attention", "_packed")
-            for name in (*names, "_sent"):
-                delattr(self, name)
-            gc.collect()  # FlashInfer's wrappers hold themselves in cycles
-            torch.cuda.empty_cache()
+        with contextlib.suppress(torch.AcceleratorError):
+            self._stream.synchronize()
+        with contextlib.suppress(torch.AcceleratorError):
+            self._graphs.close()
+        names = ("_decoder", "_ops", "_kv", "_rows", "_ids", "_results", "_graphs", "_prefill_attention", "_packed")
+        for name in (*names, "_sent"):
+            delattr(self, name)
+        return_device_memory()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             yield
@@ -374,7 +365,7 @@ def _places(works: Sequence[Work], order: NDArray[np.int64], decodes: int) -> ND
     return places
 
 
-@contextmanager
+@contextlib.contextmanager
 def _faults_are_fatal() -> Iterator[None]:
     """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
     try:

@@ -178,7 +178,9 @@ class DecodeGraphs:
         if steps is None:
             steps = self._steps[bucket, way] = self._make_steps(bucket, way)
         scratch = self.scratch(filtered=filtered)
-        self._last_planned = 0  # making steps plans them
+        if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
+            self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
+        self._last_planned = 0
         kept = self._rows.batch_R[:bucket].clone()
         self._rows.batch_R[:bucket].fill_(self._rows.padding_row)
         try:

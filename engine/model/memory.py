@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 from pathlib import Path
 
-__all__ = ["free_host_bytes", "return_freed_memory"]
+import torch
+
+__all__ = ["free_host_bytes", "return_device_memory", "return_freed_memory"]
 
 
 def free_host_bytes() -> int:
@@ -31,6 +35,13 @@ def return_freed_memory() -> None:
     except (AttributeError, OSError):  # another C library
         return
     trim(ctypes.c_size_t(0))
+
+
+def return_device_memory() -> None:
+    """Hand the device memory that torch keeps for later back to the system; nothing happens on a device that failed."""
+    gc.collect()  # FlashInfer's wrappers hold themselves in cycles
+    with contextlib.suppress(torch.AcceleratorError):
+        torch.cuda.empty_cache()
 
 
 def _number(path: str) -> int | None:

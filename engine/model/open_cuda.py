@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import traceback
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +11,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
+from headrace.engine.model.memory import return_device_memory
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import Source, load_weights
 from headrace.engine.scheduling.plan import Capacity
@@ -28,6 +29,7 @@ _ROWS = 256
 _BATCHED_TOKENS = 8192
 _FREE_SHARE = 0.9  # of what is free once weights and activations have their place
 _GRAPH_BYTES = 1 << 30
+_PAGE_SIZE = 16
 
 
 def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
@@ -39,33 +41,45 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
         InvalidParams: An option does not fit the model or the device.
     """
     device = _find(config.device)
+    for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, _PAGE_SIZE)):
+        if value not in ("auto", limit):
+            raise InvalidParams(f"{field}: a GPU takes {limit}, got {value}", field=field, value=value, limit=limit)
     if config.kernel_cache is not None:
         use_cache(config.kernel_cache)
-    if config.dtype == "float32":
-        raise InvalidParams("dtype: float32 runs on the CPU; a GPU takes bfloat16", field="dtype", value=config.dtype)
-    dtype = torch.bfloat16
-    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
-    limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
+    failure = ""
     try:
         with torch.cuda.device(device), torch.inference_mode():
-            weights = load_weights(source, spec, dtype=dtype, device=device, seed=config.seed)
-            ops = cuda_ops(
-                spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, kv_dtype=kv_dtype,
-                device=device,
-            )  # fmt: skip
-            decoder = Decoder(spec, weights, ops)
-            page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
-            free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
-            capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
-            runner = CudaRunner(decoder, ops, capacity, attention=config.decode_attention, device=device)
-            try:
-                runner.rehearse()
-                runner.warm_up()
-            except BaseException:
-                runner.close()
-                raise
+            return _open(config, spec, source, device)
     except torch.OutOfMemoryError as error:
-        raise DeviceUnavailable(f"device: {device} has too little memory for this model: {error}") from error
+        failure = str(error)
+        traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
+    return_device_memory()
+    raise DeviceUnavailable(f"device: {device} has too little memory for this model and its pages: {failure}")
+
+
+def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device) -> Device:
+    dtype = torch.bfloat16
+    limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
+    weights = load_weights(source, spec, dtype=dtype, device=device, seed=config.seed)
+    ops = cuda_ops(
+        spec,
+        page_size=config.page_size,
+        max_positions=limits.context,
+        dtype=dtype,
+        kv_dtype=torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype,
+        device=device,
+    )
+    decoder = Decoder(spec, weights, ops)
+    page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
+    free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
+    capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
+    runner = CudaRunner(decoder, ops, capacity, attention=config.decode_attention, device=device)
+    try:
+        runner.rehearse()
+        runner.warm_up()
+    except BaseException:
+        runner.close()
+        raise
     return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), page_bytes)
 
 
@@ -114,7 +128,5 @@ def _free_for_pages(
         needed = torch.cuda.max_memory_allocated(device) - before
     finally:
         trial.close()
-    gc.collect()
-    torch.cuda.empty_cache()
     graphs = _GRAPH_BYTES + 4 * limits.rows * decoder.spec.vocab_size
     return int(_FREE_SHARE * (torch.cuda.mem_get_info(device)[0] - needed - graphs))

@@ -127,4 +127,5 @@ def test_engines_that_come_and_go_leave_memory_and_threads_as_they_were(smollm2:
     assert held[0] - closed[0] > WEIGHT_BYTES + kv_bytes, (held, closed)
     # Up to 400 MiB if closing leaves them with malloc; the tokenizer goes after that.
     assert sorted(kept_by_malloc)[2] < 96 * 2**20, kept_by_malloc
-    assert len(set(threads)) == 1 and not any(thread.name.startswith("headrace") for thread in threading.enumerate())
+    assert max(threads) == threads[0]  # those of earlier tests may end meanwhile
+    assert not any(thread.name.startswith("headrace") for thread in threading.enumerate())

@@ -1,0 +1,177 @@
+"""Tiny checkpoints with random weights, of head sizes that GPUs serve: every family, and three made for a purpose.
+
+Activations are of order one and attention matters, so that a wrong key or value changes the next token. Weights are
+saved in bfloat16, so that every engine and reference starts from the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import torch
+import transformers
+from torch import Tensor
+
+__all__ = ["CONTEXT", "EXACT", "FAMILIES", "MAKERS", "POISON", "VOCABULARY", "exact_logits", "kv_bytes"]
+
+VOCABULARY = 512
+CONTEXT = 512
+WINDOW = 37  # shorter than most prompts, and no multiple of a page
+PAGE = 16
+POISON = 7
+"""In the poisoned checkpoints the token that makes logits, or keys and values, overflow."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GAINS = {"embed": 0.5, "head": 2.5, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2}
+"""Spread of an output for inputs of order one. More for queries and keys would make the models chaotic: small errors
+would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
+head from repeating the latest token for ever."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 1, "head_dim": 128}),
+    "smollm2": (
+        "Llama",
+        {"tie_word_embeddings": True, "hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 128}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 4, "vocab_size": 500}),
+    "qwen2.5": (
+        "Qwen2",
+        {
+            "hidden_size": 448,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "qwen2 windowed": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
+}
+
+
+def kv_bytes(folder: Path, pages: int) -> int:
+    """Bytes of so many pages of 16 tokens in bfloat16."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return pages * PAGE * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2
+
+
+def build(architecture: str, changes: dict[str, Any]) -> Any:
+    """A model of transformers whose every parameter matters."""
+    torch.manual_seed(11)
+    config = getattr(transformers, architecture + "Config")(**(SIZES | changes))
+    model = getattr(transformers, architecture + "ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            scale = 5.0 if name == "model.norm.weight" and config.tie_word_embeddings else 1.0
+            torch.nn.init.normal_(parameter, scale, 0.2 * scale)
+        elif "bias" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
+        else:
+            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
+            torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(parameter.shape[1]))
+    return model
+
+
+def save(model: Any, folder: Path) -> None:
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tiny_models.write_tokenizer(folder)
+
+
+def make_family(name: str, folder: Path) -> None:
+    save(build(*FAMILIES[name]), folder)
+
+
+# -- logits that no order of addition can change --------------------------------------------------------------------
+
+EXACT = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def _exact_parts() -> tuple[Tensor, Tensor]:
+    """Embedding of +1 and -1, head of multiples of 1/8 up to 1/4: sums are multiples of 1/8 up to 32."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (VOCABULARY, EXACT["hidden_size"])
+    embedding = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1.0
+    head = torch.randint(-2, 3, shape, generator=generator) / 8.0
+    return embedding, head
+
+
+def make_exact(folder: Path) -> None:
+    """Blocks add nothing and norms are one, so logits are `head @ embedding[token]`: exact in bfloat16 in any order."""
+    model = build("Llama", EXACT)
+    embedding, head = _exact_parts()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            elif "o_proj" in name or "down_proj" in name:
+                parameter.zero_()
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight.copy_(head)
+    save(model, folder)
+
+
+def exact_logits() -> Tensor:
+    """float32 [token, V]: the logits after each token of the exact checkpoint."""
+    embedding, head = _exact_parts()
+    return embedding @ head.T
+
+
+# -- one token that overflows ---------------------------------------------------------------------------------------
+
+
+def make_poisoned(where: str, folder: Path) -> None:
+    """All weights are finite, but after `POISON` the logits are not, or the values of its position are not.
+
+    Hidden element 0 is nonzero at that token alone: no other embedding has it and no block writes it.
+    """
+    model = build("Llama", {})
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.0
+        model.model.embed_tokens.weight[POISON, 0] = 8.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[POISON] = 0.0  # never the best, so never generated
+        model.model.norm.weight[0] = 16.0
+        for layer in model.model.layers:
+            layer.input_layernorm.weight[0] = 16.0
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        if where == "logits":
+            model.lm_head.weight[3, 0] = 3e38
+        else:
+            model.model.layers[1].self_attn.v_proj.weight[:8, 0] = 3e38
+    save(model, folder)
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    **{name: partial(make_family, name) for name in FAMILIES},
+    "exact": make_exact,
+    "poisoned logits": partial(make_poisoned, "logits"),
+    "poisoned values": partial(make_poisoned, "values"),
+}
