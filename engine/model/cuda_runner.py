@@ -8,6 +8,7 @@ Next to read: cuda_rows.py, then graphs.py.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs
 from headrace.engine.model.memory import return_device_memory
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.plan import Capacity, NewRow, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.ops.cuda import CudaOps, PrefillStep
 from headrace.ops.cuda_attention import HeadShape, PrefillAttention
@@ -39,6 +40,7 @@ __all__ = ["CudaRunner", "cuda_ops"]
 _RESULTS = 16  # more than any launch_ahead
 _RING = 4
 _USUAL_CONTEXT = 1024  # tokens
+_FEW_TOKENS = 20  # of a prefill that small products compute
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
 
 
@@ -179,19 +181,29 @@ class CudaRunner:
         self._launcher = threading.Thread(target=self._run_launcher, name="headrace-launcher", daemon=True)
         self._launcher.start()
 
-    def rehearse(self) -> None:
-        """Run the largest prefill that a plan may hold, on the scratch page; blocks."""
-        left, works = self._capacity.max_batched_tokens, []
-        for row in range(self._capacity.max_rows):
-            count = min(left, self._capacity.max_context)
-            left -= count
-            if count:
-                request = Request(tokens=[0], prompt_len=1, limit=2, sampling=Sampling())
-                works.append(Work(request, row, 0, count, True))
-        self.launch(StepPlan(0, works=works, tokens=self._capacity.max_batched_tokens)).wait()
+    def rehearse(self, *, filtered: bool = False) -> None:
+        """Prefill on the scratch page as much as a plan may hold, and a little: all kernels of prefills; blocks.
+
+        Args:
+            filtered: Sample with filters.
+        """
+        sampling = Sampling(temperature=1.0, top_k=int(filtered))
+        request = Request(tokens=[0], prompt_len=1, limit=2, sampling=sampling)
+        for tokens in (self._capacity.max_batched_tokens, min(_FEW_TOKENS, self._capacity.max_batched_tokens)):
+            plan = StepPlan(0, tokens=tokens)
+            for row in range(self._capacity.max_rows):
+                count = min(tokens, self._capacity.max_context)
+                tokens -= count
+                if count:
+                    plan.new_rows.append(NewRow(row, 0, [0] * count, sampling))
+                    plan.works.append(Work(request, row, 0, count, True))
+            self.launch(plan).wait()
 
     def warm_up(self, *, everything: bool = False) -> None:
         """Compile and capture the graphs that a usual step needs, or `everything` that any may; blocks for seconds."""
+        self.rehearse()
+        if everything:
+            self.rehearse(filtered=True)
         contexts = [_USUAL_CONTEXT, self._capacity.max_context] if everything else [_USUAL_CONTEXT]
         with self._on_stream(), _faults_are_fatal():
             self._graphs.capture(contexts=contexts, filters=[False, True] if everything else [False])
@@ -225,10 +237,12 @@ class CudaRunner:
         """Wait for the device and return its memory; after a fault of the device, what can be returned."""
         self._plans.put(None)
         self._launcher.join()
-        with contextlib.suppress(torch.AcceleratorError):
+        try:
             self._stream.synchronize()
-        with contextlib.suppress(torch.AcceleratorError):
             self._graphs.close()
+        except torch.AcceleratorError:
+            # On a device that failed, freeing pinned memory ends the process: it is never freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
         names = ("_decoder", "_ops", "_kv", "_rows", "_ids", "_results", "_graphs", "_prefill_attention", "_packed")
         for name in (*names, "_sent"):
             delattr(self, name)

@@ -75,7 +75,6 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
     runner = CudaRunner(decoder, ops, capacity, attention=config.decode_attention, device=device)
     try:
-        runner.rehearse()
         runner.warm_up()
     except BaseException:
         runner.close()

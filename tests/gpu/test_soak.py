@@ -22,7 +22,7 @@ from headrace.engine import Engine, SamplingParams
 from headrace.engine.scheduling.request import Sampling
 
 SOAK = int(os.environ.get("HEADRACE_SOAK", "1000"))
-ROWS, PAGES, MOST = 12, 48, 160
+ROWS, PAGES, MOST = 12, 20, 160
 """Rows, pages of 16 and tokens of a context: full rows want more than twice the pages there are."""
 AT_ONCE = 30
 GOLDEN = 0x9E3779B97F4A7C15  # what makes the seeds of a prompt's choices differ
