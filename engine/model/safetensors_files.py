@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +129,18 @@ def _exactly(file: BinaryIO, offset: int, count: int, name: str) -> bytes:
     return data
 
 
+def _allocate(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def _read_into(raw: torch.Tensor, file: BinaryIO, offset: int, name: str) -> None:
+    """Fill `raw` from `offset`, with no copy in between."""
+    file.seek(offset)
+    count = file.readinto(raw.numpy().data)  # type: ignore[attr-defined]
+    if count != len(raw):
+        _refuse(name, "the file's size", offset + count, f"at least {offset + len(raw)} bytes")
+
+
 class SafetensorsFolder:
     """The open safetensors files of a Hugging Face folder, with every header checked.
 
@@ -179,12 +191,15 @@ class SafetensorsFolder:
         """Return how many bytes of a file the tensor takes."""
         return self._entries[tensor].nbytes
 
-    def blocks(self, tensor: str, elements: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(
+        self, tensor: str, elements: int, allocate: Callable[[int], torch.Tensor] = _allocate
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a tensor's rows in order as (first row, [rows, inner] or [elements]) in the file's own dtype.
 
         Args:
             tensor: A key of `shapes`.
             elements: About how many elements a block has.
+            allocate: Gives uint8 host memory of so many bytes for each block.
 
         Raises:
             ModelRejected: The dtype is none that a weight can have, or the file has shrunk since it was opened.
@@ -199,8 +214,9 @@ class SafetensorsFolder:
         step = max(elements // math.prod(inner), 1)
         for first in range(0, rows, step):
             count = min(step, rows - first)
-            data = bytearray(_exactly(file, entry.offset + first * row_bytes, count * row_bytes, name))
-            yield first, torch.frombuffer(data, dtype=dtype).view(count, *inner)
+            raw = allocate(count * row_bytes)
+            _read_into(raw, file, entry.offset + first * row_bytes, name)
+            yield first, raw.view(dtype).view(count, *inner)
 
     def _add(self, name: str) -> None:
         path = self.path / name

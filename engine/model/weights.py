@@ -7,9 +7,8 @@ anything is allocated.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -103,6 +102,33 @@ _INIT_STD = 0.02
 _GROUP_SIZE = 32
 
 
+class _Staging:
+    """Host memory that blocks are read into; pinned and used in turn where they go on to a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._sent = [torch.cuda.Event(), torch.cuda.Event()] if device.type == "cuda" else []
+        self._turn = 0
+
+    def __call__(self, count: int) -> Tensor:
+        """Memory of `count` bytes that nothing reads any more."""
+        if not self._sent:
+            return torch.empty(count, dtype=torch.uint8)
+        self._turn = 1 - self._turn
+        self._sent[self._turn].synchronize()
+        if len(self._buffers[self._turn]) < count:
+            self._buffers[self._turn] = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        return self._buffers[self._turn][:count]
+
+    def send(self, block: Tensor, dtype: torch.dtype) -> Tensor:
+        """Start the way of a block to the device, where it becomes `dtype`; its memory is taken again after that."""
+        rows = block.to(self._device, non_blocking=True)
+        if self._sent:
+            self._sent[self._turn].record()
+        return rows.to(dtype)
+
+
 class _FromFile:
     """Makes parameters from an open checkpoint whose names and shapes have been checked."""
 
@@ -123,6 +149,9 @@ class _FromFile:
         self.device = device
         self.keep_packed = keep_packed
         self.progress = progress
+        self.staging = _Staging(device)
+        self.extremes: list[tuple[str, Tensor]] = []
+        """Smallest and largest value of each block read."""
         self.block_elements = SERIAL_ELEMENTS if device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
         wanted = self._check_names(spec)
         self.done_bytes = 0
@@ -182,11 +211,19 @@ class _FromFile:
         """Write one tensor of the checkpoint over `target`, its rows of a fused parameter."""
         name = self.names.of(part)
         order = self._row_order(part)
-        for first, block in self.source.blocks(name, self.block_elements):
-            rows = block.to(device=self.device, dtype=self.dtype)
-            self._check_finite(name, rows)
+        for first, rows in self._blocks(name):
+            self._note_extremes(name, rows)
             _place(target, rows, first, order)
         self._advance(name)
+
+    def _blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Rows of a tensor, from the first on, in the wanted dtype and on the device."""
+        if isinstance(self.source, GgufFile):
+            for first, block in self.source.blocks(name, self.block_elements):
+                yield first, block.to(self.device, self.dtype)
+        else:
+            for first, block in self.source.blocks(name, self.block_elements, self.staging):
+                yield first, self.staging.send(block, self.dtype)
 
     def _fill_groups(self, targets: tuple[Tensor, Tensor, Tensor], source: GgufFile, part: Part) -> None:
         """As `_fill`, for the quants, scales and minima of a packed parameter."""
@@ -194,7 +231,7 @@ class _FromFile:
         order = self._row_order(part)
         for first, block in source.groups(name, self.block_elements):
             for constants in block[1:]:
-                self._check_finite(name, constants)
+                self._note_extremes(name, constants)
             for target, rows in zip(targets, block, strict=True):
                 _place(target, rows.to(self.device), first, order)
         self._advance(name)
@@ -209,10 +246,15 @@ class _FromFile:
         order = torch.arange(part.rows, device=self.device)
         return order.view(-1, 2, self.head_dim // 2).transpose(1, 2).flatten()
 
-    def _check_finite(self, name: str, rows: Tensor) -> None:
-        low, high = torch.aminmax(rows)
-        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-            self._refuse(name, "not finite", f"finite values in {str(rows.dtype).removeprefix('torch.')}")
+    def _note_extremes(self, name: str, rows: Tensor) -> None:
+        self.extremes.append((name, torch.stack(torch.aminmax(rows)).float()))
+
+    def check_finite(self) -> None:
+        """Refuse what was read if any of it is NaN or infinite: once for all, so that no block waits for a device."""
+        finite = torch.stack([values for _, values in self.extremes]).isfinite().all(dim=1).tolist()
+        for (name, _), is_finite in zip(self.extremes, finite, strict=True):
+            if not is_finite:
+                self._refuse(name, "not finite", f"finite values in {str(self.dtype).removeprefix('torch.')}")
 
     def _advance(self, name: str) -> None:
         self.done_bytes += self.source.nbytes(name)
@@ -295,4 +337,6 @@ def _load(
     maker = _FromFile(source, spec, dtype, device, keep_packed, progress)
     if spec.tied_head:
         maker.check_tied(maker.names.of(top_plan(spec)["embedding_VE"].parts[0]))
-    return _assemble(spec, maker)
+    weights = _assemble(spec, maker)
+    maker.check_finite()
+    return weights
