@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 __all__ = ["Activity", "GpuWindow", "kernel_class", "summarise", "trace", "warm_up"]
 
 _LONG_GAP = 5e-6  # seconds; within a captured step the gaps are shorter
+_KEPT = (0.4, 0.8)  # of a trace
 _CLASSES = (
     ("copies", r"memcpy|memset|copy|fillfunctor"),
     ("attention", r"attention|attn|flash|fmha|mha|xqa|fused_decode|paged|prefill|decode|merge_state"),
@@ -97,4 +98,14 @@ async def trace(seconds: float) -> GpuWindow | None:
         for event in recorder.events()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    return summarise(found)
+    return summarise(_middle(found))
+
+
+def _middle(activities: Sequence[Activity]) -> list[Activity]:
+    """Those well inside the trace: the host stands still while the tracer starts and stops, and then the GPU does."""
+    if not activities:
+        return []
+    first = min(activity.start for activity in activities)
+    span = max(activity.end for activity in activities) - first
+    early, late = (first + part * span for part in _KEPT)
+    return [activity for activity in activities if early <= activity.start and activity.end <= late]

@@ -19,7 +19,7 @@ from headrace.engine.bench.report import percentile, table
 __all__ = ["WINDOW", "Lags", "lag_timer", "profile_work"]
 
 TICK = 0.001
-WINDOW = 0.3  # seconds
+WINDOW = 0.6  # seconds
 
 Lags = list[float]
 """Milliseconds by which each tick was late."""

@@ -58,6 +58,7 @@ class DeviceRows:
         self.pool_RC = part("pool").view(rows, context)
         self.pages: _Words = np.full((rows, pages), capacity.num_pages, np.int32)
         """The page table, on the host."""
+        self._pages_flat = self.pages.reshape(-1)
         self.filtered = np.zeros(rows, np.bool_)
         """Whether a row asks for top-k, top-p or min-p."""
         self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
@@ -146,12 +147,13 @@ class DeviceRows:
         self._lengths[row] = -1  # whatever the row's last request left there
 
     def _add_entries(self, entries: Sequence[PageEntry]) -> None:
-        rows, places, pages = np.array(entries, np.int64).T
-        flat = rows * self._pages + places
         # The last entry of a place holds, and writes of one kernel have no order.
-        last = len(flat) - 1 - np.unique(flat[::-1], return_index=True)[1]
-        self.pages[rows[last], places[last]] = pages[last]
-        self._put(self._offset["table"] + flat[last], pages[last])
+        columns = self._pages
+        changed = {row * columns + place: page for row, place, page in entries}
+        places = np.fromiter(changed.keys(), np.int64, len(changed))
+        pages = np.fromiter(changed.values(), np.int32, len(changed))
+        self._pages_flat[places] = pages
+        self._put(self._offset["table"] + places, pages)
 
     def _put(self, places: NDArray[np.int64], words: NDArray[np.int64] | _Words) -> None:
         self._places.append(places.astype(np.int32))

@@ -2,7 +2,7 @@
 
 Owns the stream, the model, the paged cache and what crosses between host and device; never decides what runs. Launching
 waits for nothing: sampled tokens stay with the rows on the device, and a step's ids come back through pinned memory.
-Next to read: cuda_rows.py, then graphs.py.
+Next to read: cuda_rows.py, then graphs.py and prefills.py.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs
 from headrace.engine.model.memory import return_device_memory
+from headrace.engine.model.prefills import Prefills
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Capacity, NewRow, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.ops.cuda import CudaOps, PrefillStep
-from headrace.ops.cuda_attention import HeadShape, PrefillAttention
+from headrace.ops.cuda import CudaOps
+from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_linear import LinearScratch
-from headrace.ops.cuda_sample import sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["CudaRunner", "cuda_ops"]
 
 _RESULTS = 16  # more than any launch_ahead
-_RING = 4
 _USUAL_CONTEXT = 1024  # tokens
 _FEW_TOKENS = 20  # of a prefill that small products compute
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
@@ -119,15 +117,26 @@ class _CudaStep:
             self.result.taken = False
 
 
-class _Prefill(NamedTuple):
-    """One step's prefills on the device; each names tokens of the step's ragged batch."""
+class _Decodes(NamedTuple):
+    """The rows of a decode step as they stand in the batch: attention starts them in order, so the longest come first,
+    and the short ones fill its end."""
 
-    tokens_N: Tensor
-    positions_N: Tensor
-    slots_N: Tensor
-    last_S: Tensor
-    rows_S: Tensor
-    last_positions_S: Tensor
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    order: NDArray[np.int64]
+    """Which work each of them is."""
+
+    @classmethod
+    def of(cls, works: Sequence[Work]) -> _Decodes | None:
+        """All of `works`; None if there are none, or one of them samples nothing."""
+        if not works:
+            return None
+        _, row_W, start_W, _, samples_W = zip(*works, strict=True)
+        if not all(samples_W):
+            return None
+        starts = np.array(start_W)
+        order = (-starts).argsort(kind="stable")
+        return cls(np.array(row_W)[order], starts[order], order)
 
 
 class CudaRunner:
@@ -154,7 +163,6 @@ class CudaRunner:
         self._device, self._capacity = device, capacity
         self._stream = torch.cuda.Stream(device)
         with self._on_stream():
-            self._decoder, self._ops = decoder, ops
             self._kv = next(iter(ops.values())).allocate_kv(decoder.spec.num_layers, capacity.num_pages + 1)
             self._rows = DeviceRows(capacity, device)
             self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
@@ -164,15 +172,7 @@ class CudaRunner:
                 decoder, ops, self._rows, self._kv, self._ids,
                 max_rows=capacity.max_rows, attention=attention, stream=self._stream,
             )  # fmt: skip
-            backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
-            self._prefill_attention = {
-                window: PrefillAttention(each.shape, device, backend=backend) for window, each in ops.items()
-            }
-            words = 3 * capacity.max_batched_tokens + 3 * capacity.max_rows
-            self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
-            self._sends = 0
-            self._sent = [torch.cuda.Event() for _ in range(_RING)]
-
+            self._prefills = Prefills(decoder, ops, self._rows, self._kv, capacity)
         self._submitted = 0
         """Steps given to the launcher; only `launch` counts them."""
         self._enqueued = 0
@@ -212,8 +212,8 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> _CudaStep:
         """Enqueue `plan` behind the steps launched before it.
 
-        Decodes are enqueued at once: it takes a few hundred microseconds. Prefills take milliseconds, so a thread does
-        that, and whatever comes while it is busy follows there.
+        Decodes are enqueued at once: it takes a few hundred microseconds. Prefills take milliseconds, and capturing a
+        graph a hundred, so a thread does those, and whatever comes while it is busy follows there.
 
         Raises:
             EngineCrashed: The device failed.
@@ -223,8 +223,9 @@ class CudaRunner:
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
         step = _CudaStep(result)
-        if self._submitted == self._enqueued and plan.tokens == len(plan.works):
-            self._enqueue(plan, step)
+        decodes = _Decodes.of(plan.works) if plan.tokens == len(plan.works) and not plan.new_rows else None
+        if self._submitted == self._enqueued and decodes is not None and self._is_captured(decodes):
+            self._enqueue(plan, decodes, [], step)
         else:
             step.enqueued = threading.Event()
             self._submitted += 1
@@ -243,8 +244,7 @@ class CudaRunner:
         except torch.AcceleratorError:
             # On a device that failed, freeing pinned memory ends the process: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
-        names = ("_decoder", "_ops", "_kv", "_rows", "_ids", "_results", "_graphs", "_prefill_attention", "_packed")
-        for name in (*names, "_sent"):
+        for name in ("_kv", "_rows", "_ids", "_results", "_graphs", "_prefills"):
             delattr(self, name)
         return_device_memory()
 
@@ -260,7 +260,7 @@ class CudaRunner:
         while (item := self._plans.get()) is not None:
             plan, step = item
             try:
-                self._enqueue(plan, step)
+                self._enqueue(plan, *_split(plan.works), step)
             except BaseException as error:  # raised where the step is waited for
                 step.error = error
             self._enqueued += 1
@@ -268,108 +268,57 @@ class CudaRunner:
             step.enqueued.set()
             del item, plan, step
 
-    def _enqueue(self, plan: StepPlan, step: _CudaStep) -> None:
+    def _is_captured(self, decodes: _Decodes) -> bool:
+        return self._graphs.ready(decodes.starts, filtered=bool(self._rows.filtered[decodes.rows].any()))
+
+    def _enqueue(self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], step: _CudaStep) -> None:
         with self._on_stream(), _faults_are_fatal():
-            step.places = self._enqueue_all(plan, step.result)
+            step.places = self._enqueue_all(plan, decodes, prefills, step.result)
             step.result.done.record(self._stream)
 
-    def _enqueue_all(self, plan: StepPlan, result: _Result) -> NDArray[np.int64]:
+    def _enqueue_all(
+        self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], result: _Result
+    ) -> NDArray[np.int64]:
         """Enqueue everything of `plan`; where each work's id will be in `result`."""
-        works, rows = plan.works, self._rows
-        decodes = [work for work in works if work.num_tokens == 1 and work.samples]
-        prefills = [work for work in works if work.num_tokens > 1 or not work.samples]
-        rows.add(plan.new_rows, plan.entries)
-        order = _longest_first(decodes)
-        count = self._decode(decodes, order, plan.copies) if decodes else 0
-        if prefills:
-            if not decodes:
-                rows.flush(applied_by_graph=False)
-                CudaOps.copy_pages(self._kv, plan.copies)
-            sampled = self._prefill(prefills, self._ids[count:])
-            result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
-            return _places(works, order, count)
-        result.ids[:count].copy_(self._ids[:count], non_blocking=True)
-        return order.argsort()
+        self._rows.add(plan.new_rows, plan.entries)
+        count = 0 if decodes is None else len(decodes.rows)
+        if decodes is not None:
+            self._decode(decodes, plan.copies)
+        if not prefills:
+            result.ids[:count].copy_(self._ids[:count], non_blocking=True)
+            return self._order_back(decodes)
+        if decodes is None:
+            self._rows.flush(applied_by_graph=False)
+            CudaOps.copy_pages(self._kv, plan.copies)
+        sampled = self._prefills.run(prefills, self._ids[count:], self._graphs.scratch)
+        result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
+        return _places(plan.works, self._order_back(decodes), count)
 
-    def _decode(self, works: Sequence[Work], order: NDArray[np.int64], copies: Sequence[tuple[int, int]]) -> int:
-        """Enqueue one token of each of `works`, which take their places in the batch in `order`; how many places."""
+    @staticmethod
+    def _order_back(decodes: _Decodes | None) -> NDArray[np.int64]:
+        return np.empty(0, np.int64) if decodes is None else decodes.order.argsort()
+
+    def _decode(self, decodes: _Decodes, copies: Sequence[tuple[int, int]]) -> None:
+        """Enqueue one token of each row."""
         rows = self._rows
-        row_W = np.array([work.row for work in works])[order]
-        start_W = np.array([work.start for work in works])[order]
-        graph = self._graphs.prepare(start_W, filtered=bool(rows.filtered[row_W].any()))
-        rows.batch(row_W, start_W, self._graphs.bucket(len(works)))
+        graph = self._graphs.prepare(decodes.starts, filtered=bool(rows.filtered[decodes.rows].any()))
+        rows.batch(decodes.rows, decodes.starts, self._graphs.bucket(len(decodes.rows)))
         rows.flush(applied_by_graph=not copies)
         CudaOps.copy_pages(self._kv, copies)
         graph.replay()
-        return len(works)
-
-    def _prefill(self, works: Sequence[Work], ids: Tensor) -> int:
-        """Enqueue the forward of `works`, and sample into `ids` for those that want it; how many did."""
-        rows, size = self._rows, self._capacity.page_size
-        batch = self._pack(works)
-        counts = [work.num_tokens for work in works]
-        lengths = [work.start + work.num_tokens for work in works]
-        pages = [
-            rows.pages[work.row, : -(-length // size)].tolist() for work, length in zip(works, lengths, strict=True)
-        ]
-        steps = {}
-        for window, attention in self._prefill_attention.items():
-            attention.plan(counts, lengths, pages)
-            steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention)
-        hidden_SE = self._decoder.hidden(batch.tokens_N, steps, self._kv, batch.last_S)
-        sampled = len(batch.last_S)
-        if not sampled:
-            return 0
-        samplers = [work for work in works if work.samples]
-        for work in samplers:
-            rows.sampled(work.row, work.start + work.num_tokens)
-        filtered = bool(rows.filtered[[work.row for work in samplers]].any())
-        scratch = self._graphs.scratch(filtered=filtered)
-        sample(
-            self._decoder.logits(hidden_SE), batch.rows_S, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R,
-            rows.seed_R, batch.last_positions_S, rows.pool_RC, rows.lengths_R, ids, scratch, filtered=filtered,
-        )  # fmt: skip
-        return sampled
-
-    def _pack(self, works: Sequence[Work]) -> _Prefill:
-        """One copy to the device for all that a prefill needs to know of its tokens."""
-        size = self._capacity.page_size
-        counts = np.array([work.num_tokens for work in works])
-        ends = counts.cumsum()
-        total = int(ends[-1])
-        row_W = np.array([work.row for work in works])
-        offset_W = np.array([work.start for work in works]) - (ends - counts)
-        rows_N = row_W.repeat(counts)
-        positions_N = np.arange(total) + offset_W.repeat(counts)
-        slots_N = self._rows.pages[rows_N, positions_N // size].astype(np.int64) * size + positions_N % size
-        samples = np.array([work.samples for work in works])
-        last_S = ends[samples] - 1
-        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S])
-        on_device = self._send(np.concatenate(parts))
-        rows, positions, slots, last, row, at = torch.split(on_device, [len(part) for part in parts])
-        return _Prefill(self._rows.pool_RC[rows, positions], positions, slots, last, row.int(), at)
-
-    def _send(self, words: NDArray[np.int64]) -> Tensor:
-        slot = self._sends % _RING
-        self._sends += 1
-        self._sent[slot].synchronize()
-        pinned = self._packed[slot][: len(words)]
-        pinned.numpy()[:] = words
-        on_device = pinned.to(self._device, non_blocking=True)
-        self._sent[slot].record()
-        return on_device
 
 
-def _longest_first(works: Sequence[Work]) -> NDArray[np.int64]:
-    """Decodes in the order of their contexts: attention starts rows in order, and the short ones fill its end."""
-    return np.array([-work.start for work in works], np.int64).argsort(kind="stable")
+def _split(works: Sequence[Work]) -> tuple[_Decodes | None, list[Work]]:
+    """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after."""
+    decodes = [work for work in works if work.num_tokens == 1 and work.samples]
+    prefills = [work for work in works if work.num_tokens > 1 or not work.samples]
+    return _Decodes.of(decodes), prefills
 
 
-def _places(works: Sequence[Work], order: NDArray[np.int64], decodes: int) -> NDArray[np.int64]:
-    """Where each work's id is: decodes first, in `order`, then sampling prefills; 0 for those that sample nothing."""
+def _places(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -> NDArray[np.int64]:
+    """Where each work's id is: those of decodes as given, of sampling prefills from `prefill`, 0 where none is."""
     places = np.zeros(len(works), np.int64)
-    of_decodes = iter(order.argsort())
-    prefill = decodes
+    of_decodes = iter(decodes)
     for index, work in enumerate(works):
         if work.samples and work.num_tokens == 1:
             places[index] = next(of_decodes)

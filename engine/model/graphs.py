@@ -112,7 +112,7 @@ class DecodeGraphs:
         """The size of the batch that `rows` rows run in."""
         return next(size for size in self._buckets if size >= rows)
 
-    def scratch(self, *, filtered: bool) -> SampleScratch:
+    def scratch(self, filtered: bool) -> SampleScratch:
         """What sampling needs, with room for filters if they are wanted; for this stream only."""
         scratch = self._scratch.get(filtered)
         if scratch is None:
@@ -128,14 +128,18 @@ class DecodeGraphs:
             for context, filtered in itertools.product(contexts, filters):
                 self._graph(_Key(size, self._way(size, context), filtered))
 
+    def ready(self, starts: NDArray[np.int64], *, filtered: bool) -> bool:
+        """Whether `prepare` would find its graph captured: capturing takes a hundred milliseconds."""
+        return self._key(starts, filtered) in self._graphs
+
     def prepare(self, starts: NDArray[np.int64], *, filtered: bool) -> torch.cuda.CUDAGraph:
         """The graph whose replay is one decode step of the rows in `DeviceRows.batch_R`, planned for their `starts`.
 
         Raises:
             DeviceUnavailable: It had to be captured, and could not be.
         """
-        bucket = self.bucket(len(starts))
-        key = _Key(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), filtered)
+        key = self._key(starts, filtered)
+        bucket = key.bucket
         graph = self._graph(key)
         if key.way == "fa2":
             lengths = np.ones(bucket, np.int64)
@@ -153,6 +157,10 @@ class DecodeGraphs:
         self._plans.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _key(self, starts: NDArray[np.int64], filtered: bool) -> _Key:
+        bucket = self.bucket(len(starts))
+        return _Key(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), filtered)
 
     def _way(self, bucket: int, context: int) -> str:
         if self._choice != "auto":
@@ -177,7 +185,7 @@ class DecodeGraphs:
         steps = self._steps.get((bucket, way))
         if steps is None:
             steps = self._steps[bucket, way] = self._make_steps(bucket, way)
-        scratch = self.scratch(filtered=filtered)
+        scratch = self.scratch(filtered)
         if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
         self._last_planned = 0

@@ -1,0 +1,130 @@
+"""`Prefills`: the eager part of a step on CUDA: rows that compute several tokens, or one that nothing is sampled after.
+
+Owns the attention plans and the pinned memory that tell the device which tokens those are; never decides which rows
+run, and never decodes (graphs.py does). Next to read: ../../ops/cuda.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.model.cuda_rows import DeviceRows
+from headrace.engine.model.decoder import Decoder
+from headrace.engine.scheduling.plan import Capacity, Work
+from headrace.ops.cuda import CudaOps, PrefillStep
+from headrace.ops.cuda_attention import PrefillAttention
+from headrace.ops.cuda_sample import SampleScratch, sample
+
+__all__ = ["Prefills"]
+
+_RING = 4
+_HOPPER = 9
+
+
+class _Batch(NamedTuple):
+    """One step's prefills on the device; each names tokens of the step's ragged batch."""
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    last_S: Tensor
+    rows_S: Tensor
+    last_positions_S: Tensor
+
+
+class Prefills:
+    """Runs prefills of one runner, all on one stream."""
+
+    def __init__(
+        self, decoder: Decoder, ops: Mapping[int | None, CudaOps], rows: DeviceRows, kv: Tensor, capacity: Capacity
+    ) -> None:
+        """Allocate what a step of `capacity.max_batched_tokens` needs to be described.
+
+        Args:
+            decoder: The model.
+            ops: Its operations for each attention window.
+            rows: The row table.
+            kv: The paged cache.
+            capacity: Tokens and rows of a step.
+        """
+        self._decoder, self._rows, self._kv = decoder, rows, kv
+        self._device, self._page_size = kv.device, capacity.page_size
+        backend = "fa3" if torch.cuda.get_device_capability(kv.device)[0] == _HOPPER else "fa2"
+        self._attention = {
+            window: PrefillAttention(each.shape, kv.device, backend=backend) for window, each in ops.items()
+        }
+        words = 3 * capacity.max_batched_tokens + 3 * capacity.max_rows
+        self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
+        self._sent = [torch.cuda.Event() for _ in range(_RING)]
+        self._sends = 0
+
+    def run(self, works: Sequence[Work], ids: Tensor, scratch: Callable[[bool], SampleScratch]) -> int:
+        """Enqueue the forward of `works`, and sample for those that want it.
+
+        Args:
+            works: Of one step.
+            ids: int32: where sampled ids go, in the order of `works`.
+            scratch: Gives what sampling needs, with filters or without.
+
+        Returns:
+            How many ids were sampled.
+        """
+        rows, size = self._rows, self._page_size
+        batch = self._pack(works)
+        counts = [work.num_tokens for work in works]
+        lengths = [work.start + work.num_tokens for work in works]
+        pages = [
+            rows.pages[work.row, : -(-length // size)].tolist() for work, length in zip(works, lengths, strict=True)
+        ]
+        steps = {}
+        for window, attention in self._attention.items():
+            attention.plan(counts, lengths, pages)
+            steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention)
+        hidden_SE = self._decoder.hidden(batch.tokens_N, steps, self._kv, batch.last_S)
+        sampled = len(batch.last_S)
+        if not sampled:
+            return 0
+        samplers = [work for work in works if work.samples]
+        for work in samplers:
+            rows.sampled(work.row, work.start + work.num_tokens)
+        filtered = bool(rows.filtered[[work.row for work in samplers]].any())
+        sample(
+            self._decoder.logits(hidden_SE), batch.rows_S, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R,
+            rows.seed_R, batch.last_positions_S, rows.pool_RC, rows.lengths_R, ids, scratch(filtered),
+            filtered=filtered,
+        )  # fmt: skip
+        return sampled
+
+    def _pack(self, works: Sequence[Work]) -> _Batch:
+        """One copy to the device for all that a prefill needs to know of its tokens."""
+        size = self._page_size
+        counts = np.array([work.num_tokens for work in works])
+        ends = counts.cumsum()
+        total = int(ends[-1])
+        row_W = np.array([work.row for work in works])
+        offset_W = np.array([work.start for work in works]) - (ends - counts)
+        rows_N = row_W.repeat(counts)
+        positions_N = np.arange(total) + offset_W.repeat(counts)
+        slots_N = self._rows.pages[rows_N, positions_N // size].astype(np.int64) * size + positions_N % size
+        samples = np.array([work.samples for work in works])
+        last_S = ends[samples] - 1
+        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S])
+        on_device = self._send(np.concatenate(parts))
+        rows, positions, slots, last, row, at = torch.split(on_device, [len(part) for part in parts])
+        return _Batch(self._rows.pool_RC[rows, positions], positions, slots, last, row.int(), at)
+
+    def _send(self, words: NDArray[np.int64]) -> Tensor:
+        slot = self._sends % _RING
+        self._sends += 1
+        self._sent[slot].synchronize()
+        pinned = self._packed[slot][: len(words)]
+        pinned.numpy()[:] = words
+        on_device = pinned.to(self._device, non_blocking=True)
+        self._sent[slot].record()
+        return on_device
