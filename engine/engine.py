@@ -204,7 +204,11 @@ class Engine:
         if params.stop:
             stop_ids = asking.stop_ids(opened.tokenizer.eos_ids)
             table = opened.tokenizer.table
-            stop_texts = [StopText(Detokenizer(table), params.stop, stop_ids) for _ in range(choices)]
+            include = params.include_stop_str_in_output
+            stop_texts = [
+                StopText(Detokenizer(table, params.skip_special_tokens), params.stop, stop_ids, include)
+                for _ in range(choices)
+            ]
         generation = Generation(loop, choices, self.config.max_unread_tokens, stop_texts)
 
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
@@ -224,7 +228,7 @@ class Engine:
                 tokenized(None, error)
         else:
             self._helper.submit(lambda: to_token_ids(prompt, opened.tokenizer), tokenized)
-        return TokenStream(generation, opened.tokenizer.table, self._post, choices)
+        return TokenStream(generation, opened.tokenizer.table, self._post, params)
 
     async def generate(
         self,

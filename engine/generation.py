@@ -51,11 +51,13 @@ class StopText:
 
     __slots__ = ("_detokenizer", "_matcher", "_stop_ids")
 
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
-        """Watch for `stops`; ids in `stop_ids` end a choice and have no text."""
+    def __init__(
+        self, detokenizer: Detokenizer, stops: tuple[str, ...], stop_ids: frozenset[int], include: bool = False
+    ) -> None:
+        """Watch for `stops`; ids in `stop_ids` end a choice. Neither is shown, unless with `include`."""
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
-        self._stop_ids = stop_ids
+        self._matcher = StopMatcher(stops, include)
+        self._stop_ids = frozenset() if include else stop_ids
 
     def feed(self, token: int | None, *, last: bool) -> tuple[str, bool]:
         """Text that may be shown after `token`, and whether a stop string was met; `last` releases what is held."""

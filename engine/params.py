@@ -46,8 +46,12 @@ class SamplingParams(BaseModel):
     """Strings that end the choice; the text is cut just before the first of them. A single string is accepted."""
     stop_token_ids: Annotated[tuple[StopToken, ...], Field(max_length=_MAX_STOPS)] = ()
     """Token ids that end the choice, besides the model's own end-of-sequence ids."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the text of the stop token, at the end of the choice's text."""
     ignore_eos: bool = False
     """Run past the model's end-of-sequence ids."""
+    skip_special_tokens: bool = True
+    """Leave control tokens out of the text; their ids are in the items either way."""
 
     def __init__(self, **values: Any) -> None:
         """Validate `values`, turning pydantic's error into `InvalidParams`."""

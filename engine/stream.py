@@ -8,6 +8,7 @@ from typing import Self
 
 from headrace.engine.events import Chunk, FinishReason, Token, Usage
 from headrace.engine.generation import Delivered, Generation
+from headrace.engine.params import SamplingParams
 from headrace.engine.text import Detokenizer, TokenTable
 from headrace.engine.threads import Poster
 
@@ -21,13 +22,14 @@ class TokenStream:
     dropping the last reference. One task reads at a time. Made by `Engine.stream`.
     """
 
-    def __init__(self, generation: Generation, table: TokenTable, post: Poster, choices: int) -> None:
-        """Read `generation`, turning ids into text by `table`."""
+    def __init__(self, generation: Generation, table: TokenTable, post: Poster, params: SamplingParams) -> None:
+        """Read `generation`, turning ids into text by `table` as `params` want it."""
         self._generation = generation
         self._post = post
-        self._detokenizers = [Detokenizer(table) for _ in range(choices)]
-        self._positions = [0] * choices
-        self._finish_reasons: list[FinishReason | None] = [None] * choices
+        self._detokenizers = [Detokenizer(table, params.skip_special_tokens) for _ in range(params.n)]
+        self._shows_stop = params.include_stop_str_in_output
+        self._positions = [0] * params.n
+        self._finish_reasons: list[FinishReason | None] = [None] * params.n
         self._unyielded: deque[Token] = deque()
 
     @property
@@ -144,8 +146,8 @@ class TokenStream:
         text = item.text
         if text is None:
             detokenizer = self._detokenizers[choice]
-            ends_it = item.id is None or (reason == "stop" and item.id in self._generation.requests[choice].stop_ids)
-            text = "" if ends_it or item.id is None else detokenizer.feed(item.id)
+            hidden = item.id is None or (reason == "stop" and not self._shows_stop and self._stops(item))
+            text = "" if hidden or item.id is None else detokenizer.feed(item.id)
             if reason is not None:
                 text += detokenizer.flush()
         if reason is not None:
@@ -153,6 +155,9 @@ class TokenStream:
         position = self._positions[choice]
         self._positions[choice] = position + 1
         return Token(id=item.id, text=text, index=choice, position=position, finish_reason=reason)
+
+    def _stops(self, item: Delivered) -> bool:
+        return item.id in self._generation.requests[item.choice].stop_ids
 
 
 class ChunkIterator:

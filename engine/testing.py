@@ -141,7 +141,7 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         """Build the table of single bytes."""
-        self.table = TokenTable([bytes([value]) for value in range(256)] + [b""], special_ids=frozenset({256}))
+        self.table = TokenTable([bytes([value]) for value in range(256)] + [b"<end>"], special_ids=frozenset({256}))
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`."""

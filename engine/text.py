@@ -107,6 +107,8 @@ class Detokenizer:
 class StopMatcher:
     """Finds the earliest of several stop strings in text that arrives in pieces.
 
+    With `include` the stop string itself is shown, too, and nothing after it.
+
     Text that may be the start of a stop string is held back. The outcome depends on the text alone, not on how it was
     cut: everything before the match that starts first is shown, and nothing after. Where one stop string contains
     another, a match of the inner one waits until the outer one, which would start earlier, is ruled out or complete.
@@ -114,15 +116,16 @@ class StopMatcher:
     text, and building a matcher costs nothing.
     """
 
-    __slots__ = ("_cut", "_held", "_held_from", "_needles", "_starts", "matched")
+    __slots__ = ("_cut", "_held", "_held_from", "_include", "_needles", "_starts", "matched")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         """Match any of `stops`, each of at least one character; with none, all text passes."""
         self._needles = [_Needle(stop) for stop in dict.fromkeys(stops)]
         self._starts = frozenset(stop[0] for stop in stops)
         self._held = ""
         self._held_from = 0  # position of the held text in the whole text
-        self._cut: int | None = None  # start of the earliest match so far
+        self._include = include
+        self._cut: tuple[int, int] | None = None  # start of the earliest match so far, and where what is shown ends
         self.matched = False
         """Whether the text has ended at a stop string; also set by `flush` where a match was still waiting."""
 
@@ -139,10 +142,12 @@ class StopMatcher:
         for needle in self._needles:
             start, found = needle.feed(text, begin)
             safe = min(safe, start)
-            if found and (self._cut is None or start < self._cut):
-                self._cut = start
-        if self._cut is not None:
-            self.matched = safe >= self._cut
+            cut = start, start + (len(needle.stop) if self._include else 0)
+            if found and (self._cut is None or cut < self._cut):
+                self._cut = cut
+        if self._cut is not None and safe >= self._cut[0]:
+            self.matched = True
+            safe = self._cut[1]
         shown = self._held[: safe - self._held_from]
         self._held = "" if self.matched else self._held[len(shown) :]
         self._held_from += len(shown)
@@ -152,7 +157,7 @@ class StopMatcher:
         """Return the held text at the end of the sequence, cut before a match that was still waiting; it ends here."""
         if self._cut is not None and not self.matched:
             self.matched = True
-            self._held = self._held[: self._cut - self._held_from]
+            self._held = self._held[: self._cut[1] - self._held_from]
         held, self._held = self._held, ""
         return held
 

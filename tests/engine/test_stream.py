@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import pytest
@@ -95,6 +95,15 @@ async def test_the_end_of_sequence_is_an_item_without_text() -> None:
         assert "".join(item.text for item in items) == expected_text("prompt", 4)
 
 
+@pytest.mark.parametrize("stops", [(), ("never",)], ids=["plain", "with-stop-strings"])
+async def test_special_tokens_are_text_where_that_is_wanted(stops: tuple[str, ...]) -> None:
+    async with serving(eos=scripted_bytes("prompt", b"ab") | {8: EOS, 9: ord("c")}) as engine:
+        special = engine._opened.tokenizer.table.pieces[EOS].decode() if engine._opened is not None else ""
+        params = greedy(4, stop=stops, skip_special_tokens=False)
+        items = await read(engine.stream("prompt", params))
+        assert special and "".join(item.text for item in items) == f"ab{special}c"
+
+
 async def test_ignore_eos_runs_past_it_and_it_still_has_no_text() -> None:
     async with serving(eos=scripted_bytes("prompt", b"ab") | {8: EOS, 9: ord("c")}) as engine:
         items = await read(engine.stream("prompt", greedy(4)))
@@ -102,13 +111,16 @@ async def test_ignore_eos_runs_past_it_and_it_still_has_no_text() -> None:
         assert items[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stops", [(), ("never",)], ids=["plain", "with-stop-strings"])
-async def test_a_stop_token_ends_without_text(stops: tuple[str, ...]) -> None:
+async def test_a_stop_token_ends_without_text_unless_it_is_wanted(stops: tuple[str, ...], include: bool) -> None:
     async with serving(eos=scripted_bytes("prompt", b"abcd")) as engine:
-        stream = engine.stream("prompt", greedy(9, stop_token_ids=[ord("c"), 3], stop=stops))
+        params = greedy(9, stop_token_ids=[ord("c"), 3], stop=stops, include_stop_str_in_output=include)
+        stream = engine.stream("prompt", params)
         items = await read(stream)
-        assert [(item.id, item.text, item.finish_reason) for item in items][-1] == (ord("c"), "", "stop")
-        assert "".join(item.text for item in items) == "ab"
+        end = "c" if include else ""
+        assert [(item.id, item.text, item.finish_reason) for item in items][-1] == (ord("c"), end, "stop")
+        assert "".join(item.text for item in items) == "ab" + end
         assert stream.usage.completion_tokens == 3
         await returned(engine)
 
@@ -170,10 +182,21 @@ ALPHABET = "ab \u00e9\u20ac\U0001f600\n"
 TEXTS = st.text(ALPHABET, min_size=1, max_size=12)
 
 
-@given(text=st.one_of(TEXTS.map(str.encode), st.binary(min_size=1, max_size=20)), data=st.data())
+# Everything is drawn before a test's coroutine starts: what hypothesis raises to give an example up would otherwise be
+# the exception of a task that nobody looks at.
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> tuple[bytes, int]:
+    """Bytes and how many of them are generated."""
+    text = draw(st.one_of(TEXTS.map(str.encode), st.binary(min_size=1, max_size=20)))
+    return text, draw(st.integers(1, len(text)))
+
+
+@given(cut=cut_texts())
 @settings(max_examples=30, deadline=None)
-async def test_joined_text_is_the_full_decode_however_it_is_cut(text: bytes, data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, len(text)))
+async def test_joined_text_is_the_full_decode_however_it_is_cut(cut: tuple[bytes, int]) -> None:
+    text, count = cut
     async with serving(eos=scripted_bytes("p", text)) as engine:
         items = await read(engine.stream("p", greedy(count)))
         assert bytes(item.id for item in items if item.id is not None) == text[:count]
@@ -182,26 +205,41 @@ async def test_joined_text_is_the_full_decode_however_it_is_cut(text: bytes, dat
             assert "\ufffd" not in item.text or "\ufffd" in text.decode(errors="replace")
 
 
-@given(text=TEXTS, data=st.data())
-@settings(max_examples=60, deadline=None)
-async def test_stop_strings_cut_exactly(text: str, data: st.DataObject) -> None:
+class Stopping(NamedTuple):
+    text: str
+    stops: list[str]
+    count: int
+    n: int
+    include: bool
+
+
+@st.composite
+def stoppings(draw: st.DrawFn) -> Stopping:
     """Stops are cut from the text itself, so they span tokens, which are bytes, and each other."""
+    text = draw(TEXTS)
     some = st.one_of(
         st.tuples(st.integers(0, len(text) - 1), st.integers(1, 4)).map(lambda cut: text[cut[0] : cut[0] + cut[1]]),
         st.text(ALPHABET, min_size=1, max_size=3),
     )
-    stops = data.draw(st.lists(some, min_size=1, max_size=3))
-    count = data.draw(st.integers(1, len(text.encode())))
+    stops = draw(st.lists(some, min_size=1, max_size=3))
+    count = draw(st.integers(1, len(text.encode())))
+    return Stopping(text, stops, count, draw(st.integers(1, 2)), draw(st.booleans()))
+
+
+@given(case=stoppings())
+@settings(max_examples=60, deadline=None)
+async def test_stop_strings_cut_exactly(case: Stopping) -> None:
+    text, stops, count, n, include = case
     whole = text.encode()[:count].decode(errors="replace")
-    found = [place for place in map(whole.find, stops) if place >= 0]
-    n = data.draw(st.integers(1, 2))
+    found = [(whole.find(stop), len(stop)) for stop in stops if stop in whole]
+    start, length = min(found, default=(len(whole), 0))
     async with serving(eos=scripted_bytes("p", text.encode())) as engine:
-        stream = engine.stream("p", greedy(count, stop=stops, n=n))
+        stream = engine.stream("p", greedy(count, stop=stops, n=n, include_stop_str_in_output=include))
         items = await read(stream)
         check_items(items, n)
         for choice in range(n):
             shown = "".join(item.text for item in items if item.index == choice)
-            assert shown == (whole[: min(found)] if found else whole)
+            assert shown == whole[: start + length * include]
         assert stream.finish_reasons == ["stop" if found else "length"] * n
         assert stream.usage.completion_tokens <= count * n
         await returned(engine)

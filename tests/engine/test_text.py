@@ -89,15 +89,18 @@ def test_one_table_serves_many_sequences() -> None:
     assert (one.feed(0xC3), other.feed(0x41), one.feed(0xA9), other.flush()) == ("", "A", "é", "")
 
 
-def cut_at_first(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
-    """The naive answer: cut before the stop string that starts first."""
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return (text[: min(places)], True) if places else (text, False)
+def cut_at_first(text: str, stops: tuple[str, ...], include: bool = False) -> tuple[str, bool]:
+    """The naive answer: cut before, or after, the stop string that starts first, the shorter of two."""
+    places = [(text.find(stop), len(stop)) for stop in stops if stop in text]
+    if not places:
+        return text, False
+    start, length = min(places)
+    return text[: start + length if include else start], True
 
 
-def run_matcher(chunks: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
+def run_matcher(chunks: list[str], stops: tuple[str, ...], include: bool = False) -> tuple[str, bool]:
     """Everything shown, and whether a stop string ended it."""
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(stops, include)
     shown = "".join([matcher.feed(chunk)[0] for chunk in chunks])
     return shown + matcher.flush(), matcher.matched
 
@@ -106,13 +109,15 @@ def run_matcher(chunks: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
 stop_sets = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4).map(tuple)
 
 
-@given(st.lists(st.text("abc", max_size=8), max_size=12), stop_sets)
-def test_the_cut_depends_on_the_text_and_not_on_its_pieces(chunks: list[str], stops: tuple[str, ...]) -> None:
+@given(st.lists(st.text("abc", max_size=8), max_size=12), stop_sets, st.booleans())
+def test_the_cut_depends_on_the_text_and_not_on_its_pieces(
+    chunks: list[str], stops: tuple[str, ...], include: bool
+) -> None:
     whole = "".join(chunks)
-    expected = cut_at_first(whole, stops)
-    assert run_matcher(chunks, stops) == expected
-    assert run_matcher([whole], stops) == expected
-    assert run_matcher(list(whole), stops) == expected
+    expected = cut_at_first(whole, stops, include)
+    assert run_matcher(chunks, stops, include) == expected
+    assert run_matcher([whole], stops, include) == expected
+    assert run_matcher(list(whole), stops, include) == expected
 
 
 @given(st.text("abc", max_size=30), stop_sets)

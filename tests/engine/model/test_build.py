@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import anyio
@@ -121,8 +123,8 @@ def test_engines_that_come_and_go_leave_memory_and_threads_as_they_were(smollm2:
         closed.append(anonymous_bytes())
         kept_by_malloc.append(after_closing - closed[-1])
         threads.append(threading.active_count())
-    # It varies by some 10 MiB. The caches of three openings would be 96 MiB, their weights 770.
-    assert closed[-1] - closed[1] < 32 * 2**20, closed
+    # The level may jump once, for reasons of the system's. Every opening would leave 32 MiB of cache, or its weights.
+    assert median(after - before for before, after in pairwise(closed)) < 16 * 2**20, closed
     # Nor is there one that is kept until the next opens.
     assert held[0] - closed[0] > WEIGHT_BYTES + kv_bytes, (held, closed)
     # Up to 400 MiB if closing leaves them with malloc; the tokenizer goes after that.
