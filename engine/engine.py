@@ -23,7 +23,7 @@ from headrace.engine.generation import Generation, StopText
 from headrace.engine.loop import StepLoop
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
+from headrace.engine.prompts import TokenizerLike, check_token_ids, is_short, to_token_ids
 from headrace.engine.requests import Asking, make_requests
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.stats import EngineInfo, EngineStats
@@ -200,15 +200,7 @@ class Engine:
             )
         choices = params.n
         asking = Asking(params, adapter, cache_salt if cache_salt is not None else tenant, priority)
-        stop_texts: list[StopText] = []
-        if params.stop:
-            stop_ids = asking.stop_ids(opened.tokenizer.eos_ids)
-            table = opened.tokenizer.table
-            include = params.include_stop_str_in_output
-            stop_texts = [
-                StopText(Detokenizer(table, params.skip_special_tokens), params.stop, stop_ids, include)
-                for _ in range(choices)
-            ]
+        stop_texts = _stop_texts(asking, opened.tokenizer)
         generation = Generation(loop, choices, self.config.max_unread_tokens, stop_texts)
 
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
@@ -341,3 +333,20 @@ class Engine:
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
         )
+
+
+def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
+    """The stop-string state of each choice; none where there are no stop strings."""
+    params = asking.params
+    if not params.stop:
+        return []
+    stop_ids = asking.stop_ids(tokenizer.eos_ids)
+    return [
+        StopText(
+            Detokenizer(tokenizer.table, params.skip_special_tokens),
+            params.stop,
+            stop_ids,
+            params.include_stop_str_in_output,
+        )
+        for _ in range(params.n)
+    ]
