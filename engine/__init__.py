@@ -20,11 +20,13 @@ from headrace.engine.errors import (
     UnknownAdapter,
 )
 from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Token, Usage
+from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 
 __all__ = [
+    "LLM",
     "Choice",
     "Chunk",
     "Completion",

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, Unpack, overload
 
 import anyio
 from anyio.abc import TaskGroup
@@ -21,6 +21,7 @@ from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
 from headrace.engine.events import Choice, Completion
 from headrace.engine.generation import Generation, StopText
 from headrace.engine.loop import StepLoop
+from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import TokenizerLike, check_token_ids, is_short, to_token_ids
@@ -252,6 +253,41 @@ class Engine:
             for index, reason in enumerate(stream.finish_reasons)
         ]
         return Completion(prompt_token_ids=stream.prompt_token_ids, choices=choices, usage=stream.usage)
+
+    @overload
+    async def generate_many(
+        self, prompts: Prompts, params: ManyParams = ..., **options: Unpack[ManyOptions]
+    ) -> list[Completion]: ...
+    @overload
+    async def generate_many(
+        self, prompts: Prompts, params: ManyParams = ..., **options: Unpack[KeepingErrors]
+    ) -> list[Completion | HeadraceError]: ...
+    async def generate_many(
+        self,
+        prompts: Prompts,
+        params: ManyParams = _DEFAULT_PARAMS,
+        *,
+        progress: bool = False,
+        return_errors: bool = False,
+        **asked: Any,
+    ) -> list[Any]:
+        """Run a generation for each prompt, at most two for each row at a time.
+
+        Args:
+            prompts: Any iterable, async ones too; each is taken when there is room for it. Each prompt as in `stream`.
+            params: For all prompts, or a sequence of as many.
+            progress: Show a bar on stderr: prompts done, and the tokens a second of the whole engine.
+            return_errors: Put the error of a request that fails in the place of its answer, and go on.
+            asked: `adapter`, `tenant`, `cache_salt` and `priority`, as in `stream`.
+
+        Returns:
+            The answers in the order of the prompts.
+
+        Raises:
+            InvalidParams: Not prompts, or not one `SamplingParams` for each.
+            HeadraceError: The first request that failed, its message naming `prompts[index]`; the others are cancelled.
+        """
+        return await run_many(self, prompts, params, progress=progress, return_errors=return_errors, **asked)
 
     def _admit(self, generation: Generation, asking: Asking, ids: list[int]) -> None:
         """Hand a tokenised prompt to the step loop, unless its reader or the engine has gone meanwhile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import re
 import sys
 import threading
@@ -58,6 +59,22 @@ def test_many_streams(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert int(read[1]) + sum(sizes) == 24
     assert sizes[0] > 8, "what the reader missed did not arrive merged"
     assert printed.count("(length)") + printed.count("(stop)") == 3
+
+
+def test_offline_batch(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("offline_batch").main(str(smollm2))
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert re.fullmatch(r"one: '.+'", lines[0])
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [row["number"] for row in rows] == list(range(2, 14))
+    assert all(row["answer"] and 1 <= row["tokens"] <= 4 for row in rows)
+    assert [line for line in lines if line.startswith("mixed: ")] == [
+        "mixed: 'Rain is': 2 tokens",
+        "mixed: '': prompt: is empty, at least one token is needed",
+        "mixed: [504, 3100, 314]: 6 tokens",
+    ]
+    assert re.search(r"12/\? .*tok/s", printed.err)
 
 
 @contextmanager

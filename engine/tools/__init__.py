@@ -1,0 +1,71 @@
+"""Tool calls and reasoning in the text of a completion: formats, definitions, choices; never calls a tool."""
+
+from __future__ import annotations
+
+from headrace.engine.tools.definitions import (
+    MAX_TOOLS,
+    Tool,
+    ToolChoice,
+    assistant_message,
+    check_tools,
+    template_tools,
+)
+from headrace.engine.tools.events import (
+    Content,
+    End,
+    Event,
+    Parsed,
+    Reasoning,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+    merge,
+)
+from headrace.engine.tools.machine import Malformed, Reading
+from headrace.engine.tools.parser import ReasoningMode, ToolParser
+from headrace.engine.tools.registry import (
+    Detected,
+    detect,
+    make_parser,
+    parse,
+    parser_class,
+    reasoning_mode,
+    register,
+)
+from headrace.engine.tools.structure import CallShape, CallStructure, call_structure
+
+__all__ = [
+    "MAX_TOOLS",
+    "CallShape",
+    "CallStructure",
+    "Content",
+    "Detected",
+    "End",
+    "Event",
+    "Malformed",
+    "Parsed",
+    "Reading",
+    "Reasoning",
+    "ReasoningMode",
+    "Tool",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "ToolChoice",
+    "ToolParser",
+    "assistant_message",
+    "call_structure",
+    "check_tools",
+    "collect",
+    "detect",
+    "make_parser",
+    "merge",
+    "parse",
+    "parser_class",
+    "reasoning_mode",
+    "register",
+    "template_tools",
+]

@@ -1,0 +1,275 @@
+"""Reads a completion in pieces, once, and keeps account of every character; never knows how a format writes a call.
+
+What reads is a generator, `run`: it goes on to where the text ends so far, and from there with the next piece. What it
+has read is either held (it becomes content if the attempt at a call fails) or settled (part of a call or a tag); the
+next event takes both along as its `raw`, so that joining the `raw` of all events gives the completion.
+Next to read: parser.py.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import Final, TypeVar
+
+from headrace.engine.tools.events import (
+    Content,
+    End,
+    Event,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    merge,
+)
+from headrace.engine.tools.values import SPACE, JsonScanner
+
+__all__ = ["MAX_HELD", "MAX_NAME", "Machine", "Malformed", "Reading"]
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""A generator that yields where it needs more text."""
+
+MAX_HELD: Final = 65_536  # characters that may turn out to be a call or content, before that is known
+MAX_NAME: Final = 128
+_MAX_SPACE: Final = 64  # characters of whitespace that may belong to the tag behind them
+
+
+class Malformed(Exception):
+    """Inside a parser: this is no call. It never leaves `feed` or `finish`."""
+
+
+class Machine(ABC):
+    """One completion, from pieces to events.
+
+    No text makes it raise: what it cannot read is content. Its memory is bounded, its time linear, and the events,
+    merged, do not depend on how the text was cut, except for where their `raw` parts.
+    """
+
+    def __init__(self, make_id: Callable[[int], str]) -> None:
+        """Start a completion whose calls get their ids from `make_id(index)`."""
+        self._make_id = make_id
+        self._text = ""
+        self._at = 0  # what of `_text` has been read
+        self._ended = False
+        self._held: list[str] = []
+        self._held_size = 0
+        self._settled: list[str] = []
+        self._events: list[Event] = []
+        self._index = 0  # of the call that is open, or else of the next one
+        self._is_open = False  # a call has started and not ended
+        self._reading = self.run()
+
+    def feed(self, text: str) -> list[Event]:
+        """Return what this piece of the completion makes certain; often nothing."""
+        if self._ended:
+            raise RuntimeError("this completion has ended; make a parser for each one")
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        next(self._reading)
+        return self._emitted()
+
+    def finish(self) -> list[Event]:
+        """Return what was still held, and `End`; the completion is over."""
+        if self._ended:
+            raise RuntimeError("this completion has ended; make a parser for each one")
+        self._ended = True
+        next(self._reading, None)
+        return [*self._emitted(), End(self._raw())]
+
+    @abstractmethod
+    def run(self) -> Reading[None]:
+        """Read the whole completion; it returns at the end of the text only."""
+
+    # For `run`: text and tags.
+
+    def text_until(self, tags: tuple[str, ...], kind: type[Content] | type[Reasoning] = Content) -> Reading[str]:
+        """Emit text up to the first of `tags`; hold it and the whitespace before it. Return it, or "" at the end."""
+        begins = _begins(tags)
+        endless = False  # in whitespace too long to belong to a tag
+        while self._at < len(self._text) or (yield from self._more()):
+            text, at = self._text, self._at
+            found = begins.search(text, at) if begins else None
+            stop = found.start() if found else len(text)
+            body = len(text[at:stop].rstrip(SPACE)) if tags else stop - at
+            if body:
+                self.take(body)
+                self._say(kind)
+                endless = False
+            if at + body < stop:
+                self.take(stop - at - body)
+                if endless or self._held_size > _MAX_SPACE:
+                    self._say(kind)
+                    endless = True
+            if found:
+                for tag in tags:
+                    if (yield from self.sees(tag)):
+                        self.take(len(tag))
+                        return tag
+                self.take(1)
+                self._say(kind)
+                endless = False
+        self._say(kind)
+        return ""
+
+    def attempt(self, reading: Reading[None]) -> Reading[bool]:
+        """Read what may be calls; where it turns out malformed, what is held becomes content."""
+        try:
+            yield from reading
+        except Malformed:
+            self.give_up()
+            return False
+        self.settle()
+        return True
+
+    def give_up(self) -> None:
+        """What is held is content; a call that is open stays incomplete."""
+        if self._is_open:
+            self._close_call(complete=False, raw=self._settled_raw())
+        self._say(Content)
+
+    def take(self, count: int) -> None:
+        """Hold the next `count` characters, which are there."""
+        if count:
+            self._held.append(self._text[self._at : self._at + count])
+            self._held_size += count
+            self._at += count
+
+    def settle(self) -> None:
+        """What is held is part of a call or tag."""
+        self._settled += self._held
+        self._held.clear()
+        self._held_size = 0
+
+    def peek(self) -> Reading[str]:
+        """Return the next character, or "" at the end."""
+        if self._at < len(self._text) or (yield from self._more()):
+            return self._text[self._at]
+        return ""
+
+    def space(self) -> Reading[None]:
+        """Read whitespace, if any."""
+        while (char := (yield from self.peek())) and char in SPACE:
+            self._claim(1)
+
+    def sees(self, literal: str) -> Reading[bool]:
+        """Wait until it is certain whether `literal` comes next."""
+        while True:
+            rest = self._text[self._at : self._at + len(literal)]
+            if rest == literal:
+                return True
+            if self._ended or not literal.startswith(rest):
+                return False
+            yield
+
+    def accept(self, literal: str) -> Reading[bool]:
+        """Read `literal` if it comes next."""
+        if (yield from self.sees(literal)):
+            self._claim(len(literal))
+            return True
+        return False
+
+    def expect(self, literal: str) -> Reading[None]:
+        """Read `literal`, which must come next."""
+        if not (yield from self.accept(literal)):
+            raise Malformed
+
+    def word(self, extra: str) -> Reading[str]:
+        """Read a name of ASCII letters, digits, `_` and the characters of `extra`."""
+        chars: list[str] = []
+        while (char := (yield from self.peek())) and (char.isascii() and (char.isalnum() or char in "_" + extra)):
+            if len(chars) == MAX_NAME:
+                raise Malformed
+            self._claim(1)
+            chars.append(char)
+        if not chars:
+            raise Malformed
+        return "".join(chars)
+
+    # For `run`: values and calls.
+
+    def value(self, scanner: JsonScanner) -> Reading[str]:
+        """Read one value and hold it. Return it as JSON."""
+        parts: list[str] = []
+        while not scanner.done:
+            if not (yield from self._scan(scanner, capped=True)):
+                raise Malformed
+            parts.append(scanner.take())
+        return "".join(parts)
+
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """A call is certain."""
+        self._is_open = True
+        self._events.append(ToolCallStart(self._index, call_id or self._make_id(self._index), name, self._raw()))
+
+    def write_arguments(self, text: str) -> None:
+        """Emit a part of the arguments' JSON."""
+        self._events.append(ToolCallArguments(self._index, text, self._raw()))
+
+    def stream_arguments(self, scanner: JsonScanner) -> Reading[None]:
+        """Read one value and emit it as it comes."""
+        while not scanner.done:
+            sound = yield from self._scan(scanner, capped=False)
+            self.settle()
+            if text := scanner.take():
+                self.write_arguments(text)
+            if not sound:
+                raise Malformed
+
+    def end_call(self) -> None:
+        """The call's arguments are whole."""
+        self._close_call(complete=True, raw=self._raw())
+
+    # The machine's own.
+
+    def _more(self) -> Reading[bool]:
+        """Wait for text; False at the end."""
+        while self._at == len(self._text):
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def _scan(self, scanner: JsonScanner, capped: bool) -> Reading[bool]:
+        """Let the scanner read what there is, if `capped` no more than may be held; False where it cannot go on."""
+        if not (yield from self._more()):
+            return False
+        stop = min(len(self._text), self._at + MAX_HELD - self._held_size) if capped else len(self._text)
+        self.take(scanner.feed(self._text, self._at, stop) - self._at)
+        return not scanner.bad and (scanner.done or self._at < stop or stop == len(self._text))
+
+    def _claim(self, count: int) -> None:
+        if self._held_size + count > MAX_HELD:
+            raise Malformed
+        self.take(count)
+
+    def _say(self, kind: type[Content] | type[Reasoning]) -> None:
+        if self._held:
+            text = "".join(self._held)
+            self._events.append(kind(text, self._raw()))
+
+    def _close_call(self, complete: bool, raw: str) -> None:
+        self._events.append(ToolCallEnd(self._index, complete, raw))
+        self._index += 1
+        self._is_open = False
+
+    def _raw(self) -> str:
+        self.settle()
+        return self._settled_raw()
+
+    def _settled_raw(self) -> str:
+        raw = "".join(self._settled)
+        self._settled.clear()
+        return raw
+
+    def _emitted(self) -> list[Event]:
+        events = merge(self._events)
+        self._events = []
+        return events
+
+
+@lru_cache
+def _begins(tags: tuple[str, ...]) -> re.Pattern[str] | None:
+    return re.compile("[" + re.escape("".join(sorted({tag[0] for tag in tags}))) + "]") if tags else None

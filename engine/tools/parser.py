@@ -1,0 +1,168 @@
+"""What every format of tool calls shares: reasoning, ids, and calls written as JSON objects; never the tags of one.
+
+Next to read: formats.py.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Literal
+
+from headrace.engine.tools.events import Reasoning
+from headrace.engine.tools.machine import MAX_NAME, Machine, Malformed, Reading
+from headrace.engine.tools.values import SPACE, JsonScanner
+
+if TYPE_CHECKING:
+    from headrace.engine.tools.structure import CallShape, CallStructure
+
+__all__ = ["ReasoningMode", "ToolParser"]
+
+ReasoningMode = Literal["none", "tagged", "opened"]
+"""`tagged`: may start with <think>. `opened`: starts inside it, because the prompt ends with the tag."""
+
+_ARGUMENTS: Final = ("arguments", "parameters")
+
+
+class ToolParser(Machine):
+    """A completion with reasoning and tool calls; the base of all formats, and by itself the one that has no calls.
+
+    Whitespace beside a tag belongs to the tag.
+
+    A subclass sets `read`. It may set `markers` and `keeps_special_tokens`, and `structure` for forced calls.
+    """
+
+    markers: tuple[str, ...] = ()
+    """A chat template that contains one of these teaches this format."""
+    foreign_markers: tuple[str, ...] = ()
+    """Unless it contains one of these."""
+    keeps_special_tokens = False
+    """Its tags are special tokens, which the text must then keep."""
+
+    def __init__(self, reasoning: ReasoningMode = "none", make_id: Callable[[int], str] | None = None) -> None:
+        """Start a completion.
+
+        Args:
+            reasoning: Whether the text may hold reasoning, and whether it starts inside it.
+            make_id: Gives the id of a call from its index; None draws random ones.
+        """
+        super().__init__(make_id or self.new_id)
+        self._reasoning = reasoning
+
+    def read(self) -> Reading[None]:
+        """Read the text behind the reasoning; what is left unread at its return is content."""
+        yield from ()
+
+    @classmethod
+    def structure(cls, shapes: tuple[CallShape, ...], maximum: int | None) -> CallStructure | None:
+        """Say how calls of these shapes are written, for a grammar; None where the format cannot be forced."""
+        return None
+
+    def new_id(self, index: int) -> str:
+        """Draw an id for a call."""
+        return "call_" + secrets.token_hex(12)
+
+    def run(self) -> Reading[None]:
+        """Read reasoning, then what the format says, then content."""
+        if self._reasoning != "none":
+            yield from self._read_reasoning()
+        try:
+            yield from self.read()
+        except Malformed:
+            self.give_up()
+        yield from self.text_until(())
+
+    def _read_reasoning(self) -> Reading[None]:
+        with suppress(Malformed):  # endless whitespace
+            yield from self.space()
+        if (yield from self.sees("<think>")):
+            self._reasoning = "opened"
+            self.take(len("<think>"))
+            self.settle()
+            yield from self.attempt(self.space())
+        if self._reasoning == "opened":
+            self.settle()
+            if (yield from self.text_until(("</think>",), Reasoning)):
+                yield from self.attempt(self.space())
+
+    # For `read`: calls as JSON objects.
+
+    def call_object(self, known: frozenset[str] | None = None) -> Reading[None]:
+        """Read one `{"name": ..., "arguments": {...}}`, or with `parameters`, and emit the call.
+
+        The keys may stand in any order; arguments stream if the name came first. A missing last brace is forgiven.
+
+        Args:
+            known: Any other key makes it no call, and so does a lack of arguments; None skips unknown keys.
+        """
+        name = arguments = None
+        streamed = False
+        yield from self.expect("{")
+        while True:
+            key = yield from self._key()
+            if known is not None and key not in known:
+                raise Malformed
+            if key == "name" and name is None:
+                name = _name((yield from self.value(JsonScanner())))
+            elif key not in _ARGUMENTS or arguments is not None or streamed:
+                yield from self.value(JsonScanner())
+            elif name is not None and (yield from self.peek()) == "{":
+                yield from self.object_call(name)
+                streamed = True
+            else:
+                arguments = _object((yield from self.value(JsonScanner())))
+            yield from self.space()
+            if not (yield from self.accept(",")):
+                break
+        if not (yield from self.accept("}")) and not streamed:
+            raise Malformed
+        if streamed:
+            self.settle()
+            return
+        if name is None or (known is not None and arguments is None):
+            raise Malformed
+        self.start_call(name)
+        self.write_arguments(arguments or "{}")
+        self.end_call()
+
+    def object_call(self, name: str, call_id: str | None = None) -> Reading[None]:
+        """Emit a call whose arguments, a JSON object, come next."""
+        if (yield from self.peek()) != "{":
+            raise Malformed
+        self.start_call(name, call_id)
+        yield from self.stream_arguments(JsonScanner())
+        self.end_call()
+
+    def _key(self) -> Reading[str]:
+        yield from self.space()
+        if (yield from self.peek()) != '"':
+            raise Malformed
+        key: str = json.loads((yield from self.value(JsonScanner())))
+        yield from self.space()
+        yield from self.expect(":")
+        yield from self.space()
+        return key
+
+
+def _name(value: str) -> str:
+    name = json.loads(value)
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise Malformed
+    return name
+
+
+def _object(value: str) -> str | None:
+    """The arguments in a value: an object, an object written once more as a string, or none in `null` and ""."""
+    if value in ("null", '""'):
+        return None
+    if value.startswith('"'):
+        inner = json.loads(value).strip(SPACE)
+        scanner = JsonScanner()
+        if scanner.feed(inner, 0, len(inner)) < len(inner) or not scanner.done:
+            raise Malformed
+        value = scanner.take()
+    if not value.startswith("{"):
+        raise Malformed
+    return value

@@ -1,0 +1,97 @@
+"""Formats by name and by chat template; never parses a completion itself.
+
+The names are the process's, so that a library can add a format once; a parser class can be used without any name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.engine.errors import InvalidParams
+from headrace.engine.tools.events import Event, Parsed, collect
+from headrace.engine.tools.formats import Hermes, LlamaJson, Mistral, MistralArgs, Pythonic
+from headrace.engine.tools.parser import ReasoningMode, ToolParser
+
+__all__ = ["Detected", "detect", "make_parser", "parse", "parser_class", "reasoning_mode", "register"]
+
+_formats: dict[str, type[ToolParser]] = {
+    "hermes": Hermes,
+    "mistral": Mistral,
+    "mistral_args": MistralArgs,
+    "llama3_json": LlamaJson,
+    "pythonic": Pythonic,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """What a chat template teaches."""
+
+    tools: str | None
+    """Name of the format of its tool calls; None where it has none or an unknown one."""
+    reasoning: bool
+    """Whether completions may hold reasoning; whether they start inside it is for `reasoning_mode` to say."""
+
+
+def register(name: str, cls: type[ToolParser]) -> None:
+    """Add a format for `make_parser` and `detect`, which asks it before those that were there.
+
+    Raises:
+        InvalidParams: The name is taken by another class, or `cls` is no `ToolParser`.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, ToolParser)):
+        raise InvalidParams("a format is a subclass of ToolParser", field="cls", value=cls, limit=None)
+    if _formats.setdefault(name, cls) is not cls:
+        raise InvalidParams("this name is taken", field="name", value=name, limit=_formats[name].__name__)
+
+
+def parser_class(name: str | None) -> type[ToolParser]:
+    """Return the format of that name; None is the one without calls.
+
+    Raises:
+        InvalidParams: There is none of that name.
+    """
+    if name is None:
+        return ToolParser
+    try:
+        return _formats[name]
+    except KeyError:
+        raise InvalidParams("no such tool format", field="tools", value=name, limit=sorted(_formats)) from None
+
+
+def detect(chat_template: str) -> Detected:
+    """Tell from the text of a chat template how its model writes tool calls, and whether it reasons."""
+    found = None
+    for name, cls in reversed(_formats.items()):
+        taught = any(marker in chat_template for marker in cls.markers)
+        if taught and not any(marker in chat_template for marker in cls.foreign_markers):
+            found = name
+            break
+    return Detected(found, "<think>" in chat_template or "</think>" in chat_template)
+
+
+def reasoning_mode(detected: Detected, prompt: str) -> ReasoningMode:
+    """Return the mode for a completion of the rendered prompt: templates may open the reasoning themselves."""
+    if not detected.reasoning:
+        return "none"
+    return "opened" if prompt.rstrip().endswith("<think>") else "tagged"
+
+
+def make_parser(
+    tools: str | None = None, reasoning: ReasoningMode = "none", make_id: Callable[[int], str] | None = None
+) -> ToolParser:
+    """Return a parser for one completion; see `ToolParser`."""
+    return parser_class(tools)(reasoning, make_id)
+
+
+def parse(
+    text: str,
+    tools: str | None = None,
+    reasoning: ReasoningMode = "none",
+    make_id: Callable[[int], str] | None = None,
+) -> Parsed:
+    """Parse a whole completion; equal to collecting what a parser gives for its pieces."""
+    parser = make_parser(tools, reasoning, make_id)
+    events: list[Event] = [*parser.feed(text), *parser.finish()]
+    return collect(events)
