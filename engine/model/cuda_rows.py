@@ -74,6 +74,8 @@ class DeviceRows:
 
     def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry]) -> None:
         """Take in a plan's new rows and page entries; `flush` sends them."""
+        if self._places:  # of a step that failed before it sent them: no place may come twice in one send
+            self.flush(applied_by_graph=False)
         for new in new_rows:
             self._add_row(new)
         if entries:

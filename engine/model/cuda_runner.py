@@ -162,6 +162,7 @@ class CudaRunner:
         """
         self._device, self._capacity = device, capacity
         self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
         with self._on_stream():
             self._kv = next(iter(ops.values())).allocate_kv(decoder.spec.num_layers, capacity.num_pages + 1)
             self._rows = DeviceRows(capacity, device)
@@ -212,8 +213,9 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> _CudaStep:
         """Enqueue `plan` behind the steps launched before it.
 
-        Decodes are enqueued at once: it takes a few hundred microseconds. Prefills take milliseconds, and capturing a
-        graph a hundred, so a thread does those, and whatever comes while it is busy follows there.
+        Decodes are enqueued at once: it takes a few hundred microseconds. Prefills take milliseconds, capturing a graph
+        a hundred, and copying pages waits for the device, so a thread does those, and whatever comes while it is busy
+        follows there.
 
         Raises:
             EngineCrashed: The device failed.
@@ -223,7 +225,8 @@ class CudaRunner:
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
         step = _CudaStep(result)
-        decodes = _Decodes.of(plan.works) if plan.tokens == len(plan.works) and not plan.new_rows else None
+        is_plain = plan.tokens == len(plan.works) and not plan.new_rows and not plan.copies
+        decodes = _Decodes.of(plan.works) if is_plain else None
         if self._submitted == self._enqueued and decodes is not None and self._is_captured(decodes):
             self._enqueue(plan, decodes, [], step)
         else:
@@ -335,5 +338,16 @@ def _faults_are_fatal() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except torch.AcceleratorError as error:
-        raise EngineCrashed(f"the device failed: {error}") from error
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError) or _is_lost():  # Triton and FlashInfer raise errors of their own
+            raise EngineCrashed(f"the device failed: {error}") from error
+        raise
+
+
+def _is_lost() -> bool:
+    """Whether the current device answers nothing any more."""
+    try:
+        torch.cuda.current_stream().query()
+    except torch.AcceleratorError:
+        return True
+    return False

@@ -137,6 +137,7 @@ class DecodeGraphs:
 
         Raises:
             DeviceUnavailable: It had to be captured, and could not be.
+            torch.OutOfMemoryError: There was no memory for that.
         """
         key = self._key(starts, filtered)
         bucket = key.bucket
@@ -173,6 +174,8 @@ class DecodeGraphs:
         if graph is None:
             try:
                 graph = self._capture(key)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):  # known for what they are
+                raise
             except Exception as error:
                 raise DeviceUnavailable(
                     f"the decode graph of {key.bucket} rows ({key.way} attention) could not be captured: {error}"
@@ -182,13 +185,13 @@ class DecodeGraphs:
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
         bucket, way, filtered = key
+        self._last_planned = 0  # what follows plans, even if it fails
         steps = self._steps.get((bucket, way))
         if steps is None:
             steps = self._steps[bucket, way] = self._make_steps(bucket, way)
         scratch = self.scratch(filtered)
         if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
-        self._last_planned = 0
         kept = self._rows.batch_R[:bucket].clone()
         self._rows.batch_R[:bucket].fill_(self._rows.padding_row)
         try:
