@@ -145,7 +145,8 @@ class DecodeGraphs:
         if key.way == "fa2":
             lengths = np.ones(bucket, np.int64)
             lengths[: len(starts)] += starts
-            self._plans[bucket].plan(lengths, anew=self._last_planned != bucket)
+            last, self._last_planned = self._last_planned, 0  # none, should planning fail
+            self._plans[bucket].plan(lengths, anew=last != bucket)
             self._last_planned = bucket
         return graph
 

@@ -1,0 +1,550 @@
+"""A GPU that is not there: everything on the host side of the CUDA path runs for real, above slow kernels; no tests.
+
+`emulated()` replaces what lies below: torch's streams, events, graphs and pinned memory, and the modules `triton` and
+`flashinfer`, whose kernels are those of emulated_kernels.py. It is stricter than a GPU where a GPU is merely unlucky:
+
+- Copies from and to pinned memory are as late as they may be: they happen when somebody waits for an event or stream
+  behind them. Pinned memory that changes before that is a fault, and whoever reads a result too early reads nonsense.
+- A graph records single operations, with the values they had when it was captured, and replays those; nothing that
+  belongs to a capture runs before that.
+- FlashInfer's plans go through pinned memory to the integer workspace that `run` reads, which other plans may share.
+- Once the device is lost, every call raises, and pinned memory that is freed is a fault.
+
+Everything else runs when it is launched: of the device's own slowness only what pinned memory shows can be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import inspect
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from emulated_kernels import KERNELS, Misuse, attend
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.engine.model import weights
+
+__all__ = ["Gpu", "emulated"]
+
+NONSENSE = -0x5A5A5A5A
+PROCESSORS = 132
+BUILT_ON = ("headrace.ops.cuda", "headrace.engine.model.cuda_", "headrace.engine.model.graphs",
+            "headrace.engine.model.prefills", "headrace.engine.model.open_cuda")  # fmt: skip
+HERE = threading.local()
+"""Of this thread: `streams` entered, and `recorder` of the graph that is being captured."""
+
+
+class Gpu:
+    """The emulated device: one line of work, however many streams, and what went wrong on it."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        """What a real GPU might have survived by luck, or would not have survived."""
+        self.launches: dict[str, int] = {}
+        """How often each kernel ran."""
+        self.replays: list[int] = []
+        """For each replay of a graph, how many operations it had."""
+        self.captured_in: list[str] = []
+        """For each capture, the name of the thread that made it."""
+        self.free_bytes = 8 << 30
+        self.allocated = 0
+        self.fail_at: Callable[[str], Exception | None] = lambda kernel: None
+        """Asked before each launch outside a graph: what to raise there."""
+        self.lost = False
+        self._lock = threading.RLock()
+        self._issued = self._done = 0
+        self._pending: deque[tuple[int, Callable[[], None]]] = deque()
+
+    def fault(self, what: str) -> None:
+        """Note a fault, which `emulated` raises at its end."""
+        self.faults.append(what)
+
+    def lose(self, why: str) -> None:
+        """Fail now and for ever."""
+        self.lost = True
+        raise torch.AcceleratorError(f"CUDA error: {why}")
+
+    def check(self) -> None:
+        """Raise if the device is lost."""
+        if self.lost:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def launch(self, name: str, work: Callable[[], None]) -> None:
+        """Run `work`, or leave it to the graph that this thread captures."""
+        self.check()
+        recorder = getattr(HERE, "recorder", None)
+        if recorder is not None:
+            recorder.operations.append(lambda: self.run(name, work))
+            return
+        error = self.fail_at(name)
+        if error is not None:
+            self.lost = "CUDA" in str(error)
+            raise error
+        self.run(name, work)
+
+    def run(self, name: str, work: Callable[[], None]) -> None:
+        """Run a kernel now."""
+        self.launches[name] = self.launches.get(name, 0) + 1
+        try:
+            work()
+        except Misuse as error:
+            self.fault(f"{name}: {error}")
+            self.lose("an illegal memory access was encountered")
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Put a copy into the line."""
+        with self._lock:
+            self._issued += 1
+            self._pending.append((self._issued, action))
+
+    def mark(self) -> int:
+        """The end of the line as it is now."""
+        return self._issued
+
+    def wait(self, mark: int) -> None:
+        """Let everything up to `mark` happen."""
+        self.check()
+        if getattr(HERE, "recorder", None) is not None:
+            self.fault("a wait while a graph is captured")
+        with self._lock, torch.inference_mode():
+            while self._pending and self._pending[0][0] <= mark:
+                self._pending.popleft()[1]()
+
+
+# -- pinned memory --------------------------------------------------------------------------------------------------
+
+
+class Pinned(Tensor):
+    """Host memory whose copies are late."""
+
+    gpu: Gpu
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.copy_:
+            target, source = args[:2]
+            return cls._copy(target, source, non_blocking=kwargs.get("non_blocking", False))
+        if func is Tensor.to and isinstance(args[1], torch.device):
+            gone = plain(args[0]).clone()
+            cls._copy(gone, args[0], non_blocking=kwargs.get("non_blocking", False))
+            return gone
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def _copy(cls, target: Tensor, source: Tensor, *, non_blocking: bool) -> Tensor:
+        gpu, there, kept = cls.gpu, plain(target), plain(source).clone()
+        gpu.check()
+        if isinstance(source, Pinned):
+            there.copy_(kept)
+            origin = plain(source)
+
+            def arrive() -> None:
+                if not torch.equal(origin, kept):
+                    gpu.fault("pinned memory was written before the device had read it")
+        else:
+            there.fill_(NONSENSE)
+
+            def arrive() -> None:
+                there.copy_(kept)
+
+        gpu.later(arrive)
+        if not non_blocking:
+            gpu.wait(gpu.mark())
+        return target
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory as an ordinary tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def emulated_empty(gpu: Gpu, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.empty` that knows pinned memory."""
+
+    def freed() -> None:
+        if gpu.lost:
+            gpu.fault("pinned memory was freed after the device was lost, which ends the process")
+
+    def make(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        made = empty(*size, **options)
+        if not pin_memory:
+            return made
+        gpu.check()
+        if made.dtype == torch.int32:
+            made.fill_(NONSENSE)
+        pinned = made.as_subclass(Pinned)
+        weakref.finalize(pinned, freed).atexit = False
+        return pinned
+
+    return make
+
+
+# -- streams, events and graphs -------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A stream: all share one line."""
+
+    gpu: Gpu
+
+    def __init__(self, device: Any = None) -> None:
+        self.gpu.check()
+
+    def synchronize(self) -> None:
+        self.gpu.wait(self.gpu.mark())
+
+    def wait_stream(self, other: Stream) -> None:
+        self.gpu.check()
+
+    def query(self) -> bool:
+        self.gpu.check()
+        return True
+
+
+@contextlib.contextmanager
+def entered(stream: Stream) -> Iterator[None]:
+    """As `torch.cuda.stream`."""
+    HERE.streams = [*getattr(HERE, "streams", []), stream]
+    try:
+        yield
+    finally:
+        HERE.streams = HERE.streams[:-1]
+
+
+class Event:
+    """An event; one that was never recorded is waited for at once."""
+
+    gpu: Gpu
+
+    def __init__(self, **options: Any) -> None:
+        self._mark = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.gpu.check()
+        self._mark = self.gpu.mark()
+
+    def synchronize(self) -> None:
+        self.gpu.wait(self._mark)
+
+
+class Recorder(TorchDispatchMode):
+    """Turns what a thread does into a list of operations that can be done again in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
+            raise RuntimeError(f"{name} is not permitted while a graph is captured")
+        if func._schema.is_mutable:
+            self.operations.append(lambda: func(*args, **kwargs))
+            return kwargs.get("out", args[0] if args else None)
+        made = func(*args, **kwargs)
+        is_view = any(each.alias_info is not None for each in func._schema.returns)
+        if not is_view and not name.startswith("aten::empty"):
+            self.operations.append(lambda: self._again(func, args, kwargs, made))
+        return made
+
+    @staticmethod
+    def _again(func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        found = func(*args, **kwargs)
+        for old, new in zip(*([each] if isinstance(each, Tensor) else each for each in (made, found)), strict=True):
+            old.copy_(new)
+
+
+class Graph:
+    """A graph."""
+
+    gpu: Gpu
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.gpu.check()
+        self.gpu.captured_in.append(threading.current_thread().name)
+        self._recorder = HERE.recorder = Recorder()
+        self._recorder.__enter__()
+
+    def capture_end(self) -> None:
+        assert self._recorder is not None
+        self._recorder.__exit__(None, None, None)
+        HERE.recorder = None
+
+    def pool(self) -> object:
+        return "pool"
+
+    def replay(self) -> None:
+        self.gpu.check()
+        assert self._recorder is not None, "a graph is replayed that holds nothing"
+        self.gpu.replays.append(len(self._recorder.operations))
+        for operation in self._recorder.operations:
+            operation()
+
+    def reset(self) -> None:
+        self.gpu.check()
+        self._recorder = None
+
+
+# -- triton ---------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """What `triton.jit` makes of a kernel."""
+
+    gpu: Gpu
+
+    def __init__(self, kernel: Callable[..., None]) -> None:
+        self._name, self._signature = kernel.__name__, inspect.signature(kernel)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*values: Any, **meta: Any) -> None:
+            if 0 in grid:  # Triton launches nothing then
+                return
+            meta = {name: value for name, value in meta.items() if name in self._signature.parameters}
+            at = SimpleNamespace(**self._signature.bind(*values, **meta).arguments)
+            self.gpu.launch(self._name, lambda: KERNELS[self._name](at))
+
+        return launch
+
+
+def jit(kernel: Any = None, **options: Any) -> Any:
+    return Kernel(kernel) if kernel is not None else Kernel
+
+
+# -- flashinfer -----------------------------------------------------------------------------------------------------
+
+
+def send_plan(pinned: Tensor, workspace: Tensor, numbers: Sequence[int]) -> None:
+    """Write a plan to pinned memory and start it on its way to the integer workspace."""
+    count = 4 * (1 + len(numbers))
+    if count > len(pinned) or count > len(workspace):
+        raise Misuse("a plan larger than its workspace")
+    pinned.numpy()[:count].view("int32")[:] = [len(numbers), *numbers]
+    workspace[:count].copy_(pinned[:count], non_blocking=True)
+
+
+def read_plan(workspace: Tensor) -> list[int]:
+    """The plan that the device finds there now."""
+    count = int(workspace[:4].view(torch.int32))
+    return workspace[4 : 4 + 4 * count].view(torch.int32).tolist() if 0 <= 4 * count < len(workspace) else []
+
+
+class DecodeModule:
+    """FlashInfer's module behind a decode wrapper: rows and their pages are the plan."""
+
+    @staticmethod
+    def plan(_floats: Tensor, workspace: Tensor, pinned: Tensor, _queries: Tensor, indptr: Tensor, *rest: Any) -> None:
+        Kernel.gpu.check()
+        send_plan(pinned, workspace, indptr.diff().tolist())
+
+
+class DecodeWrapper:
+    """As `flashinfer.BatchDecodeWithPagedKVCacheWrapper` for graphs."""
+
+    def __init__(
+        self, workspace: Tensor, layout: str, *, paged_kv_indptr_buffer: Tensor, paged_kv_indices_buffer: Tensor,
+        paged_kv_last_page_len_buffer: Tensor, **options: Any,
+    ) -> None:  # fmt: skip
+        self._float_workspace_buffer = workspace
+        self._paged_kv_indptr_buf = paged_kv_indptr_buffer
+        self._indices, self._tails = paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        self._int_workspace_buffer = torch.empty(8 << 20, dtype=torch.uint8)
+        self._pin_memory_int_workspace_buffer = torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True)
+
+    def plan(
+        self, indptr: Tensor, indices: Tensor, tails: Tensor, heads: int, kv_heads: int, head_dim: int, page_size: int,
+        *, window_left: int, sm_scale: float, **dtypes: Any,
+    ) -> None:  # fmt: skip
+        self._paged_kv_indptr_buf.copy_(indptr)
+        self._indices[: len(indices)].copy_(indices)
+        self._tails.copy_(tails)
+        self._size, self._scale, self._window = page_size, sm_scale, window_left + 1 or None
+        self._cached_module = DecodeModule()
+        self._cached_module.plan(
+            self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer, indptr,
+            indptr,
+        )  # fmt: skip
+
+    def run(self, q: Tensor, kv: Tensor, *, out: Tensor, k_scale: float, v_scale: float) -> None:
+        def work() -> None:
+            planned = read_plan(self._int_workspace_buffer)
+            if len(planned) != len(q):
+                raise Misuse(f"a batch of {len(q)} rows under a plan of {len(planned)}")
+            starts = self._paged_kv_indptr_buf.tolist()
+            for row, tail in enumerate(self._tails.tolist()):
+                length = (starts[row + 1] - starts[row] - 1) * self._size + tail
+                if -(-length // self._size) > planned[row]:
+                    raise Misuse(f"a row of {length} tokens under a plan for {planned[row]} pages")
+                pages = self._indices[starts[row] : starts[row + 1]]
+                out[row] = attend(
+                    q[row : row + 1], kv, pages, length,
+                    scale=self._scale * k_scale, window=self._window, v_scale=v_scale,
+                )[0]  # fmt: skip
+
+        Kernel.gpu.launch("fa2 decode", work)
+
+
+class PrefillWrapper:
+    """As `flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
+
+    def __init__(self, workspace: Tensor, layout: str, *, backend: str) -> None:
+        self._int_workspace_buffer = torch.empty(8 << 20, dtype=torch.uint8)
+        self._pin_memory_int_workspace_buffer = torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True)
+
+    def plan(
+        self, starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, heads: int, kv_heads: int, head_dim: int,
+        page_size: int, *, causal: bool, sm_scale: float, window_left: int, **dtypes: Any,
+    ) -> None:  # fmt: skip
+        Kernel.gpu.check()
+        assert causal
+        used = indptr.diff()
+        lengths = ((used - 1) * page_size + last).tolist()
+        self._plan = [*starts.diff().tolist(), *lengths]
+        self._pages = [part.tolist() for part in indices.split(used.tolist())]
+        self._scale, self._window = sm_scale, window_left + 1 or None
+        send_plan(self._pin_memory_int_workspace_buffer, self._int_workspace_buffer, self._plan)
+
+    def run(self, q: Tensor, kv: Tensor, *, out: Tensor, k_scale: float, v_scale: float) -> None:
+        def work() -> None:
+            plan = read_plan(self._int_workspace_buffer)
+            rows = len(plan) // 2
+            if plan != self._plan or sum(plan[:rows]) != len(q):
+                raise Misuse(f"a prefill of {len(q)} tokens under another plan")
+            start = 0
+            for count, length, pages in zip(plan[:rows], plan[rows:], self._pages, strict=True):
+                here = slice(start, start + count)
+                out[here] = attend(
+                    q[here], kv, torch.tensor(pages), length,
+                    scale=self._scale * k_scale, window=self._window, v_scale=v_scale,
+                )  # fmt: skip
+                start += count
+
+        Kernel.gpu.launch("prefill", work)
+
+
+def xqa(
+    q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, out: Tensor, scratch: Tensor,
+    semaphores: Tensor, kv_heads: int, page_size: int, *, q_scale: float, kv_scale: float, sliding_win_size: int,
+    sm_count: int,
+) -> None:  # fmt: skip
+    """As `flashinfer.xqa.xqa`."""
+
+    def work() -> None:
+        kv = torch.stack((keys.view(torch.uint8), values.view(torch.uint8)), 1).view(keys.dtype)
+        for row, length in enumerate(lengths.view(torch.int32)[:, 0].tolist()):
+            out[row] = attend(
+                q[row], kv, pages[row], length,
+                scale=q_scale * kv_scale / q.shape[-1] ** 0.5, window=sliding_win_size or None, v_scale=kv_scale,
+            )  # fmt: skip
+
+    Kernel.gpu.launch("xqa", work)
+
+
+# -- putting it in place --------------------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, ModuleType]:
+    """Stand-ins for `triton` and `flashinfer`, as far as `ops` imports them."""
+    contents: dict[str, dict[str, Any]] = {
+        "triton": {
+            "jit": jit,
+            "cdiv": lambda a, b: -(-a // b),
+            "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
+            "knobs": SimpleNamespace(cache=SimpleNamespace(dir="")),
+        },
+        "triton.language": {},
+        "triton.language.extra": {},
+        "triton.language.extra.cuda": {"gdc_launch_dependents": None, "gdc_wait": None},
+        "flashinfer": {
+            "BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper,
+            "BatchPrefillWithPagedKVCacheWrapper": PrefillWrapper,
+        },
+        "flashinfer.xqa": {"xqa": xqa},
+        "flashinfer.jit": {"env": SimpleNamespace(FLASHINFER_AOT_DIR=None)},
+        "flashinfer.jit.core": {"jit_spec_registry": SimpleNamespace(get_all_specs=dict)},
+    }
+    made = {}
+    for name, values in contents.items():
+        module = made[name] = ModuleType(name)
+        module.__dict__.update(values, __path__=[], __spec__=importlib.machinery.ModuleSpec(name, None))
+        parent, _, last = name.rpartition(".")
+        if parent and not hasattr(made[parent], last):
+            setattr(made[parent], last, module)
+    return made
+
+
+def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
+    """Put the emulation into the places of torch's."""
+    for kind in (Pinned, Stream, Event, Graph, Kernel):
+        patch.setattr(kind, "gpu", gpu, raising=False)
+    patch.setattr(torch, "empty", emulated_empty(gpu, torch.empty))
+    default = Stream()
+    replaced: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "stream": entered,
+        "current_stream": lambda device=None: [default, *getattr(HERE, "streams", [])][-1],
+        "device": lambda device: contextlib.nullcontext(),
+        "device_count": lambda: 1,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=PROCESSORS),
+        "mem_get_info": lambda device=None: (gpu.free_bytes, 2 * gpu.free_bytes),
+        "memory_allocated": lambda device=None: gpu.allocated,
+        "max_memory_allocated": lambda device=None: gpu.allocated,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": gpu.check,
+    }
+    for name, value in replaced.items():
+        patch.setattr(torch.cuda, name, value)
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[Gpu]:
+    """While it lasts, `Engine(folder, device="cuda")` runs on the emulated device, whose tensors are the CPU's.
+
+    Raises:
+        AssertionError: At its end: something happened that a GPU might not survive.
+    """
+    gpu = Gpu()
+    with Recorder():  # torch imports more of itself at the first one, and must not find this triton then
+        torch.ones(1).add(1)
+    ours = [name for name in sys.modules if name.split(".")[0] in ("triton", "flashinfer") or name.startswith(BUILT_ON)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ours:
+            patch.delitem(sys.modules, name)
+        for name, module in modules().items():
+            patch.setitem(sys.modules, name, module)
+        replace_torch(patch, gpu)
+        open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
+
+        class Staging(weights._Staging):
+            def __init__(self, device: torch.device) -> None:
+                super().__init__(SimpleNamespace(type="cuda"))  # type: ignore[arg-type] # pinned, as on a GPU
+                self._device = device
+
+        patch.setattr(open_cuda, "_find", lambda name: torch.device("cpu"))
+        patch.setattr(weights, "_Staging", Staging)
+        try:
+            yield gpu
+        finally:
+            for name in [name for name in sys.modules if name.startswith(BUILT_ON)]:
+                del sys.modules[name]
+    assert not gpu.faults, gpu.faults

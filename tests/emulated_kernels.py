@@ -1,0 +1,235 @@
+"""The GPU kernels of `ops/cuda*.py` in slow, obvious torch, by their names; never fast, and never used outside tests.
+
+Each function takes what its kernel's launch passes, by the kernel's own parameter names, and does what the docstring of
+the launching function promises. What a GPU would answer with an illegal access or an undefined order raises `Misuse`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from headrace.ops.cpu_sample import Choosing, sample
+
+__all__ = ["KERNELS", "Misuse", "attend"]
+
+LARGEST = 3.38e38
+LOG2_E = 1.4426950408889634
+_ASKED: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+"""The filters that a search was launched with, by the address of its result, for the choice that reads it."""
+
+
+class Misuse(Exception):
+    """A launch that no GPU would survive, or whose result would be undefined."""
+
+
+def demand(condition: object, what: str) -> None:
+    if not condition:
+        raise Misuse(what)
+
+
+# -- words ----------------------------------------------------------------------------------------------------------
+
+
+def scatter(at: SimpleNamespace) -> None:
+    places, words = at.staged[1 : 1 + 2 * at.count : 2].long(), at.staged[2 : 2 + 2 * at.count : 2]
+    demand(len(places.unique()) == len(places), "a place comes twice among the words of one kernel")
+    demand(not len(places) or (places.min() >= 0 and places.max() < len(at.target)), "a word outside the arena")
+    at.target[places] = words
+
+
+def apply(at: SimpleNamespace) -> None:
+    scatter(SimpleNamespace(target=at.target, staged=at.staged, count=int(at.staged[0])))
+    at.staged[0] = 0
+
+
+# -- decode inputs --------------------------------------------------------------------------------------------------
+
+
+def prepare(at: SimpleNamespace) -> None:
+    rows = at.rows.long()
+    position = at.lengths[rows].clamp(max=at.context - 1).long()
+    demand((position >= 0).all(), "a row of a negative length")
+    page = at.table[rows, position // at.PAGE].long()
+    at.tokens.copy_(at.pool[rows, position])
+    at.positions.copy_(position)
+    at.slots.copy_(page * at.PAGE + position % at.PAGE)
+    at.seq_lens.copy_(position + 1)
+    at.tails.copy_(position + 1 - (at.columns - 1) * at.PAGE)
+    used = torch.arange(at.columns) * at.PAGE <= position[:, None]
+    at.pages.copy_(torch.where(used, at.table[rows, : at.columns], at.pages))
+
+
+# -- norms, products ------------------------------------------------------------------------------------------------
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rms_norm(at: SimpleNamespace) -> None:
+    value = at.x.float()
+    if at.ADD:
+        value = value + at.residual.float()
+        at.residual.copy_(value)
+    at.out.copy_(normed(value, at.weight, at.eps))
+
+
+def gated(both: Tensor) -> Tensor:
+    gate, up = both.float().chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def silu_mul(at: SimpleNamespace) -> None:
+    at.out.copy_(gated(at.gate_up))
+
+
+def product(x: Tensor, at: SimpleNamespace) -> None:
+    demand(at.out.data_ptr() != at.x.data_ptr(), "a product over its own input")
+    y = x.float() @ at.weight.float().T
+    at.out.copy_(gated(y) if at.GATED else y)
+
+
+def linear(at: SimpleNamespace) -> None:
+    demand(at.rows == len(at.x) and at.size_in % 64 == 0, "a product of another shape")
+    product(at.x, at)
+
+
+def vector(at: SimpleNamespace) -> None:
+    value = at.x.float()
+    if at.ADD:
+        demand(at.residual_out.data_ptr() != at.residual.data_ptr(), "a sum over the residual that others read")
+        value = value + at.residual.float()
+        at.residual_out.copy_(value)
+    product(normed(value, at.norm, at.eps).to(at.x.dtype) if at.NORM else value, at)
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+
+def turned(x_NHD: Tensor, norm_D: Tensor | None, cos_sin_PD: Tensor, positions_N: Tensor, eps: float) -> Tensor:
+    x_NHD = x_NHD.float() if norm_D is None else normed(x_NHD.float(), norm_D, eps)
+    cos, sin = cos_sin_PD[positions_N.long()][:, None].chunk(2, -1)
+    low, high = x_NHD.chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def store(kv: Tensor, slots_N: Tensor, part: int, x_NKD: Tensor, scale: float) -> None:
+    demand((slots_N < kv.shape[0] * kv.shape[2]).all(), "a slot outside the cache")
+    here = slots_N >= 0
+    slots, x = slots_N[here].long(), x_NKD[here]
+    if kv.dtype == torch.float8_e4m3fn:
+        x = (x / scale).clamp(-448.0, 448.0)
+    x = torch.where(x.abs() < LARGEST, x, 0.0).to(kv.dtype)
+    kv.view(torch.uint8)[slots // kv.shape[2], part, slots % kv.shape[2]] = x.view(torch.uint8)
+
+
+def norm_rope(at: SimpleNamespace) -> None:
+    dim, heads, kv_heads = 2 * at.HALF, at.HEADS, at.KV_HEADS
+    qkv_NAD = at.qkv.reshape(len(at.qkv), -1, dim)
+    k_NKD = turned(qkv_NAD[:, heads : heads + kv_heads], at.k_norm, at.cos_sin, at.positions, at.eps)
+    store(at.kv, at.slots, 0, k_NKD, at.k_scale)
+    store(at.kv, at.slots, 1, qkv_NAD[:, heads + kv_heads :].float(), at.v_scale)
+    q_NHD = turned(qkv_NAD[:, :heads], at.q_norm, at.cos_sin, at.positions, at.eps)
+    at.q_out.view(len(at.qkv), -1)[:, : heads * dim].copy_(q_NHD.flatten(1))
+
+
+def attend(
+    q_NHD: Tensor, kv: Tensor, pages: Tensor, length: int, *, scale: float, window: int | None, v_scale: float = 1.0
+) -> Tensor:
+    """The last N positions of a row of `length` tokens, causal: float32 [N, H, D]; `kv` is `[pages, 2, T, K, D]`."""
+    size, count = kv.shape[2], len(q_NHD)
+    pages = pages[: -(-length // size)].long()
+    demand(len(pages) * size >= length, "a row longer than its pages")
+    demand((pages >= 0).all() and (pages < len(kv)).all(), "a page outside the cache")
+    raw = kv.view(torch.uint8)[pages].view(kv.dtype).float()  # an fp8 cache cannot be indexed
+    keys, values = (raw[:, part].flatten(0, 1)[:length] for part in (0, 1))
+    group = q_NHD.shape[1] // kv.shape[3]
+    q_NKGD = q_NHD.float().unflatten(1, (-1, group))
+    scores = torch.einsum("nkgd,skd->nkgs", q_NKGD, keys) * scale
+    at, seen = torch.arange(length - count, length)[:, None], torch.arange(length)[None]
+    hidden = (seen > at) | (seen <= at - window if window is not None else False)
+    weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -math.inf), -1)
+    return torch.einsum("nkgs,skd->nkgd", weights, values).flatten(1, 2) * v_scale
+
+
+def fused_decode(at: SimpleNamespace) -> None:
+    group, kv_heads, dim = at.GROUP, at.KV_HEADS, at.DIM
+    heads = kv_heads * group
+    qkv_BAD = at.qkv.view(len(at.qkv), -1, dim)
+    lengths = at.seq_lens.tolist()
+    positions_B = at.seq_lens.long() - 1
+    page_B = at.pages.gather(1, (positions_B // at.PAGE)[:, None])[:, 0].long()
+    slots_B = page_B * at.PAGE + positions_B % at.PAGE
+    k_BKD = turned(qkv_BAD[:, heads : heads + kv_heads], at.k_norm, at.cos_sin, positions_B, at.eps)
+    store(at.kv, slots_B, 0, k_BKD, at.k_scale)
+    store(at.kv, slots_B, 1, qkv_BAD[:, heads + kv_heads :].float(), at.v_scale)
+    q_BHD = turned(qkv_BAD[:, :heads], at.q_norm, at.cos_sin, positions_B, at.eps).to(at.qkv.dtype)
+    for row, length in enumerate(lengths):
+        o_1HD = attend(
+            q_BHD[row : row + 1], at.kv, at.pages[row], length,
+            scale=at.scale / LOG2_E, window=at.WINDOW or None, v_scale=at.v_scale,
+        )  # fmt: skip
+        at.out[row].copy_(o_1HD.flatten())
+
+
+# -- sampling -------------------------------------------------------------------------------------------------------
+
+
+def nothing(at: SimpleNamespace) -> None:
+    """A step towards what `search` does at once."""
+
+
+def search(at: SimpleNamespace) -> None:
+    _ASKED[at.least.data_ptr()] = (at.top_k, at.top_p, at.min_p)
+
+
+def scores(at: SimpleNamespace) -> None:
+    """The whole choice, by the CPU's sampler, so that both devices give the same tokens; filters only if searched."""
+    rows = at.rows.long()
+    count = len(rows)
+    asked = _ASKED[at.least.data_ptr()] if at.FILTER else None
+    columns = [at.temperature[rows].tolist()]
+    columns += [each[rows].tolist() for each in asked] if asked else [[0] * count, [1.0] * count, [0.0] * count]
+    columns += [at.seed[rows].tolist(), (at.positions.long() + 1).tolist()]
+    chosen = torch.tensor(sample(at.logits, [Choosing(*each) for each in zip(*columns, strict=True)]))
+    at.scores[:count].fill_(-math.inf)
+    at.scores[:count, 0] = torch.where(chosen < 0, math.inf, 0.0)
+    at.ids[:count, 0] = chosen.int()
+
+
+def choose(at: SimpleNamespace) -> None:
+    count = len(at.rows)
+    best = at.scores[:count].argmax(1, keepdim=True)
+    chosen = at.ids[:count].gather(1, best)[:, 0]
+    finite = at.scores[:count].gather(1, best)[:, 0].isfinite()
+    at.out[:count] = torch.where(finite, chosen, -1)
+    real = at.rows != at.padding_row
+    rows, position = at.rows[real].long(), at.positions[real].int() + 1
+    demand(len(rows.unique()) == len(rows), "a row comes twice in one batch")
+    at.lengths[rows] = position
+    inside = position < at.context
+    at.pool[rows[inside], position[inside].long()] = torch.where(finite, chosen, 0)[real][inside].int()
+
+
+KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
+    "_apply_kernel": apply,
+    "_scatter_kernel": scatter,
+    "_prepare_kernel": prepare,
+    "_norm_rope_kernel": norm_rope,
+    "_rms_norm_kernel": rms_norm,
+    "_silu_mul_kernel": silu_mul,
+    "_linear_kernel": linear,
+    "_vector_kernel": vector,
+    "_fused_decode_kernel": fused_decode,
+    "_survey_kernel": nothing,
+    "_bounds_kernel": nothing,
+    "_gather_kernel": nothing,
+    "_search_kernel": search,
+    "_scores_kernel": scores,
+    "_choose_kernel": choose,
+}

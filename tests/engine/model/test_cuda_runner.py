@@ -1,0 +1,452 @@
+"""The host side of the CUDA path, whole and unchanged, on a GPU that is emulated: see tests/emulated_cuda.py.
+
+Tokens are right, by transformers or exactly; no pinned memory, plan or graph is used wrongly, or `emulated` raises; and
+what goes wrong on the device costs what it should. Kernels themselves are tested on a GPU (tests/gpu, tests/ops).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from emulated_cuda import Gpu, emulated
+from gpu.checkpoints import exact_logits, kv_bytes
+from gpu.choosing import choose, random_sampling
+from gpu.conftest import Zoo
+from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
+from gpu.judge import Judge, Output
+from gpu.test_soak import soak
+
+from headrace.engine import Engine, EngineCrashed, HeadraceError, OutOfMemory, SamplingParams
+from headrace.engine.scheduling.plan import Capacity, PageEntry
+from headrace.engine.scheduling.request import Sampling
+
+LENGTHS = (1, 2, 16, 17, 37, 65, 127, 128)
+"""As many as an engine has rows."""
+LAUNCHER = "headrace-launcher"
+SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with emulated() as gpu:
+        yield gpu
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
+
+
+@pytest.fixture(scope="session")
+def judges(zoo: Zoo) -> Callable[[str], Judge]:
+    made: dict[str, Judge] = {}
+
+    def judge(name: str) -> Judge:
+        if name not in made:
+            made[name] = Judge(zoo.folder(name), "cpu")
+        return made[name]
+
+    return judge
+
+
+def engine_on(zoo: Zoo, name: str, **options: Any) -> Engine:
+    return open_engine(zoo.folder(name), "cuda", **(SMALL | options))
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    return [draw(length, 1000 * seed + length) for length in lengths]
+
+
+def params_of(sampling: Sampling, count: int, **fields: Any) -> SamplingParams:
+    fields |= {name: getattr(sampling, name) for name in Sampling.__slots__}
+    return SamplingParams(**fields, max_tokens=count)
+
+
+def expected(asked: Sequence[tuple[Sequence[int], Sampling]], count: int) -> list[list[int]]:
+    """What the exact checkpoint gives: its logits follow from the last token alone, to the last bit."""
+    table_VV = exact_logits().bfloat16()
+    known = [list(prompt) for prompt, _ in asked]
+    for _ in range(count):
+        rows = table_VV[[ids[-1] for ids in known]]
+        for ids, token in zip(
+            known, choose("cpu", rows, [each for _, each in asked], [len(ids) for ids in known]), strict=True
+        ):
+            ids.append(token)
+    return [ids[-count:] for ids in known]
+
+
+# -- right tokens ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "attention"), [("qwen2 windowed", "fa2"), ("qwen3", "xqa")])
+def test_greedy_tokens_are_transformers_best(
+    zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, name: str, attention: str
+) -> None:
+    """Alone, in a full batch whose rows end one after another, in chunks, on cached pages, and preempted."""
+    counts = [greedy(4 + 2 * at) for at in range(len(LENGTHS))]
+
+    async def roomy() -> list[Output]:
+        async with engine_on(zoo, name, decode_attention=attention) as engine:
+            outputs = await one_by_one(engine, prompts(1, 45, 150, seed=1), 16)
+            outputs += await together(engine, prompts(*LENGTHS), counts)
+            follow_ups = [[*ids, *tokens, *draw(9, len(ids))] for ids, tokens in outputs[-5:]]
+            before = engine.stats().cached_tokens
+            hits = await together(engine, follow_ups, greedy(8))
+            assert engine.stats().cached_tokens - before >= 0.8 * sum(len(ids) for ids, _ in outputs[-5:])
+            await at_rest(engine)
+        return outputs + hits
+
+    async def cramped() -> list[Output]:
+        options = {"max_batched_tokens": 24, "kv_memory": kv_bytes(zoo.folder(name), 30)}
+        async with engine_on(zoo, name, decode_attention=attention, **options) as engine:
+            outputs = await together(engine, prompts(60, 50, 40, 35, 30, 25, 20, 55, seed=3), greedy(36))
+            assert engine.stats().preemptions
+            await at_rest(engine)
+        return outputs
+
+    judges(name).check(anyio.run(roomy), f"{name}, room for all")
+    judges(name).check(anyio.run(cramped), f"{name}, chunked and preempted")
+    assert gpu.launches[{"xqa": "xqa", "fa2": "fa2 decode"}[attention]] and gpu.replays
+
+
+def test_choices_of_one_prompt_copy_the_page_that_they_share(
+    zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They sample different tokens, each among the three best after what it has itself written.
+
+    Copying waits for the device, so the event loop's thread must not do it.
+    """
+    judge = judges("qwen3")
+    ops = importlib.import_module("headrace.ops.cuda").CudaOps
+    copy, copied_in = ops.copy_pages, set()
+
+    def copy_pages(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            copied_in.add(threading.current_thread().name)
+        copy(kv, pairs)
+
+    monkeypatch.setattr(ops, "copy_pages", staticmethod(copy_pages))
+
+    async def run() -> list[Output]:
+        async with engine_on(zoo, "qwen3") as engine:
+            outputs = []
+            for length in (5, 24):
+                params = SamplingParams(temperature=1.5, top_k=3, seed=length, n=4, max_tokens=20)
+                completion = await engine.generate(draw(length, length), params)
+                outputs += [Output(completion.prompt_token_ids, each.token_ids) for each in completion.choices]
+            await at_rest(engine)
+        return outputs
+
+    outputs = anyio.run(run)
+    assert copied_in == {LAUNCHER}
+    assert len({tuple(tokens) for _, tokens in outputs}) == len(outputs)
+    for output in outputs:
+        logits_TV = judge.logits(output)
+        third_T = logits_TV.topk(3).values[:, 2]
+        gap_T = third_T - logits_TV.gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
+        assert float(gap_T.max()) <= judge.margin
+
+
+@pytest.mark.parametrize("launch_ahead", [1, 2, 3, 4])
+def test_random_requests_under_launch_ahead(
+    zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, launch_ahead: int
+) -> None:
+    """Cancelled, sampled, forked, prefixed and preempted, as on a GPU, but fewer."""
+    made = anyio.run(soak, zoo, "qwen3", 25, launch_ahead)
+    judges("qwen3").check(made.greedy_outputs(), f"launch_ahead {launch_ahead}")
+
+
+@pytest.mark.parametrize("launch_ahead", [1, 4])
+def test_sampled_tokens_are_those_of_the_cpu(
+    zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
+) -> None:
+    """With filters or without, through little pinned memory, while the way of attention changes with the context."""
+    rows = importlib.import_module("headrace.engine.model.cuda_rows")
+    graphs = importlib.import_module("headrace.engine.model.graphs")
+    monkeypatch.setattr(rows, "_FEW_PAIRS", 8)
+    monkeypatch.setattr(rows, "_MOST_PAIRS", 20)
+    for name in ("engine.model.cuda_rows", "engine.model.prefills", "ops.cuda_attention"):
+        monkeypatch.setattr(importlib.import_module(f"headrace.{name}"), "_RING", 1)
+    choice = graphs.choose
+    monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8: choice(rows, 20 * context, fp8=fp8))
+    generator = random.Random(launch_ahead)
+    asked = [(draw(generator.randrange(1, 90), generator.random()), random_sampling(generator)) for _ in range(40)]
+    options = {"max_rows": 12, "max_batched_tokens": 40, "max_context": 128, "launch_ahead": launch_ahead}
+
+    async def run() -> list[Output]:
+        memory = kv_bytes(zoo.folder("exact"), 30)
+        async with engine_on(zoo, "exact", kv_memory=memory, **options) as engine:
+            outputs = await together(engine, [ids for ids, _ in asked], [params_of(each, 24) for _, each in asked])
+            assert engine.stats().preemptions
+            await at_rest(engine)
+        return outputs
+
+    assert [list(output.tokens) for output in anyio.run(run)] == expected(asked, 24)
+    assert gpu.launches["fa2 decode"] and gpu.launches["_fused_decode_kernel"]
+
+
+def test_filters_that_appear_late_are_captured_by_the_launcher(zoo: Zoo, gpu: Gpu) -> None:
+    """And not again: the event loop's thread captures nothing, and enqueues most decodes."""
+    plain, filtered = Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0, top_k=4, top_p=0.9, seed=2**63 - 5)
+    asked = [(ids, each) for ids in prompts(5, 20, 33) for each in (plain, filtered)]
+
+    async def run() -> list[list[int]]:
+        async with engine_on(zoo, "exact") as engine:
+            opened = len(gpu.captured_in)
+            found = []
+            for ids, sampling in [*asked, *asked]:
+                found += await together(engine, [ids], params_of(sampling, 10))
+            assert gpu.captured_in[opened:] == [LAUNCHER]
+            await together(engine, [ids for ids, _ in asked], [params_of(each, 10) for _, each in asked])
+            assert set(gpu.captured_in[opened:]) == {LAUNCHER}
+        return [list(output.tokens) for output in found]
+
+    assert anyio.run(run) == expected([*asked, *asked], 10)
+
+
+def test_an_engine_takes_the_pages_that_fit_beside_all_else(zoo: Zoo, gpu: Gpu) -> None:
+    page = kv_bytes(zoo.folder("exact"), 1)
+    gpu.free_bytes = int((1 << 30) + 4 * 4 * 512 + 100.5 * page / 0.9)
+
+    async def run() -> None:
+        async with engine_on(zoo, "exact", kv_memory=None, max_rows=4, max_context=512) as engine:
+            assert engine.info.num_pages == 100
+            assert [output.tokens for output in await one_by_one(engine, prompts(20), 5)] == expected(
+                [(ids, Sampling()) for ids in prompts(20)], 5
+            )
+
+    anyio.run(run)
+
+
+# -- rows, and what the emulation sees ------------------------------------------------------------------------------
+
+
+def test_more_entries_than_one_send_holds(gpu: Gpu) -> None:
+    """And places that are set twice: the last one holds."""
+    rows_module = importlib.import_module("headrace.engine.model.cuda_rows")
+    size = Capacity(
+        num_pages=5000, page_size=16, max_rows=64, max_batched_tokens=64, max_context=1 << 15, vocab_size=512
+    )
+    generator = np.random.default_rng(4)
+    with torch.inference_mode():
+        rows = rows_module.DeviceRows(size, torch.device("cpu"))
+        wanted = rows.table_RP.numpy().copy()
+        for count in (3, 2000, 2049, 70_000, 150_000, 1):
+            places = generator.integers(0, 64, count), generator.integers(0, 2048, count)
+            pages = generator.integers(0, 5000, count)
+            for row, place, page in zip(*places, pages, strict=True):
+                wanted[row, place] = page
+            rows.add([], [PageEntry(*map(int, each)) for each in zip(*places, pages, strict=True)])
+            rows.flush(applied_by_graph=False)
+        assert (rows.table_RP.numpy() == wanted).all() and (rows.pages == wanted).all()
+
+
+def reuse_too_early() -> None:
+    """Write over pinned memory before anybody knows that it was read."""
+    pinned = torch.empty(4, dtype=torch.int32, pin_memory=True)
+    pinned.numpy()[:] = 1
+    torch.zeros(4, dtype=torch.int32).copy_(pinned, non_blocking=True)
+    pinned.numpy()[:] = 2
+    torch.cuda.current_stream().synchronize()
+
+
+def set_twice() -> None:
+    """Send one word twice."""
+    words = importlib.import_module("headrace.ops.cuda_scatter")
+    words.scatter_words(torch.zeros(8, dtype=torch.int32), torch.tensor([0, 5, 1, 5, 2], dtype=torch.int32), 2)
+
+
+@pytest.mark.parametrize("misuse", [reuse_too_early, set_twice])
+def test_the_emulation_sees_what_a_gpu_might_survive(misuse: Callable[[], None]) -> None:
+    def use() -> None:
+        with emulated() as gpu:
+            with contextlib.suppress(torch.AcceleratorError):
+                misuse()
+            assert gpu.faults
+
+    with pytest.raises(AssertionError, match="pinned memory was written|a place comes twice"):
+        use()
+
+
+def test_a_result_is_nonsense_until_it_is_waited_for(gpu: Gpu) -> None:
+    pinned = torch.empty(3, dtype=torch.int32, pin_memory=True)
+    done = torch.cuda.Event()
+    pinned.copy_(torch.arange(3, dtype=torch.int32), non_blocking=True)
+    done.record()
+    assert (pinned.numpy() < -1).all()
+    done.synchronize()
+    assert pinned.numpy().tolist() == [0, 1, 2]
+
+
+def test_a_graph_replays_what_was_captured_and_runs_nothing_before(gpu: Gpu) -> None:
+    total, factor = torch.ones(2), 3
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    total.add_((total * factor)[:1].expand(2))
+    graph.capture_end()
+    factor = 5
+    assert total.tolist() == [1.0, 1.0]
+    graph.replay()
+    graph.replay()
+    assert total.tolist() == [16.0, 16.0]
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def failing(gpu: Gpu, kernel: str, error: Exception, thread: str | None = None, skip: int = 0) -> list[str]:
+    """Fail one launch of `kernel`, after `skip` more; names the thread in the list that it returns."""
+    hit: list[str] = []
+    seen: list[str] = []
+
+    def fail(name: str) -> Exception | None:
+        here = threading.current_thread().name
+        if name != kernel or hit or thread not in (None, here):
+            return None
+        seen.append(here)
+        if len(seen) <= skip:
+            return None
+        hit.append(here)
+        return error
+
+    gpu.fail_at = fail
+    return hit
+
+
+async def outcomes(
+    engine: Engine, asked: Sequence[tuple[Sequence[int], Sampling]], count: int
+) -> list[list[int] | type[HeadraceError]]:
+    """What becomes of requests that are submitted at once: tokens, or the type of their error."""
+    found: dict[int, list[int] | type[HeadraceError]] = {}
+
+    async def one(index: int) -> None:
+        ids, sampling = asked[index]
+        try:
+            completion = await engine.generate(list(ids), params_of(sampling, count))
+            found[index] = list(completion.choices[0].token_ids)
+        except HeadraceError as error:
+            found[index] = type(error)
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(asked)):
+                tasks.start_soon(one, index)
+    return [found[index] for index in range(len(asked))]
+
+
+def check_outcomes(
+    found: Sequence[list[int] | type[HeadraceError]],
+    asked: Sequence[tuple[Sequence[int], Sampling]],
+    error: type[HeadraceError] | None = None,
+) -> None:
+    """Assert that each has its right tokens or failed with `error`; one does if there is an `error`."""
+    right = expected(asked, max(len(each) for each in found if isinstance(each, list)))
+    assert all(each is error or each == wanted for each, wanted in zip(found, right, strict=True)), found
+    assert (error in found) is (error is not None)
+
+
+TOP = Sampling(temperature=1.0, top_k=5, seed=9)
+
+
+@pytest.mark.parametrize("launch_ahead", [1, 4])
+@pytest.mark.parametrize("kernel", ["prefill", "_choose_kernel", "_prepare_kernel"])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_step_without_memory_costs_its_own_requests(
+    zoo: Zoo, gpu: Gpu, kernel: str, launch_ahead: int, skip: int
+) -> None:
+    """In the launcher's thread: in a prefill, at its end, or while a graph is captured for filters that appear late."""
+    asked = [(ids, [Sampling(), TOP][at % 2]) for at, ids in enumerate(prompts(16, 40, 7, 33, 90, 12, 64, 50))]
+
+    async def run() -> None:
+        options = {"max_rows": 4, "max_batched_tokens": 16, "launch_ahead": launch_ahead}
+        async with engine_on(zoo, "exact", **options) as engine:
+            hit = failing(gpu, kernel, torch.OutOfMemoryError("no memory"), LAUNCHER, skip)
+            check_outcomes(await outcomes(engine, asked, 12), asked, OutOfMemory)
+            assert hit == [LAUNCHER]
+            check_outcomes(await outcomes(engine, asked, 12), asked)
+            await at_rest(engine)
+
+    anyio.run(run)
+
+
+def test_a_plan_that_was_made_for_nothing_serves_no_batch(
+    zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FA2's plans share memory on the device: a graph that cannot be set up may have left its plan there."""
+    graphs = importlib.import_module("headrace.engine.model.graphs")
+    runner = importlib.import_module("headrace.engine.model.cuda_runner")
+    monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8: "fa2" if rows > 4 or context > 60 else "fused")
+    monkeypatch.setattr(runner, "_USUAL_CONTEXT", 1)
+    real, made = graphs.PlannedDecode, []
+
+    class Planned(real):  # type: ignore[misc,valid-type]
+        def __init__(self, *values: Any) -> None:
+            made.append(values)
+            if len(made) == 2:  # that of the other window
+                raise torch.OutOfMemoryError("no memory")
+            super().__init__(*values)
+
+    async def run() -> list[Output]:
+        async with engine_on(zoo, "qwen2 windowed", launch_ahead=1, prefix_cache=False) as engine:
+            short = prompts(3, 5, 6, 8, 10, 12)
+            outputs = await together(engine, short, greedy(8))
+            monkeypatch.setattr(graphs, "PlannedDecode", Planned)
+            assert await outcomes(engine, [(draw(70, 1), Sampling())], 4) == [OutOfMemory]
+            outputs += await together(engine, short, greedy(8))
+            assert [output.tokens for output in outputs[:6]] == [output.tokens for output in outputs[6:]]
+            outputs += await one_by_one(engine, prompts(70), 4)
+        return outputs
+
+    judges("qwen2 windowed").check(anyio.run(run), "after a graph could not be set up")
+    assert len(made) == 4
+
+
+FAULTS = {
+    "prefill": ("prefill", torch.AcceleratorError("CUDA error: device-side assert triggered")),
+    "prefill, by Triton": ("_rms_norm_kernel", RuntimeError("Triton Error [CUDA]: device-side assert triggered")),
+    "capture": ("_prepare_kernel", torch.AcceleratorError("CUDA error: an illegal memory access was encountered")),
+    "capture, by Triton": ("_prepare_kernel", RuntimeError("Triton Error [CUDA]: an illegal memory access")),
+}
+
+
+@pytest.mark.parametrize("how", ["unseen", *FAULTS])
+def test_a_lost_device_ends_everything_as_engine_crashed(zoo: Zoo, gpu: Gpu, how: str) -> None:
+    """And closing raises nothing else, joins all threads and frees no pinned memory, which would end the process."""
+    asked = [(ids, Sampling()) for ids in prompts(16, 40, 7, 33, 90, 12)]
+    found: list[list[int] | type[HeadraceError]] = []
+    later: list[Exception] = []
+
+    async def run() -> None:
+        async with engine_on(zoo, "exact", launch_ahead=3) as engine:
+            async with anyio.create_task_group() as tasks:
+
+                async def ask(what: Sequence[tuple[Sequence[int], Sampling]]) -> None:
+                    found.extend(await outcomes(engine, what, 150))
+
+                tasks.start_soon(ask, asked)
+                with anyio.fail_after(30):
+                    while engine.stats().steps < 5:  # noqa: ASYNC110 - it has no event
+                        await anyio.sleep(0.001)
+                if how == "unseen":
+                    gpu.lost = True
+                else:
+                    failing(gpu, *FAULTS[how], LAUNCHER)
+                    tasks.start_soon(ask, [(draw(9, 1), TOP)])
+            for action in (lambda: engine.stream([1], greedy(1)), engine.stats):
+                with pytest.raises(EngineCrashed) as caught:
+                    action()
+                later.append(caught.value)
+
+    with pytest.raises(EngineCrashed):
+        anyio.run(run)
+    assert all(each is EngineCrashed for each in found) and len(later) == 2, found
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace")]
