@@ -89,6 +89,8 @@ class Generation:
         self.mailbox: Mailbox[Delivered] = Mailbox()
         self.admitted = anyio.Event()
         """Set once the scheduler has the request, or it was refused or cancelled before."""
+        self.held = 0
+        """Items that the stream has taken and its reader has not read."""
         self.error: HeadraceError | None = None
         self._control = control
         self._window = window
@@ -125,7 +127,7 @@ class Generation:
         self.mailbox.put(Delivered(choice, emission.token, text, reason))
         if reason is not None:
             self._count_end()
-        elif len(self.mailbox) >= self._window and not self._paused:
+        elif len(self.mailbox) + self.held >= self._window and not self._paused:
             self._paused = True
             for request in self.requests:
                 self._control.pause(request)

@@ -10,7 +10,7 @@ from headrace.engine.events import Chunk, FinishReason, Token, Usage
 from headrace.engine.generation import Delivered, Generation
 from headrace.engine.params import SamplingParams
 from headrace.engine.text import Detokenizer, TokenTable
-from headrace.engine.threads import Poster
+from headrace.engine.threads import Poster, TaskWatch
 
 __all__ = ["ChunkIterator", "TokenStream"]
 
@@ -31,6 +31,7 @@ class TokenStream:
         self._positions = [0] * params.n
         self._finish_reasons: list[FinishReason | None] = [None] * params.n
         self._unyielded: deque[Token] = deque()
+        self._reader = TaskWatch(generation.cancel)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -61,6 +62,7 @@ class TokenStream:
             EngineCrashed: The step loop died before.
         """
         generation = self._generation
+        self._reader.follow()
         try:
             await generation.admitted.wait()
         except BaseException:  # a cancelled reader
@@ -72,6 +74,7 @@ class TokenStream:
     def cancel(self) -> None:
         """End what still runs, from the event loop's thread; its pages return within the steps already launched."""
         self._generation.cancel()
+        self._reader.stop()
 
     async def aclose(self) -> None:
         """Cancel, for `contextlib.aclosing` and the like."""
@@ -100,11 +103,14 @@ class TokenStream:
             EngineStopped: The engine closed before the request was taken in.
             EngineCrashed: The step loop died.
         """
-        if not self._unyielded:
-            self._unyielded.extend(await self._take())
-            if not self._unyielded:
+        unyielded = self._unyielded
+        if not unyielded:
+            unyielded.extend(await self._take())
+            if not unyielded:
                 raise StopAsyncIteration
-        return self._unyielded.popleft()
+        token = unyielded.popleft()
+        self._generation.held = len(unyielded)
+        return token
 
     def chunks(self) -> ChunkIterator:
         """Iterate over merged tokens: each item holds all that came since the last look."""
@@ -118,16 +124,22 @@ class TokenStream:
         """
         tokens = list(self._unyielded) or await self._take()
         self._unyielded.clear()
+        generation = self._generation
+        generation.held = 0
+        if not len(generation.mailbox):
+            generation.drained()  # it goes on while the reader is at work on the chunk
         return Chunk(text="".join([token.text for token in tokens]), tokens=tokens) if tokens else None
 
     def __del__(self) -> None:
         """Cancel a request whose reader is gone; runs in any thread, so it only posts."""
-        generation = self._generation
+        generation, reader = self._generation, self._reader
         if not generation.finished:
             self._post(generation.cancel)
+            self._post(reader.stop)
 
     async def _take(self) -> list[Token]:
         generation = self._generation
+        self._reader.follow()
         if not len(generation.mailbox):
             generation.drained()
         try:
@@ -137,7 +149,8 @@ class TokenStream:
         except BaseException:  # a cancelled reader, or an error that ended the stream
             generation.cancel()
             raise
-        generation.drained()
+        if generation.finished:
+            self._reader.stop()
         return [self._token(item) for item in items]
 
     def _token(self, item: Delivered) -> Token:

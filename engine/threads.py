@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakMethod, ref
 
 import anyio
 from anyio.lowlevel import current_token
 
-__all__ = ["Poster", "Worker", "outlast"]
+__all__ = ["Poster", "TaskWatch", "Worker", "outlast"]
 
 T = TypeVar("T")
 
@@ -46,6 +48,46 @@ class Poster:
         """Run `call` on the event loop soon; once that loop has ended there is nobody to run it for."""
         with contextlib.suppress(RuntimeError):
             self._post(call)
+
+
+class TaskWatch:
+    """Calls a method if the asyncio task that it follows ends cancelled.
+
+    asyncio keeps the frames of a task that was cancelled in a cycle, and with them whatever their variables hold, until
+    the garbage collector comes. trio does not, and there this does nothing.
+    """
+
+    __slots__ = ("_method", "_task")
+
+    def __init__(self, method: Callable[[], object]) -> None:
+        """Follow nobody yet; `method` is a bound one, whose object is not kept alive."""
+        self._method = WeakMethod(method)
+        self._task: Any = None
+
+    def follow(self) -> None:
+        """Follow the current task from now on, and no other."""
+        asyncio = sys.modules.get("asyncio")
+        try:
+            task = None if asyncio is None else asyncio.current_task()
+        except RuntimeError:  # trio runs here
+            task = None
+        if self._task is None or self._task() is not task:
+            self.stop()
+            if task is not None:
+                task.add_done_callback(self._ended)
+                self._task = ref(task)
+
+    def stop(self) -> None:
+        """Follow nobody."""
+        task = None if self._task is None else self._task()
+        if task is not None:
+            task.remove_done_callback(self._ended)
+        self._task = None
+
+    def _ended(self, task: Any) -> None:
+        method = self._method()
+        if method is not None and task.cancelled():
+            method()
 
 
 class Worker:

@@ -1,7 +1,8 @@
-"""Chooses next tokens from logits on the CPU; never keeps a state: noise is a function of (seed, position) alone.
+"""Chooses next tokens from logits on the CPU; never keeps a state: noise comes from (seed, position, token id) alone.
 
-With one uniform number u per (seed, position), a sampled token is the first v in vocabulary order whose cumulative
-probability exceeds u (inverse transform sampling), so it depends on its own row's logits and on nothing else.
+A sampled token is the largest `logit / temperature + Gumbel noise` (Gumbel-max), so it depends on its own row's logits
+and parameters and on nothing else; and where those logits differ in their last bits, as they do in reduced precision
+between batches of other sizes, it is the same one but for near ties.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Choosing", "sample", "uniform"]
+__all__ = ["Choosing", "sample", "uniforms"]
 
 NON_FINITE = -1
 _MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_NOISE_RANGE = 42.0  # more than between the largest and the smallest that 52 bits can give
 _FIRST_SORTED = 512  # most top-p sets are this small: sort no more of the vocabulary than is needed
 
 
@@ -33,14 +37,21 @@ class Choosing(NamedTuple):
     """Place of the new token in its sequence."""
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone: the SplitMix64 finaliser (Steele et al., 2014), twice."""
-    value = _mix((_mix(seed & _MASK) + position) & _MASK)
-    return (value >> 11) / float(1 << 53)
+def uniforms(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Numbers in (0, 1), one for each id, that depend on the arguments alone.
+
+    They are the outputs number `ids` of SplitMix64 (Steele et al., 2014) in the state that seed and position make.
+    """
+    state = _mix((_mix(seed & _MASK) + position) & _MASK)
+    values = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(state)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return ((values >> np.uint64(12)).astype(np.float64) + 0.5) / float(1 << 52)  # exact, and never 0 or 1
 
 
 def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -72,16 +83,13 @@ def _sample_row(logits_V: Tensor, row: Choosing) -> int:
         logits_V = torch.where(logits_V >= torch.topk(logits_V, row.top_k).values[-1], logits_V, -math.inf)
     # Between these bounds float32 can divide by it; past them nothing changes any more.
     scaled_V = (logits_V - logits_V.max()) / min(max(row.temperature, 1e-6), 1e30)
-    probs_V = torch.softmax(scaled_V, dim=-1)
-    least = _least_probability(probs_V, row)
-    if least > 0.0:
-        probs_V = torch.where(probs_V >= least, probs_V, 0.0)
-    cumulative_V = probs_V.cumsum(0, dtype=torch.float64)
-    target = uniform(row.seed, row.position) * cumulative_V[-1]
-    token = int(torch.searchsorted(cumulative_V, target, right=True))
-    if token < len(probs_V):
-        return token
-    return int(probs_V.nonzero()[-1])  # u rounded up to the whole sum: the last token that has any probability
+    may_win_V = scaled_V > -_NOISE_RANGE
+    if row.top_p < 1.0 or row.min_p > 0.0:
+        probs_V = torch.softmax(scaled_V, dim=-1)
+        may_win_V &= probs_V >= _least_probability(probs_V, row)
+    ids = may_win_V.nonzero()[:, 0].numpy()
+    scores = scaled_V.numpy()[ids] - np.log(-np.log(uniforms(row.seed, row.position, ids)))
+    return int(ids[scores.argmax()])
 
 
 def _least_probability(probs_V: Tensor, row: Choosing) -> float:

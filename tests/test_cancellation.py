@@ -360,6 +360,32 @@ async def test_dropping_the_last_reference(collector: bool, when: str) -> None:
         await check_serving(engine)
 
 
+@pytest.mark.parametrize("chunked", [False, True], ids=["tokens", "chunks"])
+@pytest.mark.parametrize("first", [False, True], ids=["unread", "reading"])
+async def test_a_reader_cancelled_between_two_reads(chunked: bool, first: bool) -> None:
+    """asyncio keeps the frames of a cancelled task, and with them the stream, until the garbage collector comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with serving() as engine:
+
+            async def reader() -> None:
+                stream = engine.stream("nobody waits for the end", greedy(900))
+                if not first:
+                    await stream.admitted()
+                    await anyio.sleep(60)
+                async for _ in stream.chunks() if chunked else stream:
+                    await anyio.sleep(60)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(reader)
+                await until(lambda: engine.stats().generated_tokens > 3)
+                tasks.cancel_scope.cancel()
+            await returned(engine)
+    finally:
+        gc.enable()
+
+
 async def test_dropping_in_another_thread() -> None:
     async with serving() as engine:
         box = [engine.stream(new_prompt(), greedy(900))]

@@ -351,6 +351,18 @@ async def test_a_reader_that_is_behind_pauses_and_goes_on_token_for_token(n: int
         await returned(engine)
 
 
+async def test_tokens_that_a_stream_has_taken_and_nobody_has_read_count_as_unread() -> None:
+    window = 8
+    async with serving(max_unread_tokens=window) as engine:
+        stream = engine.stream("token by token", greedy(60))
+        ahead = window + engine.config.launch_ahead + 1
+        for read_so_far in range(1, 60):
+            await anext(stream)
+            await until(lambda: not engine.stats().running and not engine.stats().waiting)
+            assert engine.stats().generated_tokens <= read_so_far + ahead
+        assert (await anext(stream)).finish_reason == "length"
+
+
 async def test_a_paused_request_gives_way_and_comes_back_token_for_token() -> None:
     """The pool holds one long request: the paused one loses its pages to another and computes them again."""
     async with serving(capacity(num_pages=8), max_unread_tokens=4) as engine:

@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from headrace.ops.cpu_sample import Choosing, sample, uniform
+from headrace.ops.cpu_sample import Choosing, sample, uniforms
 
 INF, NAN = math.inf, math.nan
 GREEDY = Choosing(0.0, 0, 1.0, 0.0, 0, 0)
@@ -27,6 +28,14 @@ def choosing(
 
 def one(logits: Sequence[float], row: Choosing) -> int:
     return sample(torch.tensor([logits]), [row])[0]
+
+
+def uniform(seed: int, position: int, token: int = 0) -> float:
+    return float(uniforms(seed, position, np.array([token]))[0])
+
+
+def gumbel(row: Choosing, token: int) -> float:
+    return -math.log(-math.log(uniform(row.seed, row.position, token)))
 
 
 # -- what is kept and what is chosen ----------------------------------------------------------------------------------
@@ -56,18 +65,10 @@ def kept(logits: Sequence[float], row: Choosing, slack: float) -> set[int]:
 
 
 def expected(logits: Sequence[float], row: Choosing, tokens: set[int]) -> set[int]:
-    """By inverse transform sampling: the token of u, and those of numbers so near that float32 may take them for u."""
-    probs = probabilities(logits, row.temperature)
-    total = sum(probs[token] for token in tokens)
-    found = set()
-    for u in (-NEAR, 0.0, NEAR):
-        target, so_far, token = (uniform(row.seed, row.position) + u) * total, 0.0, -1
-        for token in sorted(tokens):
-            so_far += probs[token]
-            if so_far > target:
-                break
-        found.add(token)
-    return found
+    """The largest logit with its noise, and those so near that float32 may take them for it."""
+    most = max(logits)
+    scores = {token: (logits[token] - most) / row.temperature + gumbel(row, token) for token in tokens}
+    return {token for token, score in scores.items() if score >= max(scores.values()) - 100 * NEAR}
 
 
 # Few distinct values make ties; float32 values, as the logits are.
@@ -193,15 +194,18 @@ KEYS = {
     "opposite": [(step, 8000 - step) for step in range(8000)],
     "far seeds": [((step * 2**49) - 2**62, 0) for step in range(8000)],
     "choices of one prompt": [(step * 0x9E3779B97F4A7C15, 40) for step in range(8000)],
+    "tokens": [(5, 40, step) for step in range(8000)],
+    "tokens far apart": [(5, 40, step * 17) for step in range(8000)],
+    "tokens and positions": [(5, step, 8000 - step) for step in range(8000)],
 }
 
 
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
-def test_uniform_numbers_are_spread_evenly_and_do_not_follow_each_other(keys: list[tuple[int, int]]) -> None:
+def test_uniform_numbers_are_spread_evenly_and_do_not_follow_each_other(keys: list[tuple[int, ...]]) -> None:
     numbers = [uniform(*key) for key in keys]
-    assert all(0.0 <= number < 1.0 for number in numbers) and len(set(numbers)) == len(numbers)
+    assert all(0.0 < number < 1.0 for number in numbers) and len(set(numbers)) == len(numbers)
     assert chi_square(Counter(int(number * 8) for number in numbers), [1 / 8] * 8) < BOUND
-    low_bits = Counter(int(number * 2**53) % 8 for number in numbers)
+    low_bits = Counter(int(number * 2**52) % 8 for number in numbers)
     assert chi_square(low_bits, [1 / 8] * 8) < BOUND
     for lag in (1, 2, 16):
         pairs = [(number - 0.5) * (later - 0.5) * 12 for number, later in zip(numbers, numbers[lag:], strict=False)]
