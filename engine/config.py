@@ -45,7 +45,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model: Annotated[str, BeforeValidator(_as_text)]
+    model: Annotated[str, Field(min_length=1), BeforeValidator(_as_text)]
     """A folder in Hugging Face layout, a `.gguf` file, or a hub id (with `allow_download`)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one, and the CPU otherwise."""
@@ -79,7 +79,7 @@ class EngineConfig(BaseModel):
     """Folder that `headrace kernels build` filled: GPU kernels found there need no compiler."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of a CPU step; None takes one less than torch would, so that a core is left to the event loop."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seeds the requests that name none: the same requests in the same order give the same tokens."""
 
     def __init__(self, **values: Any) -> None:
@@ -87,7 +87,7 @@ class EngineConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise invalid_params(error) from None
+            raise invalid_params(error, type(self)) from None
 
     @model_validator(mode="after")
     def _every_decode_fits(self) -> EngineConfig:

@@ -117,7 +117,14 @@ class Engine:
         """Take nothing new in, wait up to `drain` seconds for what runs, cancel the rest and return all memory.
 
         May be called more than once, and before `async with` ends.
+
+        Raises:
+            InvalidParams: `drain` is negative or NaN; the engine stays open.
         """
+        if not drain >= 0.0:
+            raise InvalidParams(
+                f"drain: must be at least 0 seconds, got {drain!r}", field="drain", value=drain, limit={"ge": 0.0}
+            )
         loop = self._loop
         if loop is None:
             return
@@ -200,7 +207,7 @@ class Engine:
                 f"params: must be SamplingParams, got {type(params).__name__}", field="params", value=params
             )
         choices = params.n
-        asking = Asking(params, adapter, cache_salt if cache_salt is not None else tenant, priority)
+        asking = Asking(params, adapter, tenant, cache_salt, priority)
         stop_texts = _stop_texts(asking, opened.tokenizer)
         generation = Generation(loop, choices, self.config.max_unread_tokens, stop_texts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
@@ -14,6 +14,8 @@ _INT64 = 2**63
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1024
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+_LIMITS = (*_BOUNDS, "max_length", "min_length", "expected")
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=_MAX_STOP_LENGTH)]
 StopToken = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -58,7 +60,7 @@ class SamplingParams(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise invalid_params(error) from None
+            raise invalid_params(error, type(self)) from None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -71,8 +73,8 @@ class SamplingParams(BaseModel):
         return tuple(sorted(value, key=repr)) if isinstance(value, set | frozenset) else value
 
 
-def invalid_params(error: ValidationError) -> InvalidParams:
-    """Turn the first complaint of a pydantic error into `InvalidParams` with field, value and limit."""
+def invalid_params(error: ValidationError, model: type[BaseModel]) -> InvalidParams:
+    """Turn the first complaint of a pydantic error about `model` into `InvalidParams` with field, value and limit."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidParams):  # raised by a validator of ours, which knows more
@@ -81,7 +83,22 @@ def invalid_params(error: ValidationError) -> InvalidParams:
     field = ".".join(str(part) for part in first["loc"])
     value = first["input"]
     context = first.get("ctx", {})
-    limits = {name: context[name] for name in ("gt", "ge", "lt", "le", "max_length", "min_length") if name in context}
+    limits = {name: context[name] for name in _LIMITS if name in context}
+    if first["type"] == "finite_number":  # found before the bounds are looked at, so pydantic does not name them
+        limits = _bounds(model, field)
+        message += "".join(f", {_BOUNDS[name]} {bound}" for name, bound in limits.items())
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return InvalidParams(f"{field}: {message}, got {shown}", field=field, value=value, limit=limits or None)
+
+
+def _bounds(model: type[BaseModel], field: str) -> dict[str, Any]:
+    """The bounds of a number among `model`'s fields, by pydantic's names; none where it has none."""
+    info = model.model_fields.get(field)
+    if info is None:
+        return {}
+    rules = list(info.metadata)
+    for part in get_args(info.annotation):  # of `Annotated[...] | None`
+        for field_info in getattr(part, "__metadata__", ()):
+            rules += getattr(field_info, "metadata", ())
+    return {name: bound for rule in rules for name in _BOUNDS if (bound := getattr(rule, name, None)) is not None}

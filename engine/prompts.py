@@ -11,6 +11,7 @@ from headrace.engine.text import TokenTable
 __all__ = ["TokenizerLike", "check_token_ids", "is_short", "to_token_ids"]
 
 _SHORT = 2048  # characters that tokenise in about a millisecond: not worth a thread
+_MESSAGE = 32  # characters that tokenise in the time that the template takes for a message
 
 
 class TokenizerLike(Protocol):
@@ -41,7 +42,11 @@ def is_short(prompt: object) -> bool:
         return len(prompt) <= _SHORT
     if not isinstance(prompt, Sequence) or not prompt or not isinstance(prompt[0], Mapping):
         return True
-    return sum(len(str(message.get("content", ""))) for message in prompt if isinstance(message, Mapping)) <= _SHORT
+    length = _MESSAGE * len(prompt)
+    for message in prompt if length <= _SHORT else ():
+        if isinstance(message, Mapping):
+            length += sum(len(value) for value in message.values() if isinstance(value, str))
+    return length <= _SHORT
 
 
 def to_token_ids(prompt: Any, tokenizer: TokenizerLike) -> list[int]:
@@ -51,7 +56,7 @@ def to_token_ids(prompt: Any, tokenizer: TokenizerLike) -> list[int]:
         InvalidParams: The prompt is empty, of another kind, or malformed; names the part.
     """
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode(prompt) if prompt else []  # never a BOS alone
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise InvalidParams(
             f"prompt: must be a str, a list of token ids or a list of messages, got {type(prompt).__name__}",

@@ -23,8 +23,14 @@ class Asking:
 
     params: SamplingParams
     adapter: str | None
+    tenant: str | None
     cache_salt: str | None
     priority: int
+
+    @property
+    def sharing(self) -> str | None:
+        """What requests have in common that may share prefix pages."""
+        return self.tenant if self.cache_salt is None else self.cache_salt
 
     def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
         """Token ids that end a choice."""
@@ -45,7 +51,7 @@ def make_requests(
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     limit = len(ids) + (params.max_tokens if params.max_tokens is not None else _UNLIMITED)
     stop_ids = asking.stop_ids(eos_ids)
-    root = repr((asking.adapter, asking.cache_salt)).encode()
+    root = repr((asking.adapter, asking.sharing)).encode()
     requests: list[Request] = []
     for choice in range(params.n):
         sampling = Sampling(
@@ -76,7 +82,8 @@ def _check(asking: Asking, vocab_size: int) -> None:
         raise InvalidParams(
             f"priority: must be an int, got {asking.priority!r}", field="priority", value=asking.priority
         )
-    for field, value in (("adapter", asking.adapter), ("cache_salt", asking.cache_salt)):
+    named = {"adapter": asking.adapter, "tenant": asking.tenant, "cache_salt": asking.cache_salt}
+    for field, value in named.items():
         if value is not None and not isinstance(value, str):
             raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
     for token in asking.params.stop_token_ids:

@@ -21,6 +21,7 @@ from headrace.engine.text import TokenTable
 __all__ = ["Tokenizer"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LONG = 2048  # characters from which holding the GIL while they are encoded would be felt elsewhere
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Per-token steps, then byte fallback, then steps on the joined text; other orders give texts that no table can give.
 _PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fuse (?:Strip )?)?")
@@ -103,8 +104,7 @@ class Tokenizer:
             InvalidParams: `text` is no string that UTF-8 can express.
         """
         _check_text(text, "prompt")
-        ids: list[int] = self._core.encode(text).ids
-        return ids
+        return _encode(self._core, text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a chat in the model's template, up to where the assistant's next answer begins.
@@ -125,8 +125,7 @@ class Tokenizer:
                 field="messages",
             )
         if not any(self._control.search(value) for message in chat for value in message.values()):
-            ids: list[int] = self._core.encode(self._render(chat), add_special_tokens=False).ids
-            return ids
+            return _encode(self._core, self._render(chat), add_special_tokens=False)
         return self._encode_escaped(chat)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -211,10 +210,19 @@ class _Escape:
         contents = {index: string for string, index in self._strings.items()}
         text = self._control.sub(lambda match: self._aliases[self._strings[match.group()]], rendered)
         text = self._marks.sub(lambda match: contents[int(match.group(1))], text)
-        ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._core, text, add_special_tokens=False)
         if not self._forbidden.isdisjoint(ids):
             return None
         return [self._meant.get(index, index) for index in ids]
+
+
+def _encode(core: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of `text`, without the GIL where it is long: `encode` holds it to the end, a batch of one does not."""
+    if len(text) > _LONG:
+        ids: list[int] = core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    else:
+        ids = core.encode(text, add_special_tokens=add_special_tokens).ids
+    return ids
 
 
 def _any_of(strings: Any) -> re.Pattern[str]:

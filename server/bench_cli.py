@@ -72,6 +72,14 @@ def _target(
     )
 
 
+def _sizes(batches: str) -> list[int]:
+    """Batch sizes from "1,8,32"."""
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in batches.split(",")]
+    if not all(sizes):
+        raise typer.BadParameter(f"--batches {batches!r}: give sizes from 1 up, separated by commas, such as 1,8,32")
+    return sizes
+
+
 @bench.command("latency")
 def bench_latency(
     model: ShapeArgument = None,
@@ -90,11 +98,12 @@ def bench_latency(
     json_path: JsonOption = None,
 ) -> None:
     """Time of a decode step by batch size, and the rate of prompts, beside the floor of this machine."""
+    sizes = _sizes(batches) if batches or not prefill else []
     from headrace.engine.bench.latency import run
 
     run(
         _target(model, device, kv_memory, max_rows, load_format, more),
-        batches=[int(size) for size in batches.split(",")] if batches else [],
+        batches=sizes,
         context=context,
         steps=steps,
         prefill=prefill,
@@ -191,9 +200,9 @@ def bench_transformers(
     json_path: JsonOption = None,
 ) -> None:
     """Generate the same prompts with headrace and with transformers.generate (bfloat16), in turn."""
+    sizes = _sizes(batches)
     from headrace.engine.bench.transformers_pair import run
 
-    sizes = [int(size) for size in batches.split(",")]
     run(
         chosen_model(model),
         batches=sizes,

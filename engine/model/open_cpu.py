@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import InvalidParams
+from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.cpu_runner import CpuRunner, cpu_ops
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
-from headrace.engine.model.memory import free_host_bytes
+from headrace.engine.model.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import Source, load_weights
+from headrace.engine.scheduling.plan import Capacity
+from headrace.ops.cpu import CpuOps
 
 __all__ = ["open_cpu"]
 
@@ -25,6 +29,7 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
 
     Raises:
         ModelRejected: The weights cannot be used.
+        DeviceUnavailable: The host has too little memory for the model.
         InvalidParams: An option does not fit the model or the device.
     """
     if config.kv_dtype != "auto":
@@ -35,13 +40,44 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype)
     page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
-    free = int(free_host_bytes() * _FREE_SHARE)
-    capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
+    free = free_host_bytes()
+    capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=int(free * _FREE_SHARE))
+    kv_bytes = capacity.num_pages * page_bytes
+    if kv_bytes > free:  # the system might grant it, and kill the process once the pages are written
+        raise InvalidParams(
+            f"kv_memory: the host has {free} bytes free, got {config.kv_memory}",
+            field="kv_memory",
+            value=config.kv_memory,
+            limit=free,
+        )
+    failure = ""
+    try:
+        runner = _make_runner(config, spec, source, ops, capacity, dtype)
+    except MemoryError as error:
+        failure = str(error)
+        traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
+    else:
+        return Device(runner, capacity, "cpu", str(dtype).removeprefix("torch."), page_bytes)
+    return_freed_memory()
+    raise DeviceUnavailable(
+        f"device: the host has too little memory for this model and {kv_bytes} bytes of pages: {failure}",
+        field="device",
+        value=config.device,
+    )
+
+
+def _make_runner(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source,
+    ops: dict[int | None, CpuOps],
+    capacity: Capacity,
+    dtype: torch.dtype,
+) -> CpuRunner:
     weights = load_weights(
         source, spec, dtype=dtype, device="cpu", keep_packed=config.dtype == "auto", seed=config.seed
     )
-    runner = CpuRunner(Decoder(spec, weights, ops), ops, capacity, config.cpu_threads or _default_threads())
-    return Device(runner, capacity, "cpu", str(dtype).removeprefix("torch."), page_bytes)
+    return CpuRunner(Decoder(spec, weights, ops), ops, capacity, config.cpu_threads or _default_threads())
 
 
 def _default_threads() -> int:

@@ -43,7 +43,7 @@ class Tool(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise invalid_params(error) from None
+            raise invalid_params(error, type(self)) from None
 
     @classmethod
     def parse(cls, value: Tool | Mapping[str, Any]) -> Tool:
@@ -101,7 +101,7 @@ class ToolChoice(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise invalid_params(error) from None
+            raise invalid_params(error, type(self)) from None
 
     @model_validator(mode="after")
     def _a_name_where_one_belongs(self) -> ToolChoice:

@@ -164,6 +164,9 @@ REFUSED: list[tuple[str, Any, dict[str, Any], type[Rejected], str, object]] = [
     ("an unknown adapter", "x", {"adapter": "nobody"}, UnknownAdapter, "adapter", None),
     ("a priority in words", "x", {"priority": "high"}, InvalidParams, "priority", None),
     ("a priority that is no number", "x", {"priority": math.nan}, InvalidParams, "priority", None),
+    ("a tenant that is no text", "x", {"tenant": 5}, InvalidParams, "tenant", None),
+    ("a tenant that is no text, beside a salt", "x", {"tenant": 5, "cache_salt": "a"}, InvalidParams, "tenant", None),
+    ("a salt that is no text", "x", {"tenant": "a", "cache_salt": 5}, InvalidParams, "cache_salt", None),
     ("no priority", "x", {"priority": None}, InvalidParams, "priority", None),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from scripted import (
     until,
 )
 
-from headrace.engine import DeviceUnavailable, EngineCrashed, EngineStopped, HeadraceError, Token
+from headrace.engine import DeviceUnavailable, EngineCrashed, EngineStopped, HeadraceError, InvalidParams, Token
 from headrace.engine.opened import Opened
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner
 
@@ -234,6 +235,15 @@ async def test_draining_waits_for_what_runs_and_takes_nothing_in() -> None:
             assert [item.id for item in await read(stream)] == expected_ids(f"drained {number}", 40)
             assert stream.finish_reasons == ["length"]
         watch.check()
+
+
+@pytest.mark.parametrize("drain", [math.nan, -0.5, -math.inf])
+async def test_a_drain_that_is_no_time_is_refused_and_the_engine_serves_on(drain: float) -> None:
+    async with watched() as watch, watch.engine() as engine:
+        with pytest.raises(InvalidParams, match="drain") as caught:
+            await engine.aclose(drain=drain)
+        assert (caught.value.field, caught.value.limit) == ("drain", {"ge": 0.0})
+        await check_serving(engine)
 
 
 async def test_draining_ends_in_time() -> None:

@@ -40,6 +40,17 @@ def test_an_empty_prompt_is_refused(prompt: Any) -> None:
     assert (caught.value.field, caught.value.limit) == ("prompt", 1)
 
 
+def test_no_text_is_an_empty_prompt_although_the_tokenizer_adds_a_token() -> None:
+    class Adding(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [256, *super().encode(text)]
+
+    assert to_token_ids("a", Adding()) == [256, 97]
+    with pytest.raises(InvalidParams, match="empty") as caught:
+        to_token_ids("", Adding())
+    assert (caught.value.field, caught.value.limit) == ("prompt", 1)
+
+
 @pytest.mark.parametrize(
     "prompt", [None, 3, 1.5, b"bytes", bytearray(b"x"), {1, 2}, {"role": "user"}, iter([1]), object()]
 )
@@ -76,7 +87,12 @@ def test_every_id_below_the_bound_is_accepted() -> None:
         ([1] * 100_000, True),
         ([], True),
         (None, True),
-        ([{"role": "user", "content": "x" * 2048}], True),
+        ([{"role": "user", "content": "x" * (2048 - 32 - 4)}], True),
+        ([{"role": "user", "content": "x" * (2048 - 32 - 3)}], False),
+        ([{"role": "x" * 2048, "content": ""}], False),
+        ([{"role": "user", "content": "", "name": "x" * 2048}], False),
+        ([{"role": "", "content": ""}] * 64, True),
+        ([{"role": "", "content": ""}] * 65, False),
         ([{"role": "user", "content": "x" * 2000}] * 2, False),
         ([{"role": "user"}], True),
         ([{"role": "user", "content": "x"}, 5], True),

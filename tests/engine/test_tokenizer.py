@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,38 @@ def built() -> None:
 )
 def test_ids_equal_those_of_transformers(text: str) -> None:
     assert smollm2().encode(text) == reference().encode(text)
+
+
+PANGRAM = "The quick brown fox jumps over a lazy dog and thinks. "
+
+
+@pytest.mark.parametrize("adding", [False, True], ids=["smollm2", "pieces"])
+def test_long_texts_have_the_ids_of_one_plain_encoding(adding: bool) -> None:
+    tokenizer = pieces() if adding else smollm2()
+    text = ("hello world</s> " if adding else PANGRAM + "naïve 🙂 <|im_end|>\n") * 500
+    plain = tokenizer._core.encode(text).ids
+    assert tokenizer.encode(text) == plain
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+def test_other_threads_run_while_a_long_text_is_encoded(chat: bool) -> None:
+    """`encode` of the tokenizers library lets no other thread run before it is done."""
+    text, tokenizer, seconds = PANGRAM * 8000, smollm2(), 0.0
+
+    def run() -> None:
+        nonlocal seconds
+        begin = time.perf_counter()
+        _ = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+        seconds = time.perf_counter() - begin
+
+    thread = threading.Thread(target=run)
+    ticks = [time.perf_counter()]
+    thread.start()
+    while thread.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(0.001)
+    ticks.append(time.perf_counter())
+    assert max(after - before for before, after in pairwise(ticks)) < 0.5 * seconds
 
 
 def test_ids_are_the_known_ones() -> None:

@@ -129,3 +129,15 @@ def test_options_of_the_command_line_reach_the_engine(target: Target, out: Path)
     refused = CliRunner().invoke(app, [*command, "--set", "nothing=1"])
     assert isinstance(refused.exception, InvalidParams)
     assert CliRunner().invoke(app, [*command, "--set", "nothing"]).exit_code == 2
+
+
+@pytest.mark.parametrize("sizes", ["x", "", "1,,2", "0", "-1", "1,2,", "1.5", "²"])
+@pytest.mark.parametrize("command", ["latency", "transformers"])
+def test_batch_sizes_that_mean_nothing_are_refused_before_anything_is_loaded(
+    command: str, sizes: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["bench", command, str(tmp_path / "no model"), "--batches", sizes])
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1] == (
+        f"Error: Invalid value: --batches {sizes!r}: give sizes from 1 up, separated by commas, such as 1,8,32"
+    )

@@ -14,7 +14,7 @@ import anyio
 import pytest
 import tiny_models
 
-from headrace.engine import Engine, InvalidParams, ModelRejected, SamplingParams
+from headrace.engine import DeviceUnavailable, Engine, InvalidParams, ModelRejected, SamplingParams
 from headrace.engine.build import open_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.model.memory import return_freed_memory
@@ -83,6 +83,24 @@ def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: 
     with pytest.raises(InvalidParams) as caught:
         opened(folder)
     assert caught.value.field == "kv_memory"
+
+
+def test_more_than_the_machine_has_is_refused_before_the_weights_are_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: 4 * PAGE)
+    assert opened(folder, kv_memory=4 * PAGE).capacity.num_pages == 4
+    monkeypatch.delattr("headrace.engine.model.open_cpu.load_weights")
+    with pytest.raises(InvalidParams, match=str(4 * PAGE)) as caught:
+        opened(folder, kv_memory=5 * PAGE)
+    assert (caught.value.field, caught.value.value, caught.value.limit) == ("kv_memory", 5 * PAGE, 4 * PAGE)
+
+
+def test_memory_that_the_system_refuses_is_a_typed_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: 2**62)
+    with pytest.raises(DeviceUnavailable, match="too little memory") as caught:
+        opened(folder, kv_memory=2**60)
+    assert (caught.value.field, caught.value.__context__) == ("device", None)  # a cause would hold what was loaded
 
 
 def test_random_weights_take_the_config_file_itself(folder: Path) -> None:
