@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-import time
 from statistics import median
 
 import anyio
 
 from headrace.engine import Engine, SamplingParams
+from headrace.engine.bench.profiled import TICK, Lags, lag_timer
 from headrace.engine.bench.report import conditions, percentile, show
 
 __all__ = ["run"]
 
-_TICK = 0.001
 _PROMPT, _OUTPUT = 128, 128
 
 
@@ -39,27 +38,17 @@ async def _run(model: str, streams: int, json_path: str | None) -> None:
         [name, f"{median(lags):.2f}", f"{percentile(lags, 0.99):.2f}", f"{max(lags):.2f}"]
         for name, lags in measured.items()
     ]
-    show(f"event-loop lag of a {1000 * _TICK:.0f} ms timer, ms", ("while", "p50", "p99", "max"), rows, data, json_path)
+    show(f"event-loop lag of a {1000 * TICK:.0f} ms timer, ms", ("while", "p50", "p99", "max"), rows, data, json_path)
 
 
-async def _lags(engine: Engine, prompts: list[list[int]]) -> list[float]:
+async def _lags(engine: Engine, prompts: list[list[int]]) -> Lags:
     """Milliseconds by which a timer was late while `prompts` were answered, or for two seconds."""
-    lags: list[float] = []
-    async with anyio.create_task_group() as tasks:
-
-        async def tick() -> None:
-            while True:
-                started = time.perf_counter()
-                await anyio.sleep(_TICK)
-                lags.append(1000 * (time.perf_counter() - started - _TICK))
-
-        tasks.start_soon(tick)
+    async with lag_timer() as lags:
         if not prompts:
             await anyio.sleep(2.0)
         async with anyio.create_task_group() as readers:
             for prompt in prompts:
                 readers.start_soon(_read, engine, prompt)
-        tasks.cancel_scope.cancel()
     return lags
 
 

@@ -16,7 +16,7 @@ from headrace.engine.bench.opening import Subject
 from headrace.engine.bench.profile import HostProfile, host_profile, watching
 from headrace.engine.bench.report import percentile, table
 
-__all__ = ["WINDOW", "Lags", "lag_timer", "profile_work"]
+__all__ = ["TICK", "WINDOW", "Lags", "lag_timer", "profile_work"]
 
 TICK = 0.001
 WINDOW = 0.6  # seconds

@@ -160,7 +160,7 @@ class CudaRunner:
             attention: How to decode: "auto", "fused", "fa2" or "xqa".
             device: The GPU.
         """
-        self._device, self._capacity = device, capacity
+        self._capacity = capacity
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
         with self._on_stream():
@@ -171,7 +171,7 @@ class CudaRunner:
             self._turn = 0
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._kv, self._ids,
-                max_rows=capacity.max_rows, attention=attention, stream=self._stream,
+                max_rows=capacity.max_rows, attention=attention,
             )  # fmt: skip
             self._prefills = Prefills(decoder, ops, self._rows, self._kv, capacity)
         self._submitted = 0

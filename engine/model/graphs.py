@@ -75,7 +75,6 @@ class DecodeGraphs:
         *,
         max_rows: int,
         attention: str,
-        stream: torch.cuda.Stream,
     ) -> None:
         """Capture nothing yet.
 
@@ -87,10 +86,9 @@ class DecodeGraphs:
             ids: int32 [max_rows]: where sampled ids go, in the order of the batch.
             max_rows: Rows of the largest bucket.
             attention: "auto", or the one way to use.
-            stream: Where everything runs.
         """
         self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
-        self._buckets, self._choice, self._stream = buckets(max_rows), attention, stream
+        self._buckets, self._choice = buckets(max_rows), attention
         self._device = kv.device
         self._pdl = next(iter(ops.values())).pdl
         self._shape = next(iter(ops.values())).shape
@@ -103,10 +101,6 @@ class DecodeGraphs:
         self._workspace: Tensor | None = None
         self._int_workspaces: dict[int | None, Tensor] = {}
         self._scratch: dict[bool, SampleScratch] = {}
-
-    def __len__(self) -> int:
-        """Graphs captured so far."""
-        return len(self._graphs)
 
     def bucket(self, rows: int) -> int:
         """The size of the batch that `rows` rows run in."""
@@ -242,13 +236,9 @@ class DecodeGraphs:
             planned = {window: self._planned(ops.shape, bucket) for window, ops in self._ops.items()}
             self._plans[bucket] = _Planned(bucket, list(planned.values()))
             return {window: DecodeStep(inputs, each) for window, each in planned.items()}
-        if way == "xqa":
-            return {
-                window: DecodeStep(inputs, XqaDecode(ops.shape, self._device, max_rows=bucket))
-                for window, ops in self._ops.items()
-            }
+        make = XqaDecode if way == "xqa" else FusedDecode
         return {
-            window: DecodeStep(inputs, FusedDecode(ops.shape, self._device, max_rows=bucket))
+            window: DecodeStep(inputs, make(ops.shape, self._device, max_rows=bucket))
             for window, ops in self._ops.items()
         }
 

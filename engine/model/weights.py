@@ -21,7 +21,7 @@ from headrace.engine.model.gguf import SERIAL_ELEMENTS, GgufFile
 from headrace.engine.model.safetensors_files import SafetensorsFolder
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weight_plan import GGUF_NAMES, HF_NAMES, Fused, Part, all_parts, layer_plan, top_plan
-from headrace.ops.linear import GroupQuantised
+from headrace.ops.linear import GROUP, GroupQuantised
 
 __all__ = ["DecoderWeights", "LayerWeights", "Progress", "Source", "Weight", "load_weights"]
 
@@ -99,7 +99,6 @@ def _assemble(spec: DecoderSpec, maker: _Maker) -> DecoderWeights:
 _TIED_LEFTOVER = "lm_head.weight"
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
 _INIT_STD = 0.02
-_GROUP_SIZE = 32
 
 
 class _Staging:
@@ -172,7 +171,7 @@ class _FromFile:
             return self.dense(fused)
         rows, columns = fused.shape
         values_OI = torch.empty(rows, columns, dtype=torch.uint8, device=self.device)
-        scale_OG, minimum_OG = torch.empty(2, rows, columns // _GROUP_SIZE, device=self.device).unbind()
+        scale_OG, minimum_OG = torch.empty(2, rows, columns // GROUP, device=self.device).unbind()
         first = 0
         for part in fused.parts:
             here = slice(first, first + part.rows)
