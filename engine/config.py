@@ -73,7 +73,7 @@ class EngineConfig(BaseModel):
     """Keep the pages of past prompts and completions for requests that start the same way."""
     launch_ahead: Annotated[int, Field(ge=1, le=8)] = 2
     """Steps that may be launched and not yet committed; a cancelled request returns its pages within as many."""
-    decode_attention: Literal["auto", "fused", "fa2", "xqa"] = "auto"
+    decode_attention: Literal["auto", "fused", "even", "fa2", "xqa"] = "auto"
     """Kernel of decode attention on a GPU; `auto` chooses by batch and context, as measured."""
     kernel_cache: Annotated[str, BeforeValidator(_as_text)] | None = None
     """Folder that `headrace kernels build` filled: GPU kernels found there need no compiler."""

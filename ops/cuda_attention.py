@@ -294,12 +294,15 @@ class PrefillAttention:
         self._wrapper.run(q_NHD, kv_layer, out=out_NHD, k_scale=shape.k_scale, v_scale=shape.v_scale)
 
 
-def choose(rows: int, context: int, *, fp8: bool = False) -> str:
-    """`"fused"`, `"xqa"` or `"fa2"` for a batch of rows and their mean context in tokens.
+def choose(rows: int, context: int, *, fp8: bool = False, even: bool = False) -> str:
+    """`"fused"`, `"even"`, `"xqa"` or `"fa2"` for a batch of rows and their mean context in tokens.
 
-    `"fused"` is `cuda_decode.FusedDecode`. Measured on an H200 in whole chains of layers, where FA2 overlaps with its
-    neighbours and XQA does not: apart from them XQA looks better than it is. An fp8 cache is fastest through XQA.
+    `"fused"` is `cuda_decode.FusedDecode`, `"even"` is `cuda_even.EvenDecode`, if the caller says that it can run.
+    Measured on an H200 in whole chains of layers, where FA2 overlaps with its neighbours and XQA does not: apart from
+    them XQA looks better than it is. An fp8 cache is fastest through XQA.
     """
     if rows <= 4 and rows * context <= 4096:
         return "fused"
+    if even:
+        return "even"
     return "xqa" if fp8 or rows < 4 else "fa2"

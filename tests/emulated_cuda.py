@@ -202,6 +202,7 @@ class Stream:
 
     def __init__(self, device: Any = None) -> None:
         self.gpu.check()
+        self.device = device
 
     def synchronize(self) -> None:
         self.gpu.wait(self.gpu.mark())
@@ -457,6 +458,52 @@ def xqa(
     Kernel.gpu.launch("xqa", work)
 
 
+class EvenModule:
+    """The compiled csrc/even_decode.cu: a plan here is where each row's pages begin among those of all."""
+
+    @staticmethod
+    def _starts(lengths: Tensor, window: int, size: int) -> Tensor:
+        oldest = (lengths - window).clamp(min=0) // size if window else torch.zeros_like(lengths)
+        return torch.cumsum((lengths + size - 1) // size - oldest, 0)
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+
+    def plan_words(self, blocks: int, rows: int) -> int:
+        return rows + 1
+
+    def most_parts(self, blocks: int, rows: int) -> int:
+        return rows + blocks
+
+    def plan(self, lengths: Tensor, plan: Tensor, window: int, blocks: int) -> None:
+        def work() -> None:
+            plan[: len(lengths)] = self._starts(lengths, window, self._size)
+
+        Kernel.gpu.launch("even deal", work)
+
+    def run(
+        self, q: Tensor, kv: Tensor, out: Tensor, pages: Tensor, lengths: Tensor, plan: Tensor, partial: Tensor,
+        stats: Tensor, counters: Tensor, window: int, blocks: int, scale: float, out_scale: float, pdl: bool,
+    ) -> None:  # fmt: skip
+        def work() -> None:
+            if not torch.equal(plan[: len(lengths)], self._starts(lengths, window, self._size).int()):
+                raise Misuse("a step under the division of another")
+            for row, length in enumerate(lengths.tolist()):
+                out[row] = attend(
+                    q[row : row + 1], kv, pages[row], length,
+                    scale=scale, window=window or None, v_scale=out_scale,
+                )[0]  # fmt: skip
+
+        Kernel.gpu.launch("even decode", work)
+
+
+def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) -> SimpleNamespace:
+    """As `flashinfer.jit.core.gen_jit_spec`, for the one source of ours."""
+    defines = dict(flag.removeprefix("-D").split("=") for flag in extra_cuda_cflags)
+    assert [source.name for source in sources] == ["even_decode.cu"]
+    return SimpleNamespace(build_and_load=lambda: EvenModule(int(defines["PAGE"])))
+
+
 # -- putting it in place --------------------------------------------------------------------------------------------
 
 
@@ -478,7 +525,10 @@ def modules() -> dict[str, ModuleType]:
         },
         "flashinfer.xqa": {"xqa": xqa},
         "flashinfer.jit": {"env": SimpleNamespace(FLASHINFER_AOT_DIR=None)},
-        "flashinfer.jit.core": {"jit_spec_registry": SimpleNamespace(get_all_specs=dict)},
+        "flashinfer.jit.core": {
+            "gen_jit_spec": gen_jit_spec,
+            "jit_spec_registry": SimpleNamespace(get_all_specs=dict),
+        },
     }
     made = {}
     for name, values in contents.items():

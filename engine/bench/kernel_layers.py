@@ -11,6 +11,7 @@ from headrace.engine.bench.kernel_timing import PAGE, SHAPES, Bench, Shape, deco
 from headrace.ops import cuda_fused as fused
 from headrace.ops.cuda_attention import DecodeAttention, HeadShape, PlannedDecode, XqaDecode
 from headrace.ops.cuda_decode import FusedDecode
+from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_linear import LinearScratch, linear, linear_silu_mul
 from headrace.ops.cuda_vector import AddNorm, vector_linear
 
@@ -68,6 +69,10 @@ class _Chain:
         )
         self.decode.plan([_CONTEXT] * self.rows)
 
+    def use_even(self) -> None:
+        """Attend through equal shares from now on."""
+        self.decode = EvenDecode(self.head_shape, self.device, max_rows=self.rows, pdl=True)
+
     def _attend(self, kv: Tensor, choice: str) -> None:
         s = self.shape
         if choice.endswith("fused decode"):
@@ -116,6 +121,9 @@ class _Chain:
 
     def run(self, choice: str) -> None:
         """Enqueue all layers."""
+        if isinstance(self.decode, EvenDecode):
+            self.decode.deal(self.inputs)
+            self.second.copy_(self.residual)  # not launched dependently, as an embedding is not
         for layer in self.layers:
             if choice.startswith("vector"):
                 self._vector(layer, choice)
@@ -131,6 +139,8 @@ def chain(bench: Bench) -> None:
             for choice in _choices(rows):
                 if choice.endswith("fa2"):
                     layers.use_fa2()
+                elif choice.endswith("even"):
+                    layers.use_even()
                 bench.add(f"chain {name} B={rows} {choice}", bench.time(lambda: layers.run(choice)), layers.moved)  # noqa: B023
 
 
@@ -138,8 +148,9 @@ def _choices(rows: int) -> list[str]:
     choices = ["cublas", "triton", "triton, silu apart"] if rows <= 64 else ["cublas"]
     if rows <= 8:
         choices += ["triton, fused decode", "triton, silu apart, fused decode"]
-    if rows >= 4:  # last: FA2 stays once chosen
-        choices += [f"{choice}, fa2" for choice in choices if "fused" not in choice]
+    plain = [choice for choice in choices if "fused" not in choice]
     if rows == 1:
         choices += ["vector, fused decode", "vector, norm apart, fused decode"]
-    return choices
+    if rows >= 4:  # last: what attends stays once chosen
+        choices += [f"{choice}, fa2" for choice in plain]
+    return [*choices, *(f"{choice}, even" for choice in plain)]

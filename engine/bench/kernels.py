@@ -23,6 +23,7 @@ from headrace.engine.bench.kernel_timing import PAGE, SHAPES, Bench, copies, dec
 from headrace.ops import cuda_fused as fused
 from headrace.ops.cuda_attention import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
 from headrace.ops.cuda_decode import FusedDecode
+from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_linear import LinearScratch, linear
 from headrace.ops.cuda_sample import SampleScratch, sample
 
@@ -195,6 +196,13 @@ def decoding(bench: Bench, spreads: Sequence[int] = (1,)) -> None:
                 bench.time(lambda: [decode.run(q, kv, inputs, out) for kv in half], len(half)),
                 size // 2,
             )
+            even = EvenDecode(shape, bench.device, max_rows=rows, pdl=True)
+            even.deal(inputs)
+            bench.add(
+                f"even {name} {rows}x{context}",
+                bench.time(lambda: [even.run(q, kv, inputs, out) for kv in layers], len(layers)),
+                size,
+            )
             workspace = torch.zeros(
                 PlannedDecode.workspace_bytes(shape, rows, bench.device), dtype=torch.uint8, device="cuda"
             )
@@ -330,6 +338,9 @@ def uneven(bench: Bench) -> None:
     workspace = torch.zeros(PlannedDecode.workspace_bytes(shape, rows, bench.device), dtype=torch.uint8, device="cuda")
     planned = PlannedDecode(shape, inputs, workspace)
     planned.plan(lengths)
+    even = EvenDecode(shape, bench.device, max_rows=rows, pdl=True)
+    even.deal(inputs)
+    bench.add("even 1x32000+31x500", bench.time(lambda: [even.run(q, kv, inputs, out) for kv in layers], 4), size)
     bench.add("fa2 1x32000+31x500", bench.time(lambda: [planned.run(q, kv, inputs, out) for kv in layers], 4), size)
 
 

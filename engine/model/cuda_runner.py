@@ -22,7 +22,7 @@ from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs
-from headrace.engine.model.memory import return_device_memory
+from headrace.engine.model.memory import borrow_stream, return_device_memory, return_stream
 from headrace.engine.model.prefills import Prefills
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Capacity, NewRow, StepPlan, Work
@@ -157,11 +157,11 @@ class CudaRunner:
             decoder: The model, on `device`.
             ops: The operations it was made with, for each attention window.
             capacity: Pages, rows and tokens.
-            attention: How to decode: "auto", "fused", "fa2" or "xqa".
+            attention: How to decode: "auto", "fused", "even", "fa2" or "xqa".
             device: The GPU.
         """
         self._capacity = capacity
-        self._stream = torch.cuda.Stream(device)
+        self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
         with self._on_stream():
             self._kv = next(iter(ops.values())).allocate_kv(decoder.spec.num_layers, capacity.num_pages + 1)
@@ -244,6 +244,7 @@ class CudaRunner:
         try:
             self._stream.synchronize()
             self._graphs.close()
+            return_stream(self._stream)
         except torch.AcceleratorError:
             # On a device that failed, freeing pinned memory ends the process: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))

@@ -22,6 +22,7 @@ from headrace.engine.model.decoder import Decoder
 from headrace.ops.cuda import CudaOps, DecodeStep
 from headrace.ops.cuda_attention import HeadShape, PlannedDecode, XqaDecode, choose
 from headrace.ops.cuda_decode import FusedDecode
+from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_fused import DecodeInputs, prepare_decode
 from headrace.ops.cuda_sample import SampleScratch, sample
 
@@ -41,7 +42,7 @@ def buckets(max_rows: int) -> list[int]:
 class _Key(NamedTuple):
     bucket: int
     way: str
-    """Of attention: "fused", "fa2" or "xqa"."""
+    """Of attention: "fused", "even", "fa2" or "xqa"."""
     filtered: bool
     """Whether a row asks for top-k, top-p or min-p."""
 
@@ -100,6 +101,8 @@ class DecodeGraphs:
         self._last_planned = 0
         self._workspace: Tensor | None = None
         self._int_workspaces: dict[int | None, Tensor] = {}
+        self._even: dict[int | None, EvenDecode] = {}
+        self._supports_even = EvenDecode.supports(self._shape, self._device)
         self._scratch: dict[bool, SampleScratch] = {}
 
     def bucket(self, rows: int) -> int:
@@ -151,6 +154,7 @@ class DecodeGraphs:
         self._graphs.clear()
         self._steps.clear()
         self._plans.clear()
+        self._even.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +165,8 @@ class DecodeGraphs:
     def _way(self, bucket: int, context: int) -> str:
         if self._choice != "auto":
             return self._choice
-        way = choose(bucket, context, fp8=self._shape.kv_dtype != self._shape.dtype)
+        fp8 = self._shape.kv_dtype != self._shape.dtype
+        way = choose(bucket, context, fp8=fp8, even=self._supports_even)
         return "fa2" if way == "fused" and self._shape.head_dim not in FusedDecode.HEAD_DIMS else way
 
     def _graph(self, key: _Key) -> torch.cuda.CUDAGraph:
@@ -210,6 +215,9 @@ class DecodeGraphs:
         batch_B = rows.batch_R[:bucket]
         rows.apply()
         prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=self._shape.page_size)
+        for step in steps.values():
+            if isinstance(step.attention, EvenDecode):
+                step.attention.deal(inputs)
         hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv)
         sample(
             self._decoder.logits(hidden_BE), batch_B, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R,
@@ -236,6 +244,8 @@ class DecodeGraphs:
             planned = {window: self._planned(ops.shape, bucket) for window, ops in self._ops.items()}
             self._plans[bucket] = _Planned(bucket, list(planned.values()))
             return {window: DecodeStep(inputs, each) for window, each in planned.items()}
+        if way == "even":
+            return {window: DecodeStep(inputs, self._dealt(ops.shape)) for window, ops in self._ops.items()}
         make = XqaDecode if way == "xqa" else FusedDecode
         return {
             window: DecodeStep(inputs, make(ops.shape, self._device, max_rows=bucket))
@@ -251,3 +261,10 @@ class DecodeGraphs:
             space = torch.empty(PlannedDecode.INT_WORKSPACE, dtype=torch.uint8, device=self._device)
             self._int_workspaces[shape.window] = space
         return PlannedDecode(shape, self._inputs[bucket], self._workspace, space)
+
+    def _dealt(self, shape: HeadShape) -> EvenDecode:
+        """The one of a window, for all batch sizes: no two of them run at once."""
+        even = self._even.get(shape.window)
+        if even is None:
+            even = self._even[shape.window] = EvenDecode(shape, self._device, max_rows=self._buckets[-1], pdl=self._pdl)
+        return even

@@ -1,4 +1,8 @@
-"""What memory is free for keys and values, and giving back what a closed engine held; never allocates any."""
+"""What memory is free for keys and values, and giving back what a closed engine held; never allocates any.
+
+Streams are given back, too: cuBLAS keeps a workspace for each that it ever ran on, so that engines opened one after
+another must run on the same.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import contextlib
 import ctypes
 import gc
 import os
+import threading
 from pathlib import Path
 
 import torch
 
-__all__ = ["free_host_bytes", "return_device_memory", "return_freed_memory"]
+__all__ = ["borrow_stream", "free_host_bytes", "return_device_memory", "return_freed_memory", "return_stream"]
+
+_idle_streams: list[torch.cuda.Stream] = []
+_borrowing = threading.Lock()
 
 
 def free_host_bytes() -> int:
@@ -42,6 +50,20 @@ def return_device_memory() -> None:
     gc.collect()  # FlashInfer's wrappers hold themselves in cycles
     with contextlib.suppress(torch.AcceleratorError):
         torch.cuda.empty_cache()
+
+
+def borrow_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream on `device` for one user until `return_stream`."""
+    with _borrowing:
+        for at, stream in enumerate(_idle_streams):
+            if stream.device == device:
+                return _idle_streams.pop(at)
+    return torch.cuda.Stream(device)
+
+
+def return_stream(stream: torch.cuda.Stream) -> None:
+    """Let another borrow a stream on which nothing runs any more."""
+    _idle_streams.append(stream)
 
 
 def _number(path: str) -> int | None:

@@ -20,6 +20,7 @@ try:
     from headrace.engine.model.cuda_runner import CudaRunner, cuda_ops
     from headrace.ops.cuda import CudaOps
     from headrace.ops.cuda_cache import keep_compiled, use_cache
+    from headrace.ops.cuda_even import EvenDecode
 except ImportError as error:
     raise DeviceUnavailable(f"device: CUDA needs headrace's `cuda` extra: {error}") from error
 
@@ -69,6 +70,7 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
         kv_dtype=torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype,
         device=device,
     )
+    _check_attention(config, ops[spec.windows[0]], device)
     decoder = Decoder(spec, weights, ops)
     page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
@@ -105,6 +107,16 @@ def _find(name: str) -> torch.device:
     if index >= count:
         raise DeviceUnavailable(f"device: {name} is not there: torch finds {count} GPUs")
     return torch.device("cuda", index)
+
+
+def _check_attention(config: EngineConfig, ops: CudaOps, device: torch.device) -> None:
+    if config.decode_attention == "even" and not EvenDecode.supports(ops.shape, device):
+        raise InvalidParams(
+            "decode_attention: even needs Hopper, 16-bit pages, and heads of 64 or 128 in up to 8 groups of 16",
+            field="decode_attention",
+            value="even",
+            limit="auto",
+        )
 
 
 def _free_for_pages(

@@ -45,10 +45,13 @@ def settled() -> int:
 def filled(leave: int) -> Iterator[None]:
     """Take all of the GPU's memory but so many bytes."""
     settled()
-    blocks = []
-    while (free := torch.cuda.mem_get_info()[0] - leave) > 8 * MB:
-        blocks.append(torch.empty(min(free, 8 << 30), dtype=torch.uint8, device="cuda"))
+    blocks, size = [], 8 << 30
     try:
+        while (free := torch.cuda.mem_get_info()[0] - leave) > 8 * MB < size:
+            try:
+                blocks.append(torch.empty(min(free, size), dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:  # what is free need not be in one piece
+                size = min(free, size) // 2
         yield
     finally:
         blocks.clear()

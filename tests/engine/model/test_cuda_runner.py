@@ -87,7 +87,9 @@ def expected(asked: Sequence[tuple[Sequence[int], Sampling]], count: int) -> lis
 # -- right tokens ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "attention"), [("qwen2 windowed", "fa2"), ("qwen3", "xqa")])
+@pytest.mark.parametrize(
+    ("name", "attention"), [("qwen2 windowed", "fa2"), ("qwen3", "xqa"), ("qwen2 windowed", "even")]
+)
 def test_greedy_tokens_are_transformers_best(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, name: str, attention: str
 ) -> None:
@@ -115,7 +117,7 @@ def test_greedy_tokens_are_transformers_best(
 
     judges(name).check(anyio.run(roomy), f"{name}, room for all")
     judges(name).check(anyio.run(cramped), f"{name}, chunked and preempted")
-    assert gpu.launches[{"xqa": "xqa", "fa2": "fa2 decode"}[attention]] and gpu.replays
+    assert gpu.launches[{"xqa": "xqa", "fa2": "fa2 decode", "even": "even decode"}[attention]] and gpu.replays
 
 
 def test_choices_of_one_prompt_copy_the_page_that_they_share(
@@ -177,7 +179,7 @@ def test_sampled_tokens_are_those_of_the_cpu(
     for name in ("engine.model.cuda_rows", "engine.model.prefills", "ops.cuda_attention"):
         monkeypatch.setattr(importlib.import_module(f"headrace.{name}"), "_RING", 1)
     choice = graphs.choose
-    monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8: choice(rows, 20 * context, fp8=fp8))
+    monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8, even: choice(rows, 20 * context, fp8=fp8))
     generator = random.Random(launch_ahead)
     asked = [(draw(generator.randrange(1, 90), generator.random()), random_sampling(generator)) for _ in range(40)]
     options = {"max_rows": 12, "max_batched_tokens": 40, "max_context": 128, "launch_ahead": launch_ahead}
@@ -384,7 +386,9 @@ def test_a_plan_that_was_made_for_nothing_serves_no_batch(
     """FA2's plans share memory on the device: a graph that cannot be set up may have left its plan there."""
     graphs = importlib.import_module("headrace.engine.model.graphs")
     runner = importlib.import_module("headrace.engine.model.cuda_runner")
-    monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8: "fa2" if rows > 4 or context > 60 else "fused")
+    monkeypatch.setattr(
+        graphs, "choose", lambda rows, context, fp8, even: "fa2" if rows > 4 or context > 60 else "fused"
+    )
     monkeypatch.setattr(runner, "_USUAL_CONTEXT", 1)
     real, made = graphs.PlannedDecode, []
 
