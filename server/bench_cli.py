@@ -84,7 +84,7 @@ def _sizes(batches: str) -> list[int]:
 def bench_latency(
     model: ShapeArgument = None,
     batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16,64,256",
-    context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1000,
+    context: Annotated[int, typer.Option(help="Mean tokens of a row while it is measured.", min=1)] = 1000,
     steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 128,
     prefill: Annotated[str | None, typer.Option(help="Also prompts a second, such as 32x2048.")] = None,
     repeats: RepeatsOption = 3,

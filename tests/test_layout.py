@@ -134,7 +134,8 @@ def test_every_package_is_listed_and_typed() -> None:
         assert (ROOT / folder / "__init__.py").is_file(), f"{folder} has modules but no __init__.py"
     for package in PACKAGES:
         assert (ROOT / package / "py.typed").is_file()
-        assert project()["tool"]["setuptools"]["package-data"][f"headrace.{package}"] == ["py.typed"]
+        data = project()["tool"]["setuptools"]["package-data"][f"headrace.{package}"]
+        assert data == (["csrc/*.cu", "py.typed"] if package == "ops" else ["py.typed"])
     assert not (ROOT / "__init__.py").exists()
 
 

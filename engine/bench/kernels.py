@@ -161,8 +161,8 @@ def sampling(bench: Bench) -> None:
             bench.add(f"sample B={rows} {name}", bench.time(work, len(logits)), rows * vocabulary * 2)
 
 
-def decoding(bench: Bench, spreads: Sequence[int] = (1,)) -> None:
-    """Decode attention: XQA at several spreads and FA2, over contexts of equal length."""
+def decoding(bench: Bench) -> None:
+    """Decode attention: XQA, equal shares and FA2, over contexts of equal length."""
     for name in ("8b", "0.6b"):
         s = SHAPES[name]
         shape = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
@@ -181,13 +181,12 @@ def decoding(bench: Bench, spreads: Sequence[int] = (1,)) -> None:
             layers = [random(used + 1, 2, PAGE, s.kv_heads, s.head_dim) for _ in range(min(16, copies(size)))]
             inputs = decode_inputs(rows, context, used, max(128, context // PAGE))
             q, out = random(rows, s.heads, s.head_dim), random(rows, s.heads, s.head_dim)
-            for spread in spreads:
-                decode = XqaDecode(shape, bench.device, max_rows=rows, spread=spread)
-                bench.add(
-                    f"xqa spread {spread} {name} {rows}x{context}",
-                    bench.time(lambda: [decode.run(q, kv, inputs, out) for kv in layers], len(layers)),
-                    size,
-                )
+            decode = XqaDecode(shape, bench.device, max_rows=rows)
+            bench.add(
+                f"xqa {name} {rows}x{context}",
+                bench.time(lambda: [decode.run(q, kv, inputs, out) for kv in layers], len(layers)),
+                size,
+            )
             half = [kv.to(torch.float8_e4m3fn) for kv in layers]
             low = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, kv_dtype=torch.float8_e4m3fn)
             decode = XqaDecode(low, bench.device, max_rows=rows)
@@ -220,16 +219,7 @@ def fused_decoding(bench: Bench) -> None:
     for name, s in SHAPES.items():
         shape = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
         table, norm = torch.rand(131072, s.head_dim, device="cuda"), random(s.head_dim) if s.qk_norm else None
-        for rows, context in (
-            (1, 1024),
-            (1, 8192),
-            (1, 32768),
-            (4, 1024),
-            (8, 1024),
-            (16, 1024),
-            (16, 4096),
-            (64, 1024),
-        ):
+        for rows, context in ((1, 1024), (1, 8192), (1, 32768), (4, 1024), (8, 1024), (16, 1024), (16, 4096)):
             used = rows * -(-context // PAGE)
             size = used * 2 * PAGE * s.kv_heads * s.head_dim * 2
             layers = [random(used + 1, 2, PAGE, s.kv_heads, s.head_dim) for _ in range(min(16, copies(size)))]

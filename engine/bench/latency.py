@@ -1,7 +1,8 @@
 """`headrace bench latency`: time of a decode step for each batch size, and the rate of prompts, beside their floors.
 
-A step's time is the interval between commits while every row decodes: no prefill, no start, no end. Each repeat has
-fresh random prompts. A peer's step is the difference of a long and a short run, divided by the tokens between them.
+A step's time is the interval between commits while every row decodes: no prefill, no start, no end. Prompts are shorter
+than the context asked for by half of what they grow, so that the mean step has that context; each repeat has fresh
+random ones. A peer's step is the difference of a long and a short run, divided by the tokens between them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ async def _run(
     needed = max([*batches, prefill[0] if prefill else 1])
     async with opened(target, rows=needed) as subject:
         for batch in batches:
-            require_room(subject.engine, [context + _output(subject.engine, batch, context, steps)] * batch)
+            require_room(subject.engine, [context + steps + _joining(subject.engine, batch, context)] * batch)
         if prefill is not None:
             require_room(subject.engine, [prefill[1] + 1] * prefill[0])
         with open_peer(peer, subject, target) as other, Progress(transient=True) as progress:
@@ -140,17 +141,18 @@ class _Measure:
     async def batch(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         """Figures of one batch size, in milliseconds."""
         subject = self._subject
+        prompt = _prompt(subject.engine, batch, context, steps)
         ours: list[list[float]] = []
         theirs: list[float] = []
         for _ in range(self._repeats + 1):
-            intervals = await decode(subject.engine, self._prompts(batch, context), steps)
+            intervals = await decode(subject.engine, self._prompts(batch, prompt), steps)
             ours.append([1000 * interval for interval in intervals])
             self._progress.advance(self._task)
             if self._other is not None:
-                theirs.append(1000 * self._peer_step(self._other, batch, context, steps))
+                theirs.append(1000 * self._peer_step(self._other, batch, prompt, steps))
                 self._progress.advance(self._task)
         pooled = [interval for each in ours[1:] for interval in each]
-        reached = context + _SKIP + steps // 2 + _joining(subject.engine, batch, context) // 2
+        reached = prompt + _growth(subject.engine, batch, context, steps)
         figure = {
             "batch": batch,
             "step_ms": {"p10": percentile(pooled, 0.1), "p50": median(pooled), "p90": percentile(pooled, 0.9)},
@@ -200,6 +202,15 @@ def _joining(engine: Engine, batch: int, context: int) -> int:
     return -(-batch * context // max(1, engine.info.max_batched_tokens - batch))
 
 
+def _growth(engine: Engine, batch: int, context: int, steps: int) -> int:
+    """Tokens that a row has grown by in the middle of the steps that count."""
+    return _SKIP + steps // 2 + _joining(engine, batch, context) // 2
+
+
+def _prompt(engine: Engine, batch: int, context: int, steps: int) -> int:
+    return max(1, context - _growth(engine, batch, context, steps))
+
+
 def _output(engine: Engine, batch: int, context: int, steps: int) -> int:
     """Tokens that each row must generate so that all decode together for long enough."""
     return _joining(engine, batch, context) + _SKIP + steps
@@ -207,7 +218,8 @@ def _output(engine: Engine, batch: int, context: int, steps: int) -> int:
 
 async def _profiled(subject: Subject, figure: dict[str, Any], context: int, steps: int) -> dict[str, Any]:
     batch = figure["batch"]
-    prompts = random_prompts(batch, context, vocab_size=subject.engine.info.vocab_size, seed=batch << 32)
+    prompt = _prompt(subject.engine, batch, context, steps)
+    prompts = random_prompts(batch, prompt, vocab_size=subject.engine.info.vocab_size, seed=batch << 32)
     lasting = max(steps, round(2000 * WINDOW / figure["step_ms"]["p50"]))
     return await profile_work(
         subject,

@@ -44,7 +44,10 @@ constexpr int kSubs = KV_HEADS >= 8 ? 1 : 8 / KV_HEADS;      // warps of one kv 
 constexpr int kWarps = KV_HEADS * kSubs;
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kRingBytes = 96 * 1024;
-constexpr int kSlots = kRingBytes / kPieceBytes < 32 ? kRingBytes / kPieceBytes : 32;
+// A slot is always read by the same warps: one that skipped a filling could not tell it from the next but one.
+constexpr int kTurns = kSubs == 1 ? 1 : 2 * kSubs;
+constexpr int kWantedSlots = kRingBytes / kPieceBytes < 32 ? kRingBytes / kPieceBytes : 32;
+constexpr int kSlots = (kWantedSlots + kTurns - 1) / kTurns * kTurns;
 constexpr int kTokenBytes = KV_HEADS * HEAD_DIM * 2;
 constexpr int kBlocks32 = HEAD_DIM / 32;  // 32 dims: two steps of mma's inner dimension
 constexpr int kChunks = HEAD_DIM / 64;    // pieces of 8 dims of a value that one lane reads

@@ -36,7 +36,7 @@ def read(path: Path) -> Any:
 
 def test_latency(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     latency.run(
-        target, batches=[1, 3], context=20, steps=8, prefill="2x40", repeats=2, peer=None, profile=True,
+        target, batches=[1, 3], context=40, steps=8, prefill="2x40", repeats=2, peer=None, profile=True,
         json_path=str(out),
     )  # fmt: skip
     found = read(out)
@@ -45,7 +45,7 @@ def test_latency(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) 
         step = figure["step_ms"]
         assert 0 < figure["floor_ms"] < step["p10"] <= step["p50"] <= step["p90"]
         assert figure["intervals"] == 16
-        assert figure["mean_context"] == 40  # 20 of the prompt, 16 skipped, half of the 8 that count
+        assert figure["mean_context"] == 40
     assert len(found["prefill"]["tokens_per_second"]) == 2
     assert found["profile"]["3"]["host_us"]["plan"]["p50"] > 0
     printed = capsys.readouterr().out
