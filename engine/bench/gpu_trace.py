@@ -21,7 +21,7 @@ _LONG_GAP = 5e-6  # seconds; within a captured step the gaps are shorter
 _KEPT = (0.4, 0.8)  # of a trace
 _CLASSES = (
     ("copies", r"memcpy|memset|copy|fillfunctor"),
-    ("attention", r"attention|attn|flash|fmha|mha|xqa|fused_decode|paged|prefill|decode|merge_state"),
+    ("attention", r"attention|attn|flash|fmha|mha|xqa|fused_decode|paged|prefill|decode|attend|merge_state"),
     ("product", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|linear|vector_kernel|matmul"),
     ("norm, rope, silu, embedding", r"norm|rope|rotary|silu|act_and_mul|embed|vectorized_gather|indexselect"),
     ("sampling", r"sampl|choose|scores|survey|bounds|gather_kernel|search_kernel|argmax|topk|top_k|softmax|sort"),

@@ -130,7 +130,7 @@ def host_profile(engine: Engine) -> Iterator[HostProfile]:
     profile = HostProfile()
     with ExitStack() as stack:
         for part, owner, name in _places(engine):
-            stack.enter_context(_replaced(owner, name, profile.timed(part, ends_step=part == "deliver")))
+            stack.enter_context(_replaced(owner, name, profile.timed(part, ends_step=part == "commit")))
         yield profile
 
 
