@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack, overload
@@ -22,6 +21,7 @@ from headrace.engine.events import Choice, Completion
 from headrace.engine.generation import Generation, StopText
 from headrace.engine.loop import StepLoop
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
+from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import TokenizerLike, check_token_ids, is_short, to_token_ids
@@ -34,7 +34,6 @@ from headrace.engine.threads import Poster, Worker, outlast
 
 __all__ = ["Engine", "Message", "Prompt"]
 
-Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Raw text, token ids, or a chat of `{"role", "content"}` messages."""
 
@@ -318,27 +317,32 @@ class Engine:
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids of `prompt`, as a request would see them.
+    async def tokenize(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The token ids of `prompt`, as a request would see them; `tools` are offered in a chat.
 
         Raises:
             InvalidParams: The prompt is malformed.
         """
         _, opened = self._serving()
-        if is_short(prompt):
+        if is_short(prompt) and not tools:
             return to_token_ids(prompt, opened.tokenizer)
-        return await self._helper.run(lambda: to_token_ids(prompt, opened.tokenizer))
+        return await self._helper.run(lambda: to_token_ids(prompt, opened.tokenizer, tools))
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out.
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`.
 
         Raises:
             InvalidParams: An id is not in the vocabulary.
         """
         _, opened = self._serving()
         check_token_ids(ids, opened.info.vocab_size)
-        detokenizer = Detokenizer(opened.tokenizer.table)
+        detokenizer = Detokenizer(opened.tokenizer.table, skip_special_tokens)
         return "".join([*map(detokenizer.feed, ids), detokenizer.flush()])
+
+    @property
+    def chat_template(self) -> str:
+        """Text of the model's chat template; empty where it has none."""
+        return self._serving()[1].tokenizer.chat_template
 
     @property
     def info(self) -> EngineInfo:
@@ -356,26 +360,7 @@ class Engine:
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        loop, _ = self._serving()
-        scheduler, meter = loop.scheduler, loop.meter
-        tokens_per_second, step_seconds = meter.rates(time.perf_counter())
-        return EngineStats(
-            waiting=scheduler.num_waiting,
-            running=scheduler.num_running,
-            paused=scheduler.num_paused,
-            pages=scheduler.pool.num_pages,
-            pages_held=scheduler.pool.held,
-            pages_cached=scheduler.pool.cached,
-            live_tokens=scheduler.live_tokens(),
-            prompt_tokens=scheduler.prompt_tokens,
-            cached_tokens=scheduler.cached_tokens,
-            generated_tokens=meter.generated_tokens,
-            preemptions=scheduler.preemptions,
-            steps=meter.steps,
-            steps_in_flight=meter.launched_steps - meter.steps,
-            tokens_per_second=tokens_per_second,
-            step_seconds=step_seconds,
-        )
+        return self._serving()[0].stats()
 
 
 def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:

@@ -56,6 +56,9 @@ class EngineStats:
     steps: int
     """Committed steps; grows while anything runs, so a readiness check can see a stall."""
     steps_in_flight: int
+    step_age: float
+    """Seconds since a step ended, or was launched after idling, while one is in flight; 0 otherwise. Grows without end
+    if the device hangs."""
     tokens_per_second: float
     """Generated tokens over the last seconds."""
     step_seconds: float
@@ -87,6 +90,10 @@ class Meter:
         self._latest = now
         while self._recent[0][0] < now - _WINDOW_SECONDS:
             self._recent.popleft()
+
+    def step_age(self, now: float) -> float:
+        """Seconds for which nothing has ended, at `now`, while a step is in flight; else 0."""
+        return now - self._latest if self.launched_steps > self.steps else 0.0
 
     def rates(self, now: float) -> tuple[float, float]:
         """(generated tokens a second, seconds a step) while busy, over the last seconds before `now`."""
