@@ -151,8 +151,10 @@ def _environment(budget: _Budget) -> Any:
         intercepted_binops = frozenset({"*", "**", "%", "+"})
 
         def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-            tree: nodes.Template = Bounded().visit(super()._parse(source, name, filename))
-            return tree.set_environment(self)
+            tree = super()._parse(source, name, filename)
+            Bounded().visit(tree)  # which changes it in place
+            tree.set_environment(self)
+            return tree
 
         def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
             budget.check_time()
