@@ -11,7 +11,7 @@ from headrace.engine.params import invalid_params
 __all__ = ["KeyLimits", "ServerSettings"]
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-Secret = Annotated[str, Field(min_length=8, max_length=512, pattern=r"^[!-~]+$", repr=False)]
+Secret = Annotated[str, Field(min_length=8, max_length=512, pattern=r"^[!-~]+$")]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -47,9 +47,9 @@ class ServerSettings(_Frozen):
 
     served_model_name: Name | None = None
     """What clients call the model; None is the model's own name."""
-    api_keys: dict[Name, Secret] = Field(default_factory=dict)
+    api_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
     """Secrets by the name of who holds them, which is also the tenant. Without any, everybody may ask."""
-    admin_keys: dict[Name, Secret] = Field(default_factory=dict)
+    admin_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
     """Keys that may also change limits while the server runs."""
     key_limits: dict[Name, KeyLimits] = Field(default_factory=dict)
     """Of single keys."""
