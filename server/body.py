@@ -34,6 +34,8 @@ async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) ->
         raise ApiError(415, "unsupported_media_type", "the body must be application/json", headers=_CLOSE)
     if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
         raise ApiError(415, "unsupported_media_type", "the body must not be compressed", headers=_CLOSE)
+    if b"content-length" in headers and b"transfer-encoding" in headers:  # of which proxies choose one or the other
+        raise ApiError(400, "invalid_http", "the body has two lengths", headers=_CLOSE)
     limit = settings.max_body_bytes
     length = headers.get(b"content-length", b"0")
     if not length.isdigit() or int(length[:20]) > limit:

@@ -17,12 +17,37 @@ from headrace.server.errors import ApiError, error_body
 __all__ = ["BoundedH11"]
 
 
+_MAX_HEAD = 65_536
+_MIN_CHUNK = 64  # bytes that parts of a body have on average, beyond the first thousand
+_FREE_CHUNKS = 1024
+
+
+class _BoundedConnection(h11.Connection):
+    """Refuses a body in crumbs: each costs as much as a whole packet."""
+
+    _parts = 0
+    _bytes = 0
+
+    def next_event(self) -> Any:
+        """Return the next event, as its base."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._parts += 1
+            self._bytes += len(event.data)
+            if self._parts > _FREE_CHUNKS + self._bytes // _MIN_CHUNK:
+                raise h11.RemoteProtocolError("the body comes in too small chunks")
+        elif isinstance(event, h11.Request):
+            self._parts = self._bytes = 0
+        return event
+
+
 class BoundedH11(H11Protocol):
     """One connection."""
 
     def __init__(self, *args: Any, header_timeout: float, stall_timeout: float, **kwargs: Any) -> None:
         """Take uvicorn's arguments, and the seconds for a head to arrive and for a full buffer to be read."""
         super().__init__(*args, **kwargs)
+        self.conn = _BoundedConnection(h11.SERVER, _MAX_HEAD)
         self._header_timeout = header_timeout
         self._stall_timeout = stall_timeout
         self._head_timer: Any = None

@@ -17,7 +17,6 @@ __all__ = ["DrainingServer", "make_server"]
 
 _HEADER_TIMEOUT = 10.0
 _LAST_WORDS = 1.0  # seconds for the error events of what was ended
-_MAX_HEAD = 65_536
 
 
 class DrainingServer(uvicorn.Server):
@@ -70,7 +69,6 @@ def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info"
         ws="websockets-sansio",
         ws_max_size=min(service.settings.max_body_bytes, 2**20),
         ws_per_message_deflate=False,
-        h11_max_incomplete_event_size=_MAX_HEAD,
         timeout_graceful_shutdown=5,
         access_log=False,
         server_header=False,

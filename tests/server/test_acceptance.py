@@ -25,6 +25,7 @@ import psutil
 import pytest
 from serving import CAPACITY, Process, Serving, check_error, events_of, scripted, serving, until
 
+from headrace.engine.fake_device import FakeEngine
 from headrace.engine.scheduling.plan import NON_FINITE, Capacity
 from headrace.engine.testing import ScriptedRunner
 from headrace.server import KeyLimits, ServerSettings
@@ -124,8 +125,8 @@ def test_04_a_body_that_is_too_large(server: Serving) -> None:
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000_000 + b"\r\n\r\n", (400, 431)),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 100_000 + b"\r\n", (400, 431)),
         (b"GET /" + b"a" * 20_000_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", (400, 414)),
-        (b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", (414,)),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", (431,)),
+        (b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", (414,)),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", (431,)),
     ],
     ids=["header", "headers", "url", "long url", "long header"],
 )
@@ -157,8 +158,7 @@ def test_06_a_client_that_is_too_slow() -> None:
 )
 def test_07_bodies_of_two_lengths(server: Serving, lines: tuple[bytes, ...]) -> None:
     answer = server.raw(head(b"{}", *lines, length=False), seconds=1.0)
-    assert status_of(answer) in (400, 501) or (len(lines) == 2 and b"chunked" in lines[1])
-    assert b" 200 " not in answer.split(b"\r\n")[0]
+    assert status_of(answer) in (400, 501) and b"connection: close" in answer.lower()
 
 
 def test_07_a_million_tiny_chunks(server: Serving) -> None:
@@ -216,7 +216,7 @@ def test_09_every_route_needs_a_key_but_the_public_ones(guarded: Serving) -> Non
                 expected = 200 if path in PUBLIC_PATHS else 401
                 assert client.request(method, path).status_code == expected, (method, path)
                 if path.startswith("/v1/admin/"):
-                    check_error(guarded.client.request(method, path), 403, "admin_only")
+                    assert guarded.client.request(method, path).status_code == 403
 
 
 @pytest.mark.parametrize("host", ["x/health?y=", "evil.example", "localhost.evil.example", "", "localhost:80:80", "@"])
@@ -425,13 +425,9 @@ def test_35_salts_and_keys_share_no_cached_prompt() -> None:
 
 
 def test_36_ids_of_requests(server: Serving) -> None:
+    body, headers = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}, {"x-request-id": "same"}
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
-        asked = [
-            pool.submit(
-                server.post, {"prompt": "x", "max_tokens": 4, "ignore_eos": True}, headers={"x-request-id": "same"}
-            )
-            for _ in range(100)
-        ]
+        asked = [pool.submit(server.post, body, headers=headers) for _ in range(100)]
         answers = [future.result() for future in asked]
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.headers["x-request-id"] for answer in answers} == {"same"}
@@ -488,18 +484,17 @@ def test_37_limits_of_a_key_change_while_it_runs() -> None:
 
 def test_38_a_request_that_waits_too_long_is_never_computed() -> None:
     one_row = Capacity(num_pages=512, page_size=16, max_rows=1, max_batched_tokens=64, max_context=1024, vocab_size=257)
-    gate = threading.Event()
     runner = lambda: ScriptedRunner(one_row, gate=lambda: time.sleep(0.01))  # noqa: E731
     with serving(scripted(runner, one_row), ServerSettings(queue_timeout=0.5)) as server:
         with server.client.stream("POST", "/v1/completions", json={"model": "scripted"} | ENDLESS) as first:
-            next(first.iter_bytes())
+            parts = first.iter_bytes()
+            assert next(parts)
             prompts = server.portal.call(server.engine.stats).prompt_tokens
             for stream in (False, True):
                 late = server.post({"prompt": "late", "stream": stream})
                 check_error(late, 503, "queue_timeout")
                 assert 1 <= int(late.headers["retry-after"]) <= 30
             assert server.portal.call(server.engine.stats).prompt_tokens == prompts
-        gate.set()
         until(lambda: server.idle)
 
 
@@ -566,17 +561,12 @@ def test_40_a_client_that_goes_away(moment: str, leave: Callable[[socket.socket]
 
 
 def test_43_a_reader_that_stalls() -> None:
-    large = Capacity(
-        num_pages=8192, page_size=16, max_rows=4, max_batched_tokens=64, max_context=100_000, vocab_size=257
-    )
-    settings = ServerSettings(stall_timeout=0.5, ping_seconds=0.2)
-    with serving(
-        scripted(lambda: ScriptedRunner(large, eos=dict.fromkeys(range(100_000), 97)), large), settings
-    ) as server:
+    engine = FakeEngine(max_rows=4, max_context=100_000)
+    with serving(engine, ServerSettings(stall_timeout=0.5, ping_seconds=0.2, served_model_name="scripted")) as server:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
-        body = {"model": "scripted", "prompt": "x", "max_tokens": 90_000, "ignore_eos": True, "stream": True, "n": 1}
+        body = {"model": "scripted", "prompt": "x", "max_tokens": 90_000, "ignore_eos": True, "stream": True}
         sock.sendall(head(json.dumps(body).encode()))
         until(lambda: server.portal.call(server.engine.stats).generated_tokens > 100)
         server.check_others()
