@@ -17,9 +17,10 @@ from headrace.engine.scheduling.plan import Capacity, StepPlan
 from headrace.engine.stats import EngineInfo
 from headrace.engine.testing import ByteTokenizer
 
-__all__ = ["FakeEngine"]
+__all__ = ["FAKE_LETTER", "FakeEngine"]
 
-_LETTER = ord("a")
+FAKE_LETTER = "Q"
+"""The text of every token."""
 _PAGE = 16
 
 
@@ -36,7 +37,7 @@ class _FakeStep:
         pause = self._ends - time.monotonic()
         if pause > 0:
             self._closed.wait(pause)
-        return [_LETTER] * self._works
+        return [ord(FAKE_LETTER)] * self._works
 
 
 class _FakeRunner:

@@ -24,13 +24,12 @@ async def main(options: dict[str, float]) -> None:
         return ScriptedRunner(CAPACITY, gate=lambda: time.sleep(pause))
 
     async with ScriptedEngine(CAPACITY, runner) as engine:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        sock = socket.create_server(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
         app = create_app(engine, ServerSettings(**options))
         server = make_server(app, host="127.0.0.1", port=port, log_level="critical")
         print(port, flush=True)
-        await server.serve()
+        await server.serve(sockets=[sock])
 
 
 if __name__ == "__main__":

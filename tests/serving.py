@@ -53,9 +53,8 @@ class Serving:
         self.portal = portal
         self.engine = engine
         self.service: Service = app.state.service
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
         self.server = make_server(app, host="127.0.0.1", port=self.port, log_level="critical")
         self.url = f"http://127.0.0.1:{self.port}"
         key = next(iter(settings.api_keys.values()), None)
@@ -65,7 +64,7 @@ class Serving:
 
     async def run(self) -> None:
         async with self.engine:
-            await self.server.serve()
+            await self.server.serve(sockets=[self.socket])
 
     def post(self, body: Any, path: str = "/v1/completions", **options: Any) -> httpx2.Response:
         """Send a body; a dict gets the model's name if it has none."""
@@ -140,7 +139,6 @@ class Process:
         self.process.send_signal(number)
 
     def __enter__(self) -> Process:
-        until(lambda: _connects(self.port))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,12 +147,6 @@ class Process:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
-
-
-def _connects(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
