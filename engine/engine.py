@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack, overload
@@ -343,6 +344,18 @@ class Engine:
     def chat_template(self) -> str:
         """Text of the model's chat template; empty where it has none."""
         return self._serving()[1].tokenizer.chat_template
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since a step ended, or was launched after idling, while one is in flight; 0 otherwise.
+
+        Grows without end if the device hangs.
+
+        Raises:
+            EngineStopped: The engine is not open.
+            EngineCrashed: Its step loop died.
+        """
+        return self._serving()[0].meter.step_age(time.perf_counter())
 
     @property
     def info(self) -> EngineInfo:

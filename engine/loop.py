@@ -135,8 +135,7 @@ class StepLoop:
     def stats(self) -> EngineStats:
         """One snapshot of queues, pages, counts and rates."""
         scheduler, meter = self.scheduler, self.meter
-        now = time.perf_counter()
-        tokens_per_second, step_seconds = meter.rates(now)
+        tokens_per_second, step_seconds = meter.rates(time.perf_counter())
         return EngineStats(
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
@@ -151,7 +150,6 @@ class StepLoop:
             preemptions=scheduler.preemptions,
             steps=meter.steps,
             steps_in_flight=meter.launched_steps - meter.steps,
-            step_age=meter.step_age(now),
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
         )

@@ -56,9 +56,6 @@ class EngineStats:
     steps: int
     """Committed steps; grows while anything runs, so a readiness check can see a stall."""
     steps_in_flight: int
-    step_age: float
-    """Seconds since a step ended, or was launched after idling, while one is in flight; 0 otherwise. Grows without end
-    if the device hangs."""
     tokens_per_second: float
     """Generated tokens over the last seconds."""
     step_seconds: float

@@ -1,7 +1,7 @@
-"""`Answering`: one generation request from its parsed form to its last byte; the only place where streams are read.
+"""`Answering`: one generation request from its parsed form to its end; the only place where streams are read.
 
-Each request ends once, in one of three ways: its answer, an error body if nothing has been sent, or an error event. A
-client that goes away cancels it. Never parses a body and never knows an endpoint.
+Each request ends once: with its answer, or with one error. What that looks like is its outlet's to say: sse.py for
+HTTP, websocket.py for sockets. Never parses a body and never knows an endpoint.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
-from starlette.types import Receive, Scope, Send
 
-from headrace.engine import Prompt, SamplingParams, TokenStream, Usage
+from headrace.engine import Prompt, SamplingParams, TokenStream
 from headrace.server.auth import Caller
-from headrace.server.connection import Connection, body
-from headrace.server.errors import ApiError, as_api_error, error_event, error_response
-from headrace.server.gate import CALLER, REQUEST_ID
+from headrace.server.errors import ApiError, as_api_error
 from headrace.server.limits import Permit
 from headrace.server.protocol.answers import Answer, add_usage, pieces
 from headrace.server.service import Service
-from headrace.server.sse import DONE, TokenEvents
 
 __all__ = ["Answering", "Ask"]
 
@@ -48,27 +44,56 @@ class Ask:
     """Makes the answer, given the prompts as token ids."""
 
 
+class Outlet(Protocol):
+    """Where an answer goes."""
+
+    started: bool
+    """Something has been sent."""
+
+    async def start(self, opening: bytes) -> None:
+        """Begin a stream with these events; later calls do nothing."""
+        ...
+
+    async def push(self, frames: bytes, tokens: int) -> None:
+        """Send events that hold so many tokens; waits while the client is behind."""
+        ...
+
+    async def finish(self, frames: bytes) -> None:
+        """End a stream well."""
+        ...
+
+    async def whole(self, answer: bytes) -> None:
+        """Send an answer that was not to be streamed."""
+        ...
+
+    async def fail(self, error: ApiError) -> None:
+        """Tell the client of the error, which is the end."""
+        ...
+
+    async def ping(self, silent: float) -> None:
+        """Show a sign of life if nothing was sent for long."""
+        ...
+
+
 class Answering:
     """One request that is being answered."""
 
-    def __init__(self, service: Service, ask: Ask, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer `ask` over an ASGI connection whose body has been read."""
-        settings = service.settings
+    def __init__(
+        self, service: Service, ask: Ask, outlet: Outlet, caller: Caller, request_id: str, timeout: float | None = None
+    ) -> None:
+        """Answer `ask` of `caller` through `outlet`, in `timeout` seconds or what the server allows."""
+        longest = service.settings.request_timeout
         self._service = service
         self._ask = ask
-        self._scope = scope
-        self._caller: Caller = scope[CALLER]
-        self._connection = Connection(receive, send, stall_timeout=settings.stall_timeout)
-        self._events = TokenEvents(self._connection, ping_seconds=settings.ping_seconds)
+        self._outlet = outlet
+        self._caller = caller
+        self._request_id = request_id
+        self._timeout = longest if timeout is None else min(timeout, longest)
         self._streams: list[TokenStream] = []
         self._opening = b""
         self._began = time.monotonic()
         self._ended_by: ApiError | None = None
         self._permit: Permit | None = None
-
-    async def run(self) -> None:
-        """Answer; returns when the last byte was sent or the client has gone."""
-        await self._connection.run(self._answer, self._tick)
 
     def end(self, error: ApiError) -> None:
         """End it now; the client is told `error`."""
@@ -79,13 +104,14 @@ class Answering:
 
     # -- its course -------------------------------------------------------------------------------------------------
 
-    async def _answer(self) -> None:
+    async def answer(self) -> None:
+        """Answer; returns when the last byte was sent, and raises nothing."""
         service, ask = self._service, self._ask
         try:
             service.check_accepting()
             self._permit = service.limits.admit(self._caller, len(ask.prompts) * ask.params.n)
             service.running.add(self)
-            with anyio.move_on_after(self._timeout()) as limit:
+            with anyio.move_on_after(self._timeout) as limit:
                 await self._generate(self._permit)
             if limit.cancelled_caught:
                 raise ApiError(503, "deadline_exceeded", "the request took longer than it may")
@@ -116,10 +142,10 @@ class Answering:
             await self._read_all(answer)
             usage = add_usage([stream.usage for stream in self._streams])
             if ask.streams:
-                await self._events.start(self._opening)
-                await self._events.finish(answer.closing(usage) + DONE)
+                await self._outlet.start(self._opening)
+                await self._outlet.finish(answer.closing(usage))
             else:
-                await self._send_whole(answer, usage)
+                await self._outlet.whole(answer.whole(usage))
 
     def _check_room(self, prompts: list[list[int]]) -> None:
         limit, most = self._ask.limit, self._service.engine.info.max_context
@@ -165,46 +191,31 @@ class Answering:
                 else:
                     answer.keep(piece)
             if frames:
-                if not self._events.started:
-                    await self._events.start(self._opening)
-                await self._events.push(frames)
+                if not self._outlet.started:
+                    await self._outlet.start(self._opening)
+                await self._outlet.push(frames, len(chunk.tokens))
                 await pacer.turn()
-
-    async def _send_whole(self, answer: Answer, usage: Usage) -> None:
-        whole = answer.whole(usage)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(whole))]
-        start = {"type": "http.response.start", "status": 200, "headers": headers}
-        await self._connection.send(start, body(whole, more=False))
 
     async def _fail(self, error: Exception) -> None:
         told = as_api_error(error)
         if told.code == "internal_error":
-            logger.error("request %s failed", self._scope[REQUEST_ID], exc_info=error)
-        if self._events.started:
-            await self._events.finish(error_event(told))
-        else:
-            await error_response(told)(self._scope, _never, self._connection.send)
+            logger.error("request %s failed", self._request_id, exc_info=error)
+        await self._outlet.fail(told)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
-    def _timeout(self) -> float:
-        longest = self._service.settings.request_timeout
-        for name, value in self._scope["headers"]:
-            if name == b"x-request-timeout":
-                try:
-                    asked = float(value)
-                except ValueError:
-                    asked = 0.0
-                if not 0.0 < asked < float("inf"):
-                    raise ApiError(400, "invalid_value", "X-Request-Timeout: must be seconds, above 0")
-                longest = min(longest, asked)
-        return longest
+    async def tick(self, silent: float) -> float:
+        """End what waits too long, begin the answer of what has been taken up, and ping what is silent.
 
-    async def _tick(self, silent: float) -> float:
-        """End what waits too long, begin the answer of what has been taken up, and ping what is silent."""
+        Args:
+            silent: Seconds since something was sent.
+
+        Returns:
+            Seconds after which this is to be called again.
+        """
         settings = self._service.settings
         if self._permit is None or not self._permit.waiting:
-            await self._events.ping(silent)
+            await self._outlet.ping(silent)
             return settings.ping_seconds / 2
         waited = time.monotonic() - self._began
         if not self._streams or any(stream.queued for stream in self._streams):
@@ -214,10 +225,6 @@ class Answering:
                 self.end(ApiError(503, "queue_timeout", "the request waited too long", headers=pause))
             return min(1.0, max(left, 0.0) + 0.001)
         if self._ask.streams:  # a long prefill: the client sees that it is alive
-            await self._events.start(self._opening)
-            await self._events.ping(settings.ping_seconds)
+            await self._outlet.start(self._opening)
+            await self._outlet.ping(settings.ping_seconds)
         return settings.ping_seconds / 2
-
-
-async def _never() -> dict[str, Any]:
-    raise RuntimeError("an error body is sent without reading anything")

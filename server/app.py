@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from headrace.engine import Engine, EngineStopped, HeadraceError
 from headrace.server.body import ClientGone
@@ -26,6 +26,7 @@ from headrace.server.routes.models import list_models, show_model
 from headrace.server.routes.tokens import detokenize, tokenize
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
+from headrace.server.websocket import ChatSocketRoute
 
 __all__ = ["create_app"]
 
@@ -42,8 +43,9 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
     Returns:
         A Starlette application; `app.state.service` holds its `Service`.
     """
-    routes = [
+    routes: list[BaseRoute] = [
         Route("/v1/chat/completions", GenerationRoute(ask_chat), methods=["POST"]),
+        WebSocketRoute("/v1/chat/completions", ChatSocketRoute()),
         Route("/v1/completions", GenerationRoute(ask_completion), methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),

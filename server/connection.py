@@ -35,8 +35,9 @@ class Connection:
         self._receive = receive
         self._send = send
         self._stall_timeout = stall_timeout
-        self._lock = anyio.Lock(fast_acquire=True)
         self._sending = False
+        self._free: anyio.Event | None = None
+        """What a second sender waits for; a lock would cost every event more than the events of most streams."""
         self._last = time.monotonic()
 
     async def run(self, answer: Callable[[], Awaitable[None]], tick: Callable[[float], Awaitable[float]]) -> None:
@@ -54,14 +55,19 @@ class Connection:
 
     async def send(self, *messages: Message) -> None:
         """Send ASGI messages with nothing between them; waits while the client is behind."""
-        async with self._lock:
-            self._sending = True
-            self._last = time.monotonic()
-            try:
-                for message in messages:
-                    await self._send(message)
-            finally:
-                self._sending = False
+        while self._sending:
+            self._free = self._free or anyio.Event()
+            await self._free.wait()
+        self._sending = True
+        self._last = time.monotonic()
+        try:
+            for message in messages:
+                await self._send(message)
+        finally:
+            self._sending = False
+            if self._free is not None:
+                self._free.set()
+                self._free = None
 
     async def _watch(self, scope: anyio.CancelScope, tick: Callable[[float], Awaitable[float]]) -> None:
         pause = 0.5

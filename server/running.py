@@ -71,6 +71,7 @@ def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info"
         ws_per_message_deflate=False,
         timeout_graceful_shutdown=5,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         log_level=log_level,
         **more,

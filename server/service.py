@@ -12,7 +12,7 @@ from headrace.server.limits import Limits
 from headrace.server.pacing import Pacer
 from headrace.server.settings import ServerSettings
 
-__all__ = ["Running", "Service"]
+__all__ = ["Running", "Service", "Socket"]
 
 _TAIL = 16  # tokens at the end of a prompt that tell whether its template opens the reasoning
 
@@ -22,6 +22,14 @@ class Running(Protocol):
 
     def end(self, error: ApiError) -> None:
         """End it now; its client is told `error`."""
+        ...
+
+
+class Socket(Protocol):
+    """A WebSocket that is open."""
+
+    def drain(self) -> None:
+        """Close it once nothing runs on it."""
         ...
 
 
@@ -36,6 +44,7 @@ class Service:
         self.pacer = Pacer(settings.max_events_per_second)
         self.created = self.now()
         self.running: set[Running] = set()
+        self.sockets: set[Socket] = set()
         self.draining = False
         self._detected: Detected | None = None
 
@@ -96,6 +105,8 @@ class Service:
     def drain(self) -> None:
         """Refuse new work from now on."""
         self.draining = True
+        for socket in list(self.sockets):
+            socket.drain()
 
     def end_all(self) -> None:
         """End what still runs; every client is told so."""
@@ -112,9 +123,9 @@ class Service:
         if self.draining:
             return "draining"
         try:
-            stats = self.engine.stats()
+            age = self.engine.step_age
         except HeadraceError as error:
             return type(error).__name__
-        if stats.step_age > self.settings.ready_stall:
-            return f"no step has ended for {stats.step_age:.0f} seconds"
+        if age > self.settings.ready_stall:
+            return f"no step has ended for {age:.0f} seconds"
         return None

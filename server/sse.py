@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from headrace.server.connection import Connection, body
+from headrace.server.errors import ApiError, error_event, error_response
 
-__all__ = ["DONE", "TokenEvents"]
+__all__ = ["TokenEvents"]
 
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 _PING = ServerSentEvent(comment="ping", sep="\n").encode()
 
 
@@ -35,19 +36,37 @@ class TokenEvents(EventSourceResponse):
             message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await self._connection.send(message, body(opening or _PING, more=True))
 
-    async def push(self, frames: bytes) -> None:
+    async def push(self, frames: bytes, tokens: int) -> None:
         """Send whole events."""
         await self._connection.send(body(frames, more=True))
 
     async def finish(self, frames: bytes) -> None:
-        """Send the last events; nothing may follow."""
-        self.active = False
-        await self._connection.send(body(frames, more=False))
+        """Send the last events of an answer that is complete."""
+        await self._end(frames + _DONE)
+
+    async def whole(self, answer: bytes) -> None:
+        """Send an answer that was not to be streamed."""
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        await self._connection.send(start, body(answer, more=False))
+
+    async def fail(self, error: ApiError) -> None:
+        """Tell the client: by status if nothing has been sent, else by an event, after which nothing follows."""
+        if self.started:
+            await self._end(error_event(error))
+        else:
+            response = error_response(error)
+            start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+            await self._connection.send(start, body(bytes(response.body), more=False))
 
     async def ping(self, silent: float) -> None:
         """Send a comment if the stream was silent for long enough."""
         if self.started and self.active and silent >= self.ping_interval / 2:
             await self._connection.send(body(_PING, more=True))
+
+    async def _end(self, frames: bytes) -> None:
+        self.active = False
+        await self._connection.send(body(frames, more=False))
 
 
 async def _nothing() -> AsyncIterator[bytes]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 
 from headrace.engine.bench.report import conditions, percentile, show
 from headrace.server.bench.client import Reading, Target, get, stream
-from headrace.server.bench.process import resident_mb, started
+from headrace.server.bench.process import cpu_seconds, resident_mb, started
 
 __all__ = ["SCENARIOS", "run"]
 
+T = TypeVar("T")
 Figures = dict[str, float | int | str]
 
 _STREAMS = 1000
@@ -43,6 +45,7 @@ def idle(seconds: float, scale: float) -> Figures:
     """Memory of many open streams that get a token every few seconds, and what a control request costs meanwhile."""
     count = int(10_000 * scale)
     device = {"max_rows": count, "max_context": 4096, "num_pages": 4 * count, "step_seconds": 5.0}
+    device["max_batched_tokens"] = 16 * count  # prompts find room beside everybody's next token
     with started(device, fake=True, connections=count, max_queue=count, queue_timeout=600) as server:
         target = server.target
 
@@ -61,7 +64,7 @@ def idle(seconds: float, scale: float) -> Figures:
                 **_latency(latencies),
             }
 
-        return _with_end(anyio.run(main), server.stop())
+        return _with_end(_run(main), server.stop())
 
 
 def events(seconds: float, scale: float) -> Figures:
@@ -100,19 +103,22 @@ def _rate(seconds: float, tokens_per_second: float, **settings: Any) -> Figures:
                 readings = await _open(tasks.start_soon, target, _STREAMS, _ENDLESS | {"max_tokens": 190_000})
                 before, memory = _sums(readings), resident_mb(target)
                 began = time.perf_counter()
+                worked = cpu_seconds(target)
                 latencies = await _controls(target, seconds)
                 took = time.perf_counter() - began
+                worked = cpu_seconds(target) - worked
                 after, grown = _sums(readings), resident_mb(target) - memory
                 tasks.cancel_scope.cancel()
             count, size = after[0] - before[0], after[1] - before[1]
             return {
                 "events/s": count / took,
                 "tokens/s": size / took,
+                "CPU of the server, %": 100 * worked / took,
                 "memory growth, MB": grown,
                 **_latency(latencies),
             }
 
-        return _with_end(anyio.run(main), server.stop())
+        return _with_end(_run(main), server.stop())
 
 
 def overload(seconds: float, scale: float) -> Figures:
@@ -137,7 +143,7 @@ def overload(seconds: float, scale: float) -> Figures:
                     figures["refused after at most, ms"] = max(refused)
             figures["memory growth, MB"] = resident_mb(target) - memory
 
-        anyio.run(main)
+        _run(main)
         return _with_end(figures, server.stop())
 
 
@@ -162,7 +168,7 @@ def disconnects(seconds: float, scale: float) -> Figures:
                     tasks.start_soon(work)
             return {"disconnects": count}
 
-        return _with_end(anyio.run(main), server.stop())
+        return _with_end(_run(main), server.stop())
 
 
 SCENARIOS: dict[str, Callable[[float, float], Figures]] = {
@@ -219,6 +225,10 @@ async def _arrivals(target: Target, rate: float, seconds: float, output: int) ->
 
 def _sums(readings: list[Reading]) -> tuple[int, int]:
     return sum(reading.events for reading in readings), sum(reading.fake_tokens for reading in readings)
+
+
+def _run(main: Callable[[], Awaitable[T]]) -> T:
+    return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
 def _latency(milliseconds: list[float]) -> Figures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 from headrace.server.bench.client import Target
 
-__all__ = ["Server", "resident_mb", "started"]
+__all__ = ["Server", "cpu_seconds", "resident_mb", "started"]
 
 _SLACK = 512
 
@@ -79,6 +80,12 @@ def resident_mb(target: Target) -> float:
     """Resident memory of the server, in MB."""
     pages = int(Path(f"/proc/{target.pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
+
+
+def cpu_seconds(target: Target) -> float:
+    """Processor time that the server has used, in seconds."""
+    fields = Path(f"/proc/{target.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _allow_files(count: int) -> None:

@@ -35,7 +35,7 @@ async def main(options: dict[str, Any]) -> None:
         server = make_server(app, host="127.0.0.1", port=port, log_level="critical", backlog=_BACKLOG)
         print(json.dumps({"port": port, "model": app.state.service.model}), flush=True)
         await server.serve(sockets=[sock])
-        with anyio.move_on_after(5):
+        with anyio.move_on_after(15):
             while engine.stats().pages_held:  # noqa: ASYNC110 - the last steps may still be in flight
                 await anyio.sleep(0.01)
         print(json.dumps(asdict(engine.stats()) | {"live": app.state.service.limits.live}), flush=True)

@@ -10,13 +10,16 @@ from starlette.types import Receive, Scope, Send
 from headrace.engine.tools import make_parser
 from headrace.server.answering import Answering, Ask
 from headrace.server.body import ClientGone, read_json
+from headrace.server.connection import Connection
 from headrace.server.errors import ApiError
+from headrace.server.gate import CALLER, REQUEST_ID
 from headrace.server.protocol.answers import Answer, Header
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.chat_answer import ChatAnswer
 from headrace.server.protocol.completions import CompletionAnswer, CompletionFields, prompts_of
 from headrace.server.protocol.fields import parse
 from headrace.server.service import Service
+from headrace.server.sse import TokenEvents
 
 __all__ = ["GenerationRoute", "ask_chat", "ask_completion"]
 
@@ -37,7 +40,26 @@ class GenerationRoute:
             body = await read_json(scope, receive, service.settings)
         except ClientGone:
             return
-        await Answering(service, self._ask(service, body), scope, receive, send).run()
+        ask, timeout = self._ask(service, body), _timeout(scope)
+        settings = service.settings
+        connection = Connection(receive, send, stall_timeout=settings.stall_timeout)
+        events = TokenEvents(connection, ping_seconds=settings.ping_seconds)
+        answering = Answering(service, ask, events, scope[CALLER], scope[REQUEST_ID], timeout)
+        await connection.run(answering.answer, answering.tick)
+
+
+def _timeout(scope: Scope) -> float | None:
+    """Seconds that the client gives its request, if it says so."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-timeout":
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = 0.0
+            if not 0.0 < seconds < float("inf"):
+                raise ApiError(400, "invalid_value", "X-Request-Timeout: must be seconds, above 0")
+            return seconds
+    return None
 
 
 def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
