@@ -68,11 +68,14 @@ class ChatTemplate:
         budget.start()
         pieces, length = [], 0
         values = {**(names or {}), "messages": messages, "tools": tools, "documents": None}
-        for piece in self._template.generate(values, add_generation_prompt=True):
-            length += len(piece)
-            budget.check_length(length)
-            budget.check_time()
-            pieces.append(piece)
+        try:
+            for piece in self._template.generate(values, add_generation_prompt=True):
+                length += len(piece)
+                budget.check_length(length)
+                budget.check_time()
+                pieces.append(piece)
+        except RecursionError:
+            raise TemplateTooCostly("the chat template calls itself without end") from None
         return "".join(pieces)
 
 
@@ -164,6 +167,12 @@ def _environment(budget: _Budget) -> Any:
             if isinstance(result, str):
                 budget.check_length(len(result))
             return result
+
+        def wrap_str_format(self, value: Any) -> Any:
+            wrapped = super().wrap_str_format(value)
+            if wrapped is not None:
+                budget.check_operation("%", str(value.__self__), None)
+            return wrapped
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             budget.check_time()

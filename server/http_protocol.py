@@ -44,19 +44,33 @@ class _BoundedConnection(h11.Connection):
 class BoundedH11(H11Protocol):
     """One connection."""
 
-    def __init__(self, *args: Any, header_timeout: float, stall_timeout: float, **kwargs: Any) -> None:
-        """Take uvicorn's arguments, and the seconds for a head to arrive and for a full buffer to be read."""
+    def __init__(
+        self, *args: Any, header_timeout: float, stall_timeout: float, max_connections: int, **kwargs: Any
+    ) -> None:
+        """Take uvicorn's arguments and the limits.
+
+        Args:
+            args: uvicorn's.
+            header_timeout: Seconds in which a head must have arrived.
+            stall_timeout: Seconds for which a full buffer may be left unread.
+            max_connections: More are closed as they come: where file descriptors run out, accepting hurts everybody.
+            kwargs: uvicorn's.
+        """
         super().__init__(*args, **kwargs)
         self.conn = _BoundedConnection(h11.SERVER, _MAX_HEAD)
         self._header_timeout = header_timeout
         self._stall_timeout = stall_timeout
+        self._max_connections = max_connections
         self._head_timer: Any = None
         self._stall_timer: Any = None
 
     def connection_made(self, transport: Any) -> None:
         """Expect a head."""
         super().connection_made(transport)
-        self._expect_head()
+        if len(self.connections) > self._max_connections:
+            transport.abort()
+        else:
+            self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         """Parse; where a head is incomplete, the clock runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from functools import partial
 from types import FrameType
@@ -16,6 +17,7 @@ from headrace.server.service import Service
 __all__ = ["DrainingServer", "make_server"]
 
 _HEADER_TIMEOUT = 10.0
+_SPARE_FILES = 128  # file descriptors that are left to everything but connections
 _LAST_WORDS = 1.0  # seconds for the error events of what was ended
 
 
@@ -59,7 +61,10 @@ def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info"
     """A server for an application of `create_app`; `more` goes to `uvicorn.Config`."""
     service: Service = app.state.service
     protocol: Any = partial(
-        BoundedH11, header_timeout=_HEADER_TIMEOUT, stall_timeout=service.settings.stall_timeout + 1.0
+        BoundedH11,
+        header_timeout=_HEADER_TIMEOUT,
+        stall_timeout=service.settings.stall_timeout + 1.0,
+        max_connections=_most_connections(),
     )
     config = uvicorn.Config(
         app,
@@ -77,3 +82,12 @@ def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info"
         **more,
     )
     return DrainingServer(config, service)
+
+
+def _most_connections() -> int:
+    """As many as the system allows this process; its soft limit is raised to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard and hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return max(1, soft - _SPARE_FILES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import sys
 import time
@@ -19,6 +20,9 @@ CAPACITY = Capacity(num_pages=4096, page_size=16, max_rows=64, max_batched_token
 
 async def main(options: dict[str, float]) -> None:
     pause = options.pop("pause", 0.01)
+    if "files" in options:
+        files = int(options.pop("files"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
     def runner() -> ScriptedRunner:
         return ScriptedRunner(CAPACITY, gate=lambda: time.sleep(pause))
