@@ -37,4 +37,4 @@ async def main(options: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, json.loads(sys.argv[1]))
+    anyio.run(main, json.loads(sys.argv[1]), backend_options={"use_uvloop": True})
