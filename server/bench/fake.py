@@ -22,6 +22,7 @@ T = TypeVar("T")
 Figures = dict[str, float | int | str]
 
 _STREAMS = 1000
+_STEP_SECONDS = 5.0  # of idle streams
 _EVERY = 0.1  # seconds between control requests
 _ENDLESS = {"prompt": "a fake prompt", "ignore_eos": True, "max_tokens": 10**6}
 _PACED = 100_000  # events a second: no pacing
@@ -44,7 +45,7 @@ def run(names: list[str], *, seconds: float, scale: float, json_path: str | None
 def idle(seconds: float, scale: float) -> Figures:
     """Memory of many open streams that get a token every few seconds, and what a control request costs meanwhile."""
     count = int(10_000 * scale)
-    device = {"max_rows": count, "max_context": 4096, "num_pages": 4 * count, "step_seconds": 5.0}
+    device = {"max_rows": count, "max_context": 4096, "num_pages": 4 * count, "step_seconds": _STEP_SECONDS}
     device["max_batched_tokens"] = 16 * count  # prompts find room beside everybody's next token
     with started(device, fake=True, connections=count, max_queue=count, queue_timeout=600) as server:
         target = server.target
