@@ -89,6 +89,7 @@ class Answering:
         self._caller = caller
         self._request_id = request_id
         self._timeout = longest if timeout is None else min(timeout, longest)
+        self._scope = anyio.CancelScope()
         self._streams: list[TokenStream] = []
         self._opening = b""
         self._began = time.monotonic()
@@ -99,8 +100,7 @@ class Answering:
         """End it now; the client is told `error`."""
         if self._ended_by is None:
             self._ended_by = error
-        for stream in self._streams:
-            stream.cancel()
+        self._scope.cancel()
 
     # -- its course -------------------------------------------------------------------------------------------------
 
@@ -111,10 +111,12 @@ class Answering:
             service.check_accepting()
             self._permit = service.limits.admit(self._caller, len(ask.prompts) * ask.params.n)
             service.running.add(self)
-            with anyio.move_on_after(self._timeout) as limit:
+            self._scope.deadline = anyio.current_time() + self._timeout
+            with self._scope:
                 await self._generate(self._permit)
-            if limit.cancelled_caught:
-                raise ApiError(503, "deadline_exceeded", "the request took longer than it may")
+            if self._scope.cancelled_caught:
+                late = ApiError(503, "deadline_exceeded", "the request took longer than it may")
+                raise self._ended_by or late
         except Exception as error:
             await self._fail(error)
         finally:
@@ -137,8 +139,6 @@ class Answering:
                 self._streams.append(await stack.enter_async_context(stream))
             for stream in self._streams:
                 await stream.admitted()
-            if self._ended_by is not None:  # while it was admitted
-                raise self._ended_by
             await self._read_all(answer)
             usage = add_usage([stream.usage for stream in self._streams])
             if ask.streams:
@@ -185,7 +185,7 @@ class Answering:
             frames = b""
             for piece in pieces(chunk, ask.params.n, first):
                 if piece.finish_reason == "cancelled":
-                    raise self._ended_by or self._service.shutting_down()
+                    raise self._service.shutting_down()  # the engine closed beneath it
                 if ask.streams:
                     frames += answer.feed(piece)
                 else:

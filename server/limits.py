@@ -115,10 +115,14 @@ class Limits:
             weight: Prompts times choices.
 
         Raises:
-            ApiError: 429 where the key has used up what it may, 503 where too much waits.
+            ApiError: 429 where the key has used up what it may, 503 where too much waits, 400 where one request asks
+                for more than there may ever be.
         """
         account = self._account(caller.name)
         limits = account.limits
+        most = min(self._settings.max_queue, weight if limits.concurrency is None else limits.concurrency)
+        if weight > most > 0:
+            raise ApiError(400, "invalid_value", f"n: {weight} choices in one request, at most {most} here", param="n")
         if limits.concurrency is not None and account.live + weight > limits.concurrency:
             raise self._too_many(f"this key may have {limits.concurrency} requests at once", self.retry_after())
         if limits.tokens_per_minute is not None:

@@ -42,8 +42,8 @@ def test_whatever_happens_counts_return_to_zero(actions: list[tuple[str, int]]) 
             try:
                 permits.append(limits.admit(ANN, weight))
             except ApiError as refusal:
-                assert not fits and refusal.status == (429 if live + weight > 9 else 503)
-                assert 1 <= int(refusal.headers["retry-after"]) <= 30
+                assert not fits and refusal.status == (400 if weight > 9 else 429 if live + weight > 9 else 503)
+                assert weight > 9 or 1 <= int(refusal.headers["retry-after"]) <= 30
             else:
                 assert fits
                 permits[-1].add_prompt(10 * weight)

@@ -196,9 +196,10 @@ def test_61_a_draining_server_ends_its_sockets() -> None:
         assert process.process.wait(timeout=10) == 0
 
 
-def test_61_what_cannot_end_is_told() -> None:
+@pytest.mark.parametrize("credit", [None, 1])
+def test_61_what_cannot_end_is_told(credit: int | None) -> None:
     with Process(drain_seconds=0.5) as process, opened(process.port) as busy:
-        ask(busy, "a", max_tokens=8000)
+        ask(busy, "a", max_tokens=8000, credit=credit)
         busy.recv(timeout=10)
         process.signal()
         assert frames(busy, until_ends=1)["a"][-1]["error"]["code"] == "server_shutting_down"
