@@ -152,9 +152,10 @@ async def _serve(
 ) -> None:
     from headrace.server.app import create_app
     from headrace.server.opening import opened
-    from headrace.server.running import make_server
+    from headrace.server.running import make_server, settle_memory
 
     async with opened(model, Console(stderr=True), **options) as engine:
+        settle_memory()
         await make_server(create_app(engine, settings), host=host, port=port, log_level=log_level).serve()
 
 

@@ -17,7 +17,7 @@ import anyio
 from headrace.engine import Engine
 from headrace.engine.fake_device import FakeEngine
 from headrace.server.app import create_app
-from headrace.server.running import make_server
+from headrace.server.running import make_server, settle_memory
 from headrace.server.settings import ServerSettings
 
 __all__ = ["main"]
@@ -29,6 +29,7 @@ async def main(options: dict[str, Any]) -> None:
     """Serve until told to stop."""
     engine = FakeEngine(**options["engine"]) if options["fake"] else Engine(**options["engine"])
     async with engine:
+        settle_memory()
         app = create_app(engine, ServerSettings(**options["settings"]))
         sock = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         port = sock.getsockname()[1]
