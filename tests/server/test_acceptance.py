@@ -4,8 +4,9 @@ Each row also leaves a server that answers another request within a second and h
 body that names no path or address.
 
 Rows that are not here. With the engine's options: 20, 21, 24 and 28 beyond the refusal of the field, 25 and 26
-(log-probabilities), 23's upper bound. With embeddings: 34. With adapters: 52 to 57. With metrics: 64. Tested with the
-engine: 41, 42, 44, 46, 51, 58, 66 to 68. With the WebSocket endpoint (test_websocket.py): 59, 60.
+(log-probabilities). With embeddings: 34. With adapters: 52 to 57. With metrics: 64. Tested with the engine: 31 and 32
+(test_chat_template.py, test_tokenizer.py), 41, 42, 44, 46, 58, 66 to 68. With the WebSocket endpoint
+(test_websocket.py): 59, 60. Row 62, a client host that dies without a word, is the same to the server as row 43.
 """
 
 from __future__ import annotations
