@@ -127,6 +127,7 @@ def test_without_credit_the_engine_stops_computing() -> None:
             return server.portal.call(server.engine.stats).generated_tokens
 
         until(lambda: server.portal.call(server.engine.stats).paused == 1)
+        until(lambda: server.portal.call(server.engine.stats).steps_in_flight == 0)
         stopped_at = generated()
         assert stopped_at < 3 * window
         time.sleep(0.1)
