@@ -19,7 +19,7 @@ from headrace.engine.errors import (
     RequestFailed,
     UnknownAdapter,
 )
-from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Token, Usage
+from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logprob, Token, TokenLogprobs, Usage
 from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
 from headrace.engine.stats import EngineInfo, EngineStats
@@ -41,6 +41,7 @@ __all__ = [
     "HeadraceError",
     "InvalidParams",
     "LoadFailed",
+    "Logprob",
     "Message",
     "ModelRejected",
     "NonFiniteLogits",
@@ -51,6 +52,7 @@ __all__ = [
     "RequestFailed",
     "SamplingParams",
     "Token",
+    "TokenLogprobs",
     "TokenStream",
     "UnknownAdapter",
     "Usage",

@@ -16,16 +16,17 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
+from headrace.engine.collect import check_streamed, collect, streamed_params
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
-from headrace.engine.events import Choice, Completion
-from headrace.engine.generation import Generation, StopText
+from headrace.engine.events import Completion
+from headrace.engine.generation import Generation
 from headrace.engine.loop import StepLoop
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompts import TokenizerLike, check_token_ids, is_short, to_token_ids
-from headrace.engine.requests import Asking, make_requests
+from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
+from headrace.engine.requests import Asking, check_abilities, make_requests, make_stop_texts
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
@@ -197,18 +198,15 @@ class Engine:
             A stream; a `Rejected` request raises in its `admitted()` or first read.
 
         Raises:
-            InvalidParams: `params` are not `SamplingParams`.
+            InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`, which is known at the end alone.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
         loop, opened = self._serving()
-        if not isinstance(params, SamplingParams):
-            raise InvalidParams(
-                f"params: must be SamplingParams, got {type(params).__name__}", field="params", value=params
-            )
+        check_streamed(params)
         choices = params.n
         asking = Asking(params, adapter, tenant, cache_salt, priority)
-        stop_texts = _stop_texts(asking, opened.tokenizer)
+        stop_texts = make_stop_texts(asking, opened.tokenizer)
         generation = Generation(loop, choices, self.config.max_unread_tokens, stop_texts)
 
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
@@ -246,20 +244,11 @@ class Engine:
             Rejected: The request can never run.
             RequestFailed: It ended early.
         """
-        stream = self.stream(prompt, params, adapter=adapter, tenant=tenant, cache_salt=cache_salt, priority=priority)
-        texts: list[list[str]] = [[] for _ in range(params.n)]
-        ids: list[list[int]] = [[] for _ in range(params.n)]
-        async with stream:
-            async for chunk in stream.chunks():
-                for token in chunk.tokens:
-                    texts[token.index].append(token.text)
-                    if token.id is not None:
-                        ids[token.index].append(token.id)
-        choices = [
-            Choice(index=index, text="".join(texts[index]), token_ids=ids[index], finish_reason=reason or "cancelled")
-            for index, reason in enumerate(stream.finish_reasons)
-        ]
-        return Completion(prompt_token_ids=stream.prompt_token_ids, choices=choices, usage=stream.usage)
+        streamed = streamed_params(params)
+        if streamed is not params:  # the stream would be refused by another name
+            check_abilities(params, self._serving()[1].abilities)
+        stream = self.stream(prompt, streamed, adapter=adapter, tenant=tenant, cache_salt=cache_salt, priority=priority)
+        return await collect(stream, params)
 
     @overload
     async def generate_many(
@@ -302,9 +291,10 @@ class Engine:
             return
         try:
             loop, opened = self._serving()
+            check_abilities(asking.params, opened.abilities)
             loop.scheduler.check_length(len(ids))  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
-            requests = make_requests(ids, asking, opened.tokenizer.eos_ids, opened.info.vocab_size, self._random)
+            requests = make_requests(ids, asking, opened.tokenizer, opened.info.vocab_size, self._random)
             loop.submit(generation, ids, requests)
         except HeadraceError as error:
             generation.abandon(error)
@@ -376,20 +366,3 @@ class Engine:
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
         )
-
-
-def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
-    """The stop-string state of each choice; none where there are no stop strings."""
-    params = asking.params
-    if not params.stop:
-        return []
-    stop_ids = asking.stop_ids(tokenizer.eos_ids)
-    return [
-        StopText(
-            Detokenizer(tokenizer.table, params.skip_special_tokens),
-            params.stop,
-            stop_ids,
-            params.include_stop_str_in_output,
-        )
-        for _ in range(params.n)
-    ]

@@ -15,6 +15,7 @@ from headrace.engine.events import FinishReason
 from headrace.engine.mailbox import Mailbox
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.shaping import Report
 from headrace.engine.text import Detokenizer, StopMatcher
 
 __all__ = ["Delivered", "Generation", "StopText"]
@@ -28,6 +29,8 @@ class Delivered(NamedTuple):
     text: str | None
     """None where the reader turns ids into text; requests with stop strings need it earlier."""
     finish_reason: FinishReason | None
+    report: Report | None = None
+    """Log-probabilities, where they are wanted."""
 
 
 class Control(Protocol):
@@ -49,12 +52,21 @@ class Control(Protocol):
 class StopText:
     """Text of one choice that may be cut by a stop string."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_stop_ids")
+    __slots__ = ("_detokenizer", "_matcher", "_stop_ids", "_unwatched")
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: tuple[str, ...], stop_ids: frozenset[int], include: bool = False
+        self,
+        detokenizer: Detokenizer,
+        stops: tuple[str, ...],
+        stop_ids: frozenset[int],
+        include: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """Watch for `stops`; ids in `stop_ids` end a choice. Neither is shown, unless with `include`."""
+        """Watch for `stops` in the text of what follows the first `min_tokens`; ids in `stop_ids` end a choice.
+
+        Neither is shown, unless with `include`.
+        """
+        self._unwatched = min_tokens
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, include)
         self._stop_ids = frozenset() if include else stop_ids
@@ -62,6 +74,9 @@ class StopText:
     def feed(self, token: int | None, *, last: bool) -> tuple[str, bool]:
         """Text that may be shown after `token`, and whether a stop string was met; `last` releases what is held."""
         text = "" if token is None or token in self._stop_ids else self._detokenizer.feed(token)
+        if token is not None and self._unwatched:
+            self._unwatched -= 1
+            return text + (self._detokenizer.flush() if last else ""), False
         shown, matched = self._matcher.feed(text)
         if last and not matched:
             rest, matched = self._matcher.feed(self._detokenizer.flush())
@@ -124,7 +139,7 @@ class Generation:
             if matched:
                 self._control.finish(emission.request, "stop")
                 reason = "stop"
-        self.mailbox.put(Delivered(choice, emission.token, text, reason))
+        self.mailbox.put(Delivered(choice, emission.token, text, reason, emission.report))
         if reason is not None:
             self._count_end()
         elif len(self.mailbox) + self.held >= self._window and not self._paused:

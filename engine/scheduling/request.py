@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from headrace.engine.events import FinishReason
+from headrace.engine.scheduling.shaping import Report, Reporting, Shaping
 
 __all__ = ["Request", "Sampling", "State"]
 
@@ -52,6 +53,8 @@ class Request:
     limit: int
     """`len(tokens)` at which the request ends with `length`."""
     sampling: Sampling
+    shaping: Shaping | None = None
+    reporting: Reporting | None = None
     stop_ids: frozenset[int] = frozenset()
     root: bytes = b""
     """First link of the prefix hash chain: adapter and tenant salt."""
@@ -87,6 +90,8 @@ class Request:
     """Leading pages whose hash was offered to the page pool."""
     cached: int = 0
     """Prompt tokens found in the prefix cache or forked when the request was first admitted."""
+    prompt_reports: list[Report] = field(default_factory=list)
+    """On the tokens of the prompt from position 1, as far as they are computed, where `reporting` wants them."""
     preemptions: int = 0
     leaving: bool = False
     """Chosen as a victim while in flight: returns to WAITING at its last commit."""
@@ -106,6 +111,21 @@ class Request:
     def plannable(self) -> bool:
         """Running and staying so: preemption in the middle of planning makes this False."""
         return self.state is State.RUNNING and not self.leaving
+
+    @property
+    def cacheable(self) -> int:
+        """Leading tokens that may come from the prefix cache: it holds no logits, so none that are yet to be reported.
+
+        The last token is always computed, for its logits.
+        """
+        if self.reporting is not None and self.reporting.prompt is not None:
+            if len(self.prompt_reports) < self.prompt_len - 1:
+                return len(self.prompt_reports)
+        return len(self.tokens) - 1
+
+    def take_prompt_reports(self, start: int, reports: list[Report]) -> None:
+        """Keep reports on the tokens from position `start + 1`; those known from before a preemption stay."""
+        self.prompt_reports += reports[len(self.prompt_reports) - start :]
 
     def launched_before(self, step: int) -> int:
         """Tokens planned by steps before `step`, which that step may therefore read."""

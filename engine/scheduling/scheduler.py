@@ -13,9 +13,20 @@ from headrace.engine.errors import NonFiniteLogits, PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.invariants import check_scheduler
 from headrace.engine.scheduling.pages import PagePool
-from headrace.engine.scheduling.plan import NON_FINITE, Capacity, Emission, NewRow, PageEntry, StepPlan, Work
+from headrace.engine.scheduling.plan import (
+    NON_FINITE,
+    NOTHING_LEFT,
+    Capacity,
+    Emission,
+    NewRow,
+    PageEntry,
+    RowOptions,
+    StepPlan,
+    Work,
+)
 from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.shaping import NO_REPORTS, ReportedTokens
 
 __all__ = ["Scheduler"]
 
@@ -286,6 +297,9 @@ class Scheduler:
             self.prompt_tokens += request.prompt_len
             self.cached_tokens += request.cached
         plan.new_rows.append(NewRow(row, request.planned, request.tokens[request.planned :], request.sampling))
+        if request.shaping is not None or request.reporting is not None:
+            options = RowOptions(row, list(request.tokens), request.prompt_len, request.shaping, request.reporting)
+            plan.options.append(options)
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(pages))
         self.prefixes.promise(request)
 
@@ -304,7 +318,8 @@ class Scheduler:
         """
         size = self.capacity.page_size
         emissions: list[Emission] = []
-        for work, token in zip(plan.works, tokens, strict=True):
+        reports = tokens if isinstance(tokens, ReportedTokens) else NO_REPORTS
+        for index, (work, token) in enumerate(zip(plan.works, tokens, strict=True)):
             request = work.request
             request.in_flight -= 1
             if request.discard:
@@ -313,8 +328,12 @@ class Scheduler:
                 request.computed = work.start + work.num_tokens
                 if min(request.planned, len(request.tokens)) >= (request.registered + 1) * size:
                     self.prefixes.offer(request)
+                if index in reports.prompts:
+                    request.take_prompt_reports(work.start, reports.prompts[index])
                 if work.samples:
-                    emissions.append(self._accept(request, token))
+                    emission = self._accept(request, token)
+                    report = reports.chosen.get(index)
+                    emissions.append(emission if report is None else emission._replace(report=report))
             if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
                 self._let_go(request)
         return emissions
@@ -354,6 +373,8 @@ class Scheduler:
             for page in request.pages:  # whoever read them would fail in the same way
                 self.pool.forget(page)
             return self._fail_one(request, NonFiniteLogits("the logits of this request were not finite"))
+        if token == NOTHING_LEFT:
+            return self._fail_one(request, RequestFailed("the masks of this request leave no token to choose"))
         if not 0 <= token < self.capacity.vocab_size:
             what = f"the device sampled token {token} of a vocabulary of {self.capacity.vocab_size}"
             return self._fail_one(request, RequestFailed(what))
