@@ -26,7 +26,7 @@ from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
-from headrace.engine.requests import Asking, check_abilities, make_requests, make_stop_texts
+from headrace.engine.requests import Asking, check_abilities, make_generation, make_requests
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
@@ -204,10 +204,8 @@ class Engine:
         """
         loop, opened = self._serving()
         check_streamed(params)
-        choices = params.n
         asking = Asking(params, adapter, tenant, cache_salt, priority)
-        stop_texts = make_stop_texts(asking, opened.tokenizer)
-        generation = Generation(loop, choices, self.config.max_unread_tokens, stop_texts)
+        generation = make_generation(asking, loop, opened.tokenizer, self.config.max_unread_tokens)
 
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
             if ids is not None:

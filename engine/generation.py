@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import anyio
 
 from headrace.engine.errors import HeadraceError
-from headrace.engine.events import FinishReason
+from headrace.engine.events import FinishReason, Usage
 from headrace.engine.mailbox import Mailbox
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.request import Request
@@ -101,6 +101,8 @@ class Generation:
         """
         self.requests: Sequence[Request] = ()
         self.prompt: list[int] = []
+        self.stop_ids: frozenset[int] = frozenset()
+        """Ids that end a choice; known with the requests."""
         self.mailbox: Mailbox[Delivered] = Mailbox()
         self.admitted = anyio.Event()
         """Set once the scheduler has the request, or it was refused or cancelled before."""
@@ -112,12 +114,15 @@ class Generation:
         self._paused = False
         self._stop_texts = stop_texts
         self._choice_of: dict[int, int] = {}
+        self._first: Request | None = None
         self._unfinished = choices
 
     def start(self, prompt: list[int], requests: Sequence[Request]) -> None:
         """Take in the choices, which the scheduler has accepted."""
         self.prompt = prompt
         self.requests = requests
+        self.stop_ids = requests[0].stop_ids
+        self._first = requests[0]
         self._choice_of = {request.id: choice for choice, request in enumerate(requests)}
         self.admitted.set()
 
@@ -125,6 +130,16 @@ class Generation:
     def finished(self) -> bool:
         """Every choice has ended."""
         return self._unfinished == 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far."""
+        completion = sum(len(request.tokens) - request.prompt_len for request in self.requests)
+        return self._usage(completion)
+
+    def _usage(self, completion: int) -> Usage:
+        cached = 0 if self._first is None else self._first.cached
+        return Usage(prompt_tokens=len(self.prompt), completion_tokens=completion, cached_tokens=cached)
 
     def deliver(self, emission: Emission) -> None:
         """Put a commit's result where the reader finds it."""

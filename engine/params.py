@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,6 +21,7 @@ __all__ = ["SamplingParams", "invalid_params", "shown"]
 
 _INT64 = 2**63
 _MAX_CHOICES = 128
+_MAX_BEAMS = 32
 _MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1024
 _MAX_LISTED = 1024
@@ -28,6 +29,11 @@ _MAX_IDS = 2**18
 _MAX_WORDS = 256
 _MAX_WORD_LENGTH = 256
 _MAX_LOGPROBS = 20
+_NOT_WITH_BEAMS = (
+    "best_of", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "forbidden_token_ids", "bad_words", "seed", "min_tokens", "stop", "logprobs",
+    "prompt_logprobs",
+)  # fmt: skip
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 _LIMITS = (*_BOUNDS, "max_length", "min_length", "expected")
 
@@ -51,6 +57,13 @@ class SamplingParams(BaseModel):
     """Independent choices for the prompt; its pages are computed once and shared."""
     best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES, strict=True)] | None = None
     """Generate so many choices and return the `n` of the highest mean log-probability; None is `n`. Not streamed."""
+    beam_width: Annotated[int, Field(ge=1, le=_MAX_BEAMS, strict=True)] | None = None
+    """Search for the likeliest sequences with so many beams instead of sampling; they come when the search is over."""
+    length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] = 1.0
+    """A sequence's score is the sum of its log-probabilities divided by its length to this power."""
+    early_stopping: Literal[True, False, "never"] = False
+    """End a search at the first `beam_width` ended sequences; False when the best beam is unlikely to end better than
+    the worst of them; "never" when no beam can."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
     """0 is greedy. Sampling divides the logits by it."""
     top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
@@ -132,7 +145,22 @@ class SamplingParams(BaseModel):
         if self.allowed_token_ids is not None and not set(self.allowed_token_ids).difference(self.forbidden_token_ids):
             what = "forbidden_token_ids leave none of them"
             raise _conflict("allowed_token_ids", self.allowed_token_ids, what, None)
+        self._check_beams()
         return self
+
+    def _check_beams(self) -> None:
+        if self.beam_width is None:
+            for field in ("length_penalty", "early_stopping"):
+                if getattr(self, field) != type(self).model_fields[field].default:
+                    raise _conflict(field, getattr(self, field), "is for a search with beam_width", None)
+            return
+        if self.n > self.beam_width:
+            raise _conflict("n", self.n, f"must be at most beam_width ({self.beam_width})", {"le": self.beam_width})
+        if self.temperature not in (0.0, type(self).model_fields["temperature"].default):
+            raise _conflict("temperature", self.temperature, "cannot go with beam_width", None)
+        for field in _NOT_WITH_BEAMS:
+            if getattr(self, field) != type(self).model_fields[field].default:
+                raise _conflict(field, getattr(self, field), "cannot go with beam_width", None)
 
 
 def _is_decimal(key: object) -> bool:

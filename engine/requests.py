@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from headrace.engine.beams import BeamControl, BeamGeneration
 from headrace.engine.errors import InvalidParams, UnknownAdapter
-from headrace.engine.generation import StopText
+from headrace.engine.generation import Generation, StopText
 from headrace.engine.params import SamplingParams, shown
 from headrace.engine.prompts import TokenizerLike
+from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.plan import Ability
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.engine.stream import detokenizer_of
 
-__all__ = ["Asking", "check_abilities", "make_requests", "make_stop_texts"]
+__all__ = ["Asking", "check_abilities", "make_generation", "make_requests"]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
@@ -31,6 +33,7 @@ _NEEDS: dict[str, Ability] = {
     "bad_words": "shaping",
     "min_tokens": "shaping",
     "best_of": "logprobs",
+    "beam_width": "logprobs",
     "logprobs": "logprobs",
     "prompt_logprobs": "logprobs",
 }
@@ -51,6 +54,11 @@ class Asking:
     def sharing(self) -> str | None:
         """What requests have in common that may share prefix pages."""
         return self.tenant if self.cache_salt is None else self.cache_salt
+
+    @property
+    def root(self) -> bytes:
+        """First link of the prefix hash chain."""
+        return repr((self.adapter, self.sharing)).encode()
 
     def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
         """Token ids that end a choice."""
@@ -80,11 +88,12 @@ def make_requests(
     """
     params = asking.params
     _check(asking, vocab_size)
+    if params.beam_width is not None:
+        return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     limit = len(ids) + (params.max_tokens if params.max_tokens is not None else _UNLIMITED)
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
     shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
-    root = repr((asking.adapter, asking.sharing)).encode()
     requests: list[Request] = []
     for choice in range(params.n):
         sampling = Sampling(
@@ -105,7 +114,7 @@ def make_requests(
                 shaping=shaping,
                 reporting=None if reporting == Reporting() else reporting,
                 stop_ids=stop_ids,
-                root=root,
+                root=asking.root,
                 priority=asking.priority,
                 leader=requests[0] if requests else None,
                 forked=params.n > 1,
@@ -114,7 +123,52 @@ def make_requests(
     return requests
 
 
-def make_stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
+def make_generation(asking: Asking, control: BeamControl, tokenizer: TokenizerLike, window: int) -> Generation:
+    """The engine's side of the stream that is asked for; arguments as `Generation`'s."""
+    params = asking.params
+    if params.beam_width is None:
+        return Generation(control, params.n, window, _stop_texts(asking, tokenizer))
+    return BeamGeneration(control, _search(asking, tokenizer), params.n)
+
+
+def _search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
+    """A beam search that has just begun."""
+    params = asking.params
+    return BeamSearch(
+        width=params.beam_width or 1,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        stop_ids=asking.stop_ids(tokenizer.eos_ids),
+        limit=_UNLIMITED if params.max_tokens is None else params.max_tokens,
+    )
+
+
+def _first_beam(ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int) -> Request:
+    """The request whose likeliest tokens begin a beam search.
+
+    Raises:
+        InvalidParams: The vocabulary is too small to go on with so many.
+    """
+    if search.candidates > vocab_size:
+        raise InvalidParams(
+            f"beam_width: {search.width} beams look at {search.candidates} tokens of a vocabulary of {vocab_size}",
+            field="beam_width",
+            value=search.width,
+            limit=vocab_size,
+        )
+    return Request(
+        tokens=list(ids),
+        prompt_len=len(ids),
+        limit=len(ids) + 1,
+        sampling=Sampling(),
+        reporting=Reporting(completion=search.candidates),
+        root=asking.root,
+        priority=asking.priority,
+        holds=True,
+    )
+
+
+def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
     """The stop-string state of each choice; none where there are no stop strings."""
     params = asking.params
     if not params.stop:

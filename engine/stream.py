@@ -45,12 +45,7 @@ class TokenStream:
     @property
     def usage(self) -> Usage:
         """Tokens counted so far; complete once every choice has ended."""
-        requests = self._generation.requests
-        return Usage(
-            prompt_tokens=len(self._generation.prompt),
-            completion_tokens=sum(len(request.tokens) - request.prompt_len for request in requests),
-            cached_tokens=requests[0].cached if requests else 0,
-        )
+        return self._generation.usage
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
@@ -191,7 +186,7 @@ class TokenStream:
         return token
 
     def _stops(self, item: Delivered) -> bool:
-        return item.id in self._generation.requests[item.choice].stop_ids
+        return item.id in self._generation.stop_ids
 
 
 class ChunkIterator:

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.shaping import Report, Reporting, Shaping
 
-__all__ = ["Request", "Sampling", "State"]
+__all__ = ["Request", "Sampling", "State", "goes_on"]
 
 
 class State(Enum):
@@ -64,6 +64,10 @@ class Request:
     """The choice of the same prompt whose pages this one forks (`n > 1`)."""
     forked: bool = False
     """Some page of this request's prompt may be shared and only partly written."""
+    holds: bool = False
+    """At its limit it pauses, holding its pages for others to fork, until someone ends it."""
+    elder: int = -1
+    """Id of the request for which this one goes on, in whose place it is served; -1 for none."""
 
     id: int = -1
     """Given when the scheduler takes the request in; later ones are larger."""
@@ -103,9 +107,9 @@ class Request:
         self.known = len(self.tokens)
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Service order: lower first; the largest is the first victim."""
-        return (self.priority, self.id)
+        return (self.priority, self.id if self.elder < 0 else self.elder, self.id)
 
     @property
     def plannable(self) -> bool:
@@ -130,3 +134,22 @@ class Request:
     def launched_before(self, step: int) -> int:
         """Tokens planned by steps before `step`, which that step may therefore read."""
         return self.ready if self.latest_step == step else self.planned
+
+
+def goes_on(held: Request, token: int) -> Request:
+    """A request that forks the pages of a held one and goes on with `token` in place of the one that it sampled."""
+    tokens = [*held.tokens[:-1], token]
+    return Request(
+        tokens=tokens,
+        prompt_len=len(tokens),
+        limit=len(tokens) + 1,
+        sampling=held.sampling,
+        shaping=held.shaping,
+        reporting=held.reporting,
+        root=held.root,
+        priority=held.priority,
+        leader=held,
+        forked=True,
+        holds=True,
+        elder=held.id if held.elder < 0 else held.elder,
+    )

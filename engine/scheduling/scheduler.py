@@ -31,7 +31,7 @@ from headrace.engine.scheduling.shaping import NO_REPORTS, ReportedTokens
 __all__ = ["Scheduler"]
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> tuple[int, int, int]:
     return request.order
 
 
@@ -292,7 +292,7 @@ class Scheduler:
         request.pages = list(pages)
         request.planned = request.computed = request.ready = min(len(pages) * size, len(request.tokens) - 1)
         request.registered = request.planned // size
-        if not request.preemptions:
+        if not request.preemptions and request.elder < 0:
             request.cached = request.planned
             self.prompt_tokens += request.prompt_len
             self.cached_tokens += request.cached
@@ -382,7 +382,10 @@ class Scheduler:
         if token in request.stop_ids:
             self.finish(request, "stop")
         elif len(request.tokens) >= request.limit:
-            self.finish(request, "length")
+            if request.holds:
+                self.pause(request)
+            else:
+                self.finish(request, "length")
         return Emission(request, token, request.finish_reason)
 
     def _fail_one(self, request: Request, error: RequestFailed) -> Emission:
@@ -426,6 +429,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._give_back(request)
+        request.leader = None  # one that goes on for another would keep all that went before it
         del self.requests[request.id]
 
     def _give_back(self, request: Request) -> None:

@@ -44,6 +44,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"bad_words": ["a"] * 256},
     {"min_tokens": 8, "max_tokens": 8},
     {"min_tokens": 8},
+    {"beam_width": 4, "n": 4, "length_penalty": -1, "early_stopping": "never", "temperature": 0, "stop_token_ids": [1]},
     {"logprobs": 0, "prompt_logprobs": 20},
     {"spaces_between_special_tokens": True, "skip_special_tokens": False},
 ]
@@ -127,6 +128,20 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
     ({"logprobs": True}, "logprobs", None),
     ({"prompt_logprobs": 21}, "prompt_logprobs", {"le": 20}),
     ({"prompt_logprobs": 1.0}, "prompt_logprobs", None),
+    ({"beam_width": 0}, "beam_width", {"ge": 1}),
+    ({"beam_width": 33}, "beam_width", {"le": 32}),
+    ({"beam_width": 2, "n": 3}, "n", {"le": 2}),
+    ({"beam_width": 2, "length_penalty": 11}, "length_penalty", {"le": 10.0}),
+    ({"beam_width": 2, "early_stopping": "often"}, "early_stopping", {"expected": "True, False or 'never'"}),
+    ({"length_penalty": 2.0}, "length_penalty", None),
+    ({"early_stopping": True}, "early_stopping", None),
+    ({"beam_width": 2, "temperature": 0.5}, "temperature", None),
+    ({"beam_width": 2, "best_of": 2}, "best_of", None),
+    ({"beam_width": 2, "top_k": 5}, "top_k", None),
+    ({"beam_width": 2, "seed": 1}, "seed", None),
+    ({"beam_width": 2, "stop": "x"}, "stop", None),
+    ({"beam_width": 2, "logit_bias": {1: 1.0}}, "logit_bias", None),
+    ({"beam_width": 2, "logprobs": 0}, "logprobs", None),
     ({"spaces_between_special_tokens": "perhaps"}, "spaces_between_special_tokens", None),
 ]
 
