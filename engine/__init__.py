@@ -8,6 +8,7 @@ from headrace.engine.errors import (
     DeviceUnavailable,
     EngineCrashed,
     EngineStopped,
+    GrammarRejected,
     HeadraceError,
     InvalidParams,
     LoadFailed,
@@ -22,6 +23,7 @@ from headrace.engine.errors import (
 from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logprob, Token, TokenLogprobs, Usage
 from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
+from headrace.engine.response_format import ResponseFormat
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 
@@ -38,6 +40,7 @@ __all__ = [
     "EngineStats",
     "EngineStopped",
     "FinishReason",
+    "GrammarRejected",
     "HeadraceError",
     "InvalidParams",
     "LoadFailed",
@@ -50,6 +53,7 @@ __all__ = [
     "PromptTooLong",
     "Rejected",
     "RequestFailed",
+    "ResponseFormat",
     "SamplingParams",
     "Token",
     "TokenLogprobs",

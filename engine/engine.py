@@ -21,6 +21,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
 from headrace.engine.events import Completion
 from headrace.engine.generation import Generation
+from headrace.engine.grammars import CompiledGrammar, Grammars
 from headrace.engine.loop import StepLoop
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.opened import Opened
@@ -82,6 +83,7 @@ class Engine:
         self._post = Poster()
         self._helper = Worker("headrace-helper", self._post)
         self._waiter = Worker("headrace-waiter", self._post)
+        self._grammars = Grammars(self._post)
         try:
             opened = await self._helper.run(self._open_and_keep)
             await checkpoint()
@@ -166,6 +168,7 @@ class Engine:
     async def _return_resources(self) -> None:
         opened, self._opened = self._opened, None
         try:
+            await self._helper.run(self._grammars.close)
             if opened is not None:
                 await self._helper.run(opened.runner.close)
         finally:
@@ -210,12 +213,8 @@ class Engine:
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
             if ids is not None:
                 self._admit(generation, asking, ids)
-            elif isinstance(error, HeadraceError):
-                generation.abandon(error)
             else:
-                failure = HeadraceError("the tokenizer failed")
-                failure.__cause__ = error
-                generation.abandon(failure)
+                generation.abandon(_as_headrace(error, "the tokenizer failed"))
 
         if is_short(prompt):
             try:
@@ -284,7 +283,7 @@ class Engine:
         return await run_many(self, prompts, params, progress=progress, return_errors=return_errors, **asked)
 
     def _admit(self, generation: Generation, asking: Asking, ids: list[int]) -> None:
-        """Hand a tokenised prompt to the step loop, unless its reader or the engine has gone meanwhile."""
+        """Check a tokenised prompt and what is asked of it; compile its grammar, if it has one, then submit it."""
         if generation.finished:
             return
         try:
@@ -292,7 +291,32 @@ class Engine:
             check_abilities(asking.params, opened.abilities)
             loop.scheduler.check_length(len(ids))  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
-            requests = make_requests(ids, asking, opened.tokenizer, opened.info.vocab_size, self._random)
+        except HeadraceError as error:
+            generation.abandon(error)
+            return
+        wanted = asking.params.response_format
+        if wanted is None:
+            self._submit(generation, asking, ids)
+            return
+
+        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
+            if grammar is not None:
+                self._submit(generation, asking, ids, grammar)
+            else:
+                generation.abandon(_as_headrace(error, "the grammar's compiler failed"))
+
+        self._grammars.compile(wanted, opened, lambda: not generation.finished, compiled)
+
+    def _submit(
+        self, generation: Generation, asking: Asking, ids: list[int], grammar: CompiledGrammar | None = None
+    ) -> None:
+        """Hand a request to the step loop, unless its reader or the engine has gone meanwhile."""
+        if generation.finished:
+            return
+        try:
+            loop, opened = self._serving()
+            vocab_size = opened.info.vocab_size
+            requests = make_requests(ids, asking, opened.tokenizer, vocab_size, self._random, grammar)
             loop.submit(generation, ids, requests)
         except HeadraceError as error:
             generation.abandon(error)
@@ -364,3 +388,12 @@ class Engine:
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
         )
+
+
+def _as_headrace(error: BaseException | None, what: str) -> HeadraceError:
+    """`error`, or what it means to a caller where it is none of ours."""
+    if isinstance(error, HeadraceError):
+        return error
+    failure = HeadraceError(what)
+    failure.__cause__ = error
+    return failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import (
@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from headrace.engine.errors import InvalidParams
+from headrace.engine.response_format import ResponseFormat
 
 __all__ = ["SamplingParams", "invalid_params", "shown"]
 
@@ -25,15 +26,16 @@ _MAX_BEAMS = 32
 _MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1024
 _MAX_LISTED = 1024
-_MAX_IDS = 2**18
-_MAX_WORDS = 256
-_MAX_WORD_LENGTH = 256
+_MAX_IDS = 2**15
+_MAX_WORDS = 64
+_MAX_WORD_LENGTH = 128
 _MAX_LOGPROBS = 20
 _NOT_WITH_BEAMS = (
     "best_of", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "forbidden_token_ids", "bad_words", "seed", "min_tokens", "stop", "logprobs",
-    "prompt_logprobs",
+    "prompt_logprobs", "response_format",
 )  # fmt: skip
+_NOT_WITH_GRAMMARS = ("allowed_token_ids", "forbidden_token_ids", "bad_words", "min_tokens", "ignore_eos")
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 _LIMITS = (*_BOUNDS, "max_length", "min_length", "expected")
 
@@ -86,6 +88,8 @@ class SamplingParams(BaseModel):
     """Tokens that are never chosen."""
     bad_words: Annotated[tuple[BadWord, ...], Field(max_length=_MAX_WORDS)] = ()
     """Strings whose tokens, with a space before them or without, are never completed in this order."""
+    response_format: ResponseFormat | None = None
+    """What the text must be: JSON, by a schema or not, or of a grammar. It is that where the choice ends by itself."""
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
     """Same seed, same tokens, whatever else runs. None draws one from the engine's seed."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31, strict=True)] | None = None
@@ -146,7 +150,14 @@ class SamplingParams(BaseModel):
             what = "forbidden_token_ids leave none of them"
             raise _conflict("allowed_token_ids", self.allowed_token_ids, what, None)
         self._check_beams()
+        if self.response_format is not None:
+            self._refuse(_NOT_WITH_GRAMMARS, "response_format")
         return self
+
+    def _refuse(self, fields: Iterable[str], other: str) -> None:
+        for field in fields:
+            if getattr(self, field) != type(self).model_fields[field].default:
+                raise _conflict(field, getattr(self, field), f"cannot go with {other}", None)
 
     def _check_beams(self) -> None:
         if self.beam_width is None:
@@ -158,9 +169,7 @@ class SamplingParams(BaseModel):
             raise _conflict("n", self.n, f"must be at most beam_width ({self.beam_width})", {"le": self.beam_width})
         if self.temperature not in (0.0, type(self).model_fields["temperature"].default):
             raise _conflict("temperature", self.temperature, "cannot go with beam_width", None)
-        for field in _NOT_WITH_BEAMS:
-            if getattr(self, field) != type(self).model_fields[field].default:
-                raise _conflict(field, getattr(self, field), "cannot go with beam_width", None)
+        self._refuse(_NOT_WITH_BEAMS, "beam_width")
 
 
 def _is_decimal(key: object) -> bool:

@@ -15,7 +15,7 @@ from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.plan import Ability
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.engine.scheduling.shaping import Reporting, Shaping
+from headrace.engine.scheduling.shaping import Grammar, Reporting, Shaping
 from headrace.engine.stream import detokenizer_of
 
 __all__ = ["Asking", "check_abilities", "make_generation", "make_requests"]
@@ -32,6 +32,7 @@ _NEEDS: dict[str, Ability] = {
     "forbidden_token_ids": "shaping",
     "bad_words": "shaping",
     "min_tokens": "shaping",
+    "response_format": "grammar",
     "best_of": "logprobs",
     "beam_width": "logprobs",
     "logprobs": "logprobs",
@@ -78,9 +79,22 @@ def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> 
 
 
 def make_requests(
-    ids: Sequence[int], asking: Asking, tokenizer: TokenizerLike, vocab_size: int, random_seeds: random.Random
+    ids: Sequence[int],
+    asking: Asking,
+    tokenizer: TokenizerLike,
+    vocab_size: int,
+    random_seeds: random.Random,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
     """One request for each of the `n` choices of a prompt; the others fork the first one's pages.
+
+    Args:
+        ids: The prompt.
+        asking: What is asked.
+        tokenizer: The model's.
+        vocab_size: Width of the logits.
+        random_seeds: Where seeds come from that are not given.
+        grammar: `response_format`, compiled.
 
     Raises:
         InvalidParams: A token is not in the vocabulary, or the masks leave none.
@@ -113,6 +127,7 @@ def make_requests(
                 sampling=sampling,
                 shaping=shaping,
                 reporting=None if reporting == Reporting() else reporting,
+                grammar=grammar,
                 stop_ids=stop_ids,
                 root=asking.root,
                 priority=asking.priority,
@@ -225,11 +240,11 @@ def _word_ids(words: Sequence[str], tokenizer: TokenizerLike, vocab_size: int) -
     Raises:
         InvalidParams: The tokenizer has no tokens for one.
     """
+    frame = set(tokenizer.encode("")) if words else set()  # what begins or ends any text
     found = set()
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,):
             ids = tokenizer.encode(text)
-            frame = set(tokenizer.encode(""))  # what begins or ends any text
             first, last = ids[:1], ids[1:][-1:]
             ids = ids[len(frame.intersection(first)) : len(ids) - len(frame.intersection(last))]
             if not ids:

@@ -5,6 +5,7 @@ Owns the counts and masks of the rows that ask; rows that do not are not looked 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cpu_masks import CpuMasks
 from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report, Shaping
 from headrace.ops.cpu_logprobs import Logprobs, logprobs
@@ -43,6 +45,7 @@ class CpuOptions:
         self._vocab_size = vocab_size
         self._options: dict[int, RowOptions] = {}
         self._shapers: dict[int, Shaper] = {}
+        self._masks = CpuMasks(vocab_size)
 
     def update(self, plan: StepPlan) -> None:
         """Take in what the plan's new rows ask, and forget what these rows asked before."""
@@ -50,10 +53,13 @@ class CpuOptions:
             for new in plan.new_rows:
                 self._options.pop(new.row, None)
                 self._shapers.pop(new.row, None)
+                self._masks.end(new.row)
         for options in plan.options:
             self._options[options.row] = options
             if options.shaping is not None:
                 self._shapers[options.row] = self._shaper(options, options.shaping)
+            if options.grammar is not None:
+                self._masks.begin(options.row, options.grammar, options.tokens[options.prompt_len :])
 
     def prompt_span(self, index: int, work: Work, first: int) -> PromptSpan | None:
         """What a work, whose tokens are those of the step from `first`, is to report of its prompt; None if nothing."""
@@ -87,17 +93,13 @@ class CpuOptions:
         wanted = [place for place, options in asking.items() if options.reporting and _wants(options)]
         original_TV = logits_SV[wanted]  # indexing copies: shaping below leaves these rows alone
         shaped_SV = logits_SV.float()
-        stuck = []
-        for place in asking:
-            shaper = self._shapers.get(works[place].row)
-            if shaper is not None and not shaper.shape(shaped_SV[place].numpy(), known(works[place])):
-                stuck.append(place)
+        stuck = [place for place in asking if not self._shape(shaped_SV[place].numpy(), works[place], known)]
         chosen = sample(shaped_SV, choosing)
         for place in stuck:
             chosen[place] = NOTHING_LEFT
         for place in asking:
-            if chosen[place] >= 0 and works[place].row in self._shapers:
-                self._shapers[works[place].row].append(chosen[place])
+            if chosen[place] >= 0:
+                self._advance(works[place].row, chosen[place])
         return chosen, self._reports(original_TV, wanted, chosen, asking)
 
     def prompt_reports(
@@ -121,6 +123,26 @@ class CpuOptions:
             reports[span.work] = [Report(*each) for each in found]
             start += len(span.next_tokens)
         return reports
+
+    def close(self) -> None:
+        """Join the thread that finds masks."""
+        self._masks.close()
+
+    def _shape(self, logits_V: NDArray[np.float32], work: Work, known: Callable[[Work], NDArray[np.int64]]) -> bool:
+        """Change a row's logits in place; whether a token is left."""
+        shaper = self._shapers.get(work.row)
+        if shaper is not None and not shaper.shape(logits_V, known(work)):
+            return False
+        if work.row not in self._masks or not math.isfinite(logits_V.max()):  # sampling tells what is not finite
+            return True
+        np.copyto(logits_V, -np.inf, where=self._masks.banned_V(work.row))
+        return bool(logits_V.max() > -np.inf)
+
+    def _advance(self, row: int, token: int) -> None:
+        if row in self._shapers:
+            self._shapers[row].append(token)
+        if row in self._masks:
+            self._masks.advance(row, token)
 
     def _shaper(self, options: RowOptions, shaping: Shaping) -> Shaper:
         return Shaper(

@@ -73,7 +73,7 @@ class _CpuStep:
 class CpuRunner:
     """The device protocol on the CPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs"))
+    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar"))
 
     def __init__(self, decoder: Decoder, ops: Mapping[int | None, CpuOps], capacity: Capacity, threads: int) -> None:
         """Allocate the paged cache and start the thread.
@@ -106,6 +106,7 @@ class CpuRunner:
         """Join the thread and drop the model and the cache."""
         self._plans.put(None)
         self._thread.join()
+        self._rows.options.close()
         self._decoder = None
         del self._kv, self._ops, self._any
         return_freed_memory()

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.engine.scheduling.shaping import Report, Reporting, Shaping
+from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
 
 __all__ = [
     "NON_FINITE",
@@ -29,8 +29,8 @@ __all__ = [
     "Work",
 ]
 
-Ability: TypeAlias = Literal["shaping", "logprobs"]
-"""What not every runner can do: the two parts of `RowOptions`."""
+Ability: TypeAlias = Literal["shaping", "logprobs", "grammar"]
+"""What not every runner can do: the parts of `RowOptions`."""
 
 NON_FINITE = -1
 """What a step returns instead of a token where the logits held NaN or infinity."""
@@ -84,6 +84,7 @@ class RowOptions(NamedTuple):
     prompt_len: int
     shaping: Shaping | None
     reporting: Reporting | None
+    grammar: Grammar | None
 
 
 class PageEntry(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from headrace.engine.events import FinishReason
-from headrace.engine.scheduling.shaping import Report, Reporting, Shaping
+from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
 
 __all__ = ["Request", "Sampling", "State", "goes_on"]
 
@@ -55,6 +55,7 @@ class Request:
     sampling: Sampling
     shaping: Shaping | None = None
     reporting: Reporting | None = None
+    grammar: Grammar | None = None
     stop_ids: frozenset[int] = frozenset()
     root: bytes = b""
     """First link of the prefix hash chain: adapter and tenant salt."""
@@ -110,6 +111,11 @@ class Request:
     def order(self) -> tuple[int, int, int]:
         """Service order: lower first; the largest is the first victim."""
         return (self.priority, self.id if self.elder < 0 else self.elder, self.id)
+
+    @property
+    def has_options(self) -> bool:
+        """Whether it asks for more than its sampling."""
+        return self.shaping is not None or self.reporting is not None or self.grammar is not None
 
     @property
     def plannable(self) -> bool:

@@ -297,9 +297,9 @@ class Scheduler:
             self.prompt_tokens += request.prompt_len
             self.cached_tokens += request.cached
         plan.new_rows.append(NewRow(row, request.planned, request.tokens[request.planned :], request.sampling))
-        if request.shaping is not None or request.reporting is not None:
-            options = RowOptions(row, list(request.tokens), request.prompt_len, request.shaping, request.reporting)
-            plan.options.append(options)
+        if request.has_options:
+            asked = (request.shaping, request.reporting, request.grammar)
+            plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(pages))
         self.prefixes.promise(request)
 
@@ -374,7 +374,7 @@ class Scheduler:
                 self.pool.forget(page)
             return self._fail_one(request, NonFiniteLogits("the logits of this request were not finite"))
         if token == NOTHING_LEFT:
-            return self._fail_one(request, RequestFailed("the masks of this request leave no token to choose"))
+            return self._fail_one(request, RequestFailed("masks or grammar of this request leave no token to choose"))
         if not 0 <= token < self.capacity.vocab_size:
             what = f"the device sampled token {token} of a vocabulary of {self.capacity.vocab_size}"
             return self._fail_one(request, RequestFailed(what))

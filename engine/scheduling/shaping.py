@@ -8,11 +8,11 @@ row's own tokens, which the device has, so nothing is sent for a step. Next to r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-__all__ = ["NO_REPORTS", "Report", "ReportedTokens", "Reporting", "Shaping"]
+__all__ = ["NO_REPORTS", "Grammar", "GrammarState", "Report", "ReportedTokens", "Reporting", "Shaping"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,29 @@ class Reporting:
     """For tokens of the completion; None where none are wanted."""
     prompt: int | None = None
     """For tokens of the prompt but the first."""
+
+
+class GrammarState(Protocol):
+    """Where one row stands in its grammar; used by one thread at a time."""
+
+    def advance(self, token: int) -> None:
+        """Go on with a token that was allowed."""
+        ...
+
+    def allowed(self) -> bytes:
+        """Bit `i % 8` of byte `i // 8` for each token id `i` that may come next; empty where the grammar has failed.
+
+        A device that keeps masks packed can copy it as it is: it is a whole number of 32-bit words.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """What the text of a completion must keep to; compiled, and shared by all rows that want it."""
+
+    def begin(self, tokens: Sequence[int]) -> GrammarState:
+        """The state after the tokens of a completion, none for a new one."""
+        ...
 
 
 class Report(NamedTuple):
