@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack, overload
 
@@ -20,7 +21,7 @@ from headrace.engine.collect import check_streamed, collect, streamed_params
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
 from headrace.engine.events import Completion
-from headrace.engine.generation import Generation
+from headrace.engine.generation import Generation, as_headrace
 from headrace.engine.grammars import CompiledGrammar, Grammars
 from headrace.engine.loop import StepLoop
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
@@ -167,10 +168,14 @@ class Engine:
 
     async def _return_resources(self) -> None:
         opened, self._opened = self._opened, None
+
+        def close(opened: Opened) -> None:
+            self._grammars.close()
+            opened.runner.close()
+
         try:
-            await self._helper.run(self._grammars.close)
             if opened is not None:
-                await self._helper.run(opened.runner.close)
+                await self._helper.run(partial(close, opened))
         finally:
             self._helper.close()
             self._waiter.close()
@@ -214,7 +219,7 @@ class Engine:
             if ids is not None:
                 self._admit(generation, asking, ids)
             else:
-                generation.abandon(_as_headrace(error, "the tokenizer failed"))
+                generation.abandon(as_headrace(error, "the tokenizer failed"))
 
         if is_short(prompt):
             try:
@@ -300,10 +305,10 @@ class Engine:
             return
 
         def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
-            if grammar is not None:
+            if error is not None:
+                generation.abandon(as_headrace(error, "the grammar's compiler failed"))
+            else:  # a grammar, or none because nobody wants it any more
                 self._submit(generation, asking, ids, grammar)
-            else:
-                generation.abandon(_as_headrace(error, "the grammar's compiler failed"))
 
         self._grammars.compile(wanted, opened, lambda: not generation.finished, compiled)
 
@@ -388,12 +393,3 @@ class Engine:
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
         )
-
-
-def _as_headrace(error: BaseException | None, what: str) -> HeadraceError:
-    """`error`, or what it means to a caller where it is none of ours."""
-    if isinstance(error, HeadraceError):
-        return error
-    failure = HeadraceError(what)
-    failure.__cause__ = error
-    return failure

@@ -18,7 +18,7 @@ from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import Report
 from headrace.engine.text import Detokenizer, StopMatcher
 
-__all__ = ["Delivered", "Generation", "StopText"]
+__all__ = ["Delivered", "Generation", "StopText", "as_headrace"]
 
 
 class Delivered(NamedTuple):
@@ -204,3 +204,12 @@ class Generation:
         self._unfinished -= 1
         if not self._unfinished:
             self.mailbox.close()
+
+
+def as_headrace(error: BaseException | None, what: str) -> HeadraceError:
+    """`error`, or what it means to a caller where it is none of ours."""
+    if isinstance(error, HeadraceError):
+        return error
+    failure = HeadraceError(what)
+    failure.__cause__ = error
+    return failure

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.errors import GrammarRejected, InvalidParams
 from headrace.engine.opened import Opened
-from headrace.engine.prompts import TokenizerLike
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.threads import Poster, Worker
 
@@ -79,15 +78,16 @@ class Grammars:
             wanted: The format.
             opened: The model whose tokens are to keep to it, always the same one.
             still_wanted: Asked in a thread when its turn comes; if not, nothing is compiled.
-            done: Gets a `CompiledGrammar`, or `GrammarRejected` where the format is invalid, too large or takes longer
-                than five seconds, or too many others wait; or `InvalidParams` where the model has no token to end with.
+            done: Gets a `CompiledGrammar`, or neither it nor an error where it is no longer wanted; `GrammarRejected`
+                where the format is invalid or too large, takes longer than five seconds, or too many others wait;
+                `InvalidParams` where the model has no token to end with.
         """
         grammar = self._kept.get(wanted)
         if grammar is not None:
             self._kept.move_to_end(wanted)
             done(grammar, None)
             return
-        if not opened.tokenizer.eos_ids:
+        if not _end_ids(opened):
             done(None, InvalidParams("response_format: this model has no token to end with", field="response_format"))
             return
         if self._queued >= _QUEUED:
@@ -156,8 +156,8 @@ class Grammars:
         if self._ll_tokenizer is None:
             from llguidance import LLTokenizer, TokenizerWrapper
 
-            vocabulary = _Vocabulary(opened.tokenizer, opened.info.vocab_size)
-            self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(opened.tokenizer.eos_ids))
+            vocabulary = _Vocabulary(opened)
+            self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
         return self._ll_tokenizer
 
 
@@ -166,14 +166,14 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: TokenizerLike, vocab_size: int) -> None:
+    def __init__(self, opened: Opened) -> None:
+        tokenizer, vocab_size = opened.tokenizer, opened.info.vocab_size
         pieces = tokenizer.table.pieces[:vocab_size]
         pieces = [*pieces, *[b""] * (vocab_size - len(pieces))]
-        self.eos_token_id = tokenizer.eos_ids[0]
+        self.eos_token_id = _end_ids(opened)[0]
         special = tokenizer.table.special_ids.union(tokenizer.eos_ids)
         self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece or token in special]
         self.tokens = [piece or b"<none %d>" % token for token, piece in enumerate(pieces)]
-
         self._tokenizer = tokenizer
         self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in special}
         self._longest = max(map(len, self._ids))
@@ -200,6 +200,11 @@ class _Vocabulary:
             ids.append(self._ids[text[start:end]])
             start = end
         return ids
+
+
+def _end_ids(opened: Opened) -> list[int]:
+    """End-of-sequence ids that the model can say."""
+    return [token for token in opened.tokenizer.eos_ids if token < opened.info.vocab_size]
 
 
 def _rejected(what: str, wanted: ResponseFormat, limit: object = None) -> GrammarRejected:

@@ -22,7 +22,7 @@ __all__ = ["SamplingParams", "invalid_params", "shown"]
 
 _INT64 = 2**63
 _MAX_CHOICES = 128
-_MAX_BEAMS = 32
+_MAX_BEAMS = 16
 _MAX_STOPS = 16
 _MAX_STOP_LENGTH = 1024
 _MAX_LISTED = 1024
@@ -136,6 +136,11 @@ class SamplingParams(BaseModel):
         if not isinstance(value, Mapping):
             return value
         return tuple((int(key) if _is_decimal(key) else key, bias) for key, bias in value.items())
+
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _text_is_no_format(cls, value: object) -> object:
+        return None if value == {"type": "text"} else value
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:

@@ -23,6 +23,8 @@ __all__ = ["Asking", "check_abilities", "make_generation", "make_requests"]
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
 _UNLIMITED = 2**62
+_MAX_PROMPT_REPORTS = 2**19
+"""Log-probabilities of one prompt: some 50 MB of host memory."""
 _NEEDS: dict[str, Ability] = {
     "presence_penalty": "shaping",
     "frequency_penalty": "shaping",
@@ -102,6 +104,7 @@ def make_requests(
     """
     params = asking.params
     _check(asking, vocab_size)
+    _check_prompt_logprobs(params, len(ids))
     if params.beam_width is not None:
         return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
@@ -252,6 +255,19 @@ def _word_ids(words: Sequence[str], tokenizer: TokenizerLike, vocab_size: int) -
             if max(ids) < vocab_size:
                 found.add(tuple(ids))
     return found
+
+
+def _check_prompt_logprobs(params: SamplingParams, prompt_len: int) -> None:
+    if params.prompt_logprobs is None:
+        return
+    most = _MAX_PROMPT_REPORTS // (1 + params.prompt_logprobs)
+    if prompt_len > most:
+        raise InvalidParams(
+            f"prompt_logprobs: {params.prompt_logprobs} are for prompts of up to {most} tokens, got {prompt_len}",
+            field="prompt_logprobs",
+            value=params.prompt_logprobs,
+            limit=most,
+        )
 
 
 def _check(asking: Asking, vocab_size: int) -> None:

@@ -21,7 +21,7 @@ from headrace.ops.cpu_logprobs import Logprobs, logprobs
 from headrace.ops.cpu_sample import Choosing, sample
 from headrace.ops.cpu_shape import Shaper
 
-__all__ = ["CpuOptions", "PromptSpan"]
+__all__ = ["CpuOptions", "PromptSpan", "prompt_places"]
 
 _POSITIONS = 32  # of a prompt whose logits are held at once: 32 rows of 128k float32 are 16 MB
 

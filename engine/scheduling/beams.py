@@ -5,6 +5,7 @@ The rules are those of transformers' `generate(num_beams=...)`, so that both fin
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -66,23 +67,26 @@ class BeamSearch:
             likeliest: For each beam its `candidates` likeliest next tokens with their log-probabilities.
         """
         found = [
-            Beam(parent, [*beam.tokens, token], beam.score + logprob)
+            (-beam.score - logprob, parent, token)
             for parent, (beam, tokens) in enumerate(zip(self.beams, likeliest, strict=True))
             for token, logprob in tokens
         ]
-        found.sort(key=lambda beam: -beam.score)
         length = len(self.beams[0].tokens) + 1
         beams: list[Beam] = []
-        for place, beam in enumerate(found[: self.candidates]):
-            stops = beam.tokens[-1] in self.stop_ids
-            if not stops and length < self.limit:
-                beams.append(beam)
-            elif place < self.width:  # others only make sure that there is something to go on with
-                score = self._score(beam, length)
-                self.finished.append(Hypothesis(score, beam.tokens, "stop" if stops else "length"))
+        for place, (cost, parent, token) in enumerate(heapq.nsmallest(self.candidates, found)):
+            stops = token in self.stop_ids
+            ends = stops or length == self.limit
+            if place >= self.width if ends else len(beams) == self.width:
+                continue  # it only makes sure that there is something to go on with
+            tokens = [*self.beams[parent].tokens, token]
+            if ends:
+                score = self._score(-cost, length)
+                self.finished.append(Hypothesis(score, tokens, "stop" if stops else "length"))
+            else:
+                beams.append(Beam(parent, tokens, -cost))
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[self.width :]
-        self.beams = beams[: self.width]
+        self.beams = beams
         if self.beams and self._is_settled(length):
             self.beams = []
 
@@ -94,7 +98,7 @@ class BeamSearch:
             return True
         if self.early_stopping == "never" and self.length_penalty > 0.0:
             length = self.limit
-        return self._score(self.beams[0], length) <= self.finished[-1].score
+        return self._score(self.beams[0].score, length) <= self.finished[-1].score
 
-    def _score(self, beam: Beam, length: int) -> float:
-        return beam.score / float(length**self.length_penalty)
+    def _score(self, total: float, length: int) -> float:
+        return total / float(length**self.length_penalty)

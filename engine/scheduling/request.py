@@ -150,7 +150,6 @@ def goes_on(held: Request, token: int) -> Request:
         prompt_len=len(tokens),
         limit=len(tokens) + 1,
         sampling=held.sampling,
-        shaping=held.shaping,
         reporting=held.reporting,
         root=held.root,
         priority=held.priority,

@@ -25,8 +25,9 @@ from headrace.engine.scheduling.plan import (
     Work,
 )
 from headrace.engine.scheduling.prefix import Prefixes
+from headrace.engine.scheduling.reports import take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
-from headrace.engine.scheduling.shaping import NO_REPORTS, ReportedTokens
+from headrace.engine.scheduling.shaping import ReportedTokens
 
 __all__ = ["Scheduler"]
 
@@ -318,8 +319,9 @@ class Scheduler:
         """
         size = self.capacity.page_size
         emissions: list[Emission] = []
-        reports = tokens if isinstance(tokens, ReportedTokens) else NO_REPORTS
-        for index, (work, token) in enumerate(zip(plan.works, tokens, strict=True)):
+        if isinstance(tokens, ReportedTokens):
+            take_prompt_reports(plan, tokens)
+        for work, token in zip(plan.works, tokens, strict=True):
             request = work.request
             request.in_flight -= 1
             if request.discard:
@@ -328,15 +330,11 @@ class Scheduler:
                 request.computed = work.start + work.num_tokens
                 if min(request.planned, len(request.tokens)) >= (request.registered + 1) * size:
                     self.prefixes.offer(request)
-                if index in reports.prompts:
-                    request.take_prompt_reports(work.start, reports.prompts[index])
                 if work.samples:
-                    emission = self._accept(request, token)
-                    report = reports.chosen.get(index)
-                    emissions.append(emission if report is None else emission._replace(report=report))
+                    emissions.append(self._accept(request, token))
             if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
                 self._let_go(request)
-        return emissions
+        return with_reports(plan, tokens, emissions) if isinstance(tokens, ReportedTokens) else emissions
 
     def fail(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
         """Take in a step that raised: its requests fail with `error`, sharers of its pages start over."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["NO_REPORTS", "Grammar", "GrammarState", "Report", "ReportedTokens", "Reporting", "Shaping"]
+__all__ = ["Grammar", "GrammarState", "Report", "ReportedTokens", "Reporting", "Shaping"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,3 @@ class ReportedTokens(list[int]):
         super().__init__(tokens)
         self.chosen = chosen
         self.prompts = prompts
-
-
-NO_REPORTS = ReportedTokens((), {}, {})
-"""What any other sequence of ids reports."""

@@ -13,8 +13,9 @@ import tiny_models
 import torch
 from scripted import CAPACITY
 
-from headrace.engine import Completion, Engine, InvalidParams, SamplingParams
+from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams
 from headrace.engine.testing import ScriptedEngine
+from headrace.ops.cpu import CpuOps
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
 PROMPTS = [[5, 6, 7], [(at * 7) % 89 + 1 for at in range(40)], [1], [8] * 15]
@@ -165,6 +166,42 @@ def test_a_cancelled_search_gives_everything_back(folder: Path, after: int) -> N
     anyio.run(run)
 
 
+def test_a_step_that_fails_ends_the_search_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = CpuOps.attention
+    fails = False
+
+    def attention(self: CpuOps, *args: Any) -> torch.Tensor:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise ValueError("broken")
+        return real(self, *args)
+
+    monkeypatch.setattr(CpuOps, "attention", attention)
+
+    async def run() -> None:
+        nonlocal fails
+        async with Engine(folder, **OPTIONS) as engine:
+            asked = SamplingParams(beam_width=4, max_tokens=12, ignore_eos=True)
+            before = await engine.generate(PROMPTS[1], asked)
+            stream = engine.stream(PROMPTS[1], asked)
+            with anyio.fail_after(20):
+                first = engine.stats().steps
+                while engine.stats().steps < first + 3:
+                    await anyio.lowlevel.checkpoint()
+                fails = True
+                with pytest.raises(RequestFailed):
+                    _ = [token async for token in stream]
+                while engine.stats().pages_held or engine.stats().steps_in_flight:  # noqa: ASYNC110 - nor has this
+                    await anyio.sleep(0.001)
+            assert engine._loop is not None
+            engine._loop.scheduler.check()
+            assert not engine._loop.scheduler.requests and not engine._loop._generations
+            assert (await engine.generate(PROMPTS[1], asked)).choices[0].token_ids == before.choices[0].token_ids
+
+    anyio.run(run)
+
+
 def test_a_search_ends_with_the_engine(folder: Path) -> None:
     async def run() -> None:
         async with Engine(folder, **OPTIONS) as engine:
@@ -190,7 +227,7 @@ def test_more_beams_than_the_vocabulary_can_feed_are_refused(folder: Path) -> No
     async def run() -> None:
         async with Engine(folder, **OPTIONS) as engine:
             with pytest.raises(InvalidParams, match="beam_width"):
-                await engine.generate([1], SamplingParams(beam_width=32, stop_token_ids=[1, 2, 3]))
+                await engine.generate([1], SamplingParams(beam_width=16, stop_token_ids=range(1, 9)))
 
     anyio.run(run)
 

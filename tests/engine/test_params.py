@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs", {"le": 20}),
     ({"prompt_logprobs": 1.0}, "prompt_logprobs", None),
     ({"beam_width": 0}, "beam_width", {"ge": 1}),
-    ({"beam_width": 33}, "beam_width", {"le": 32}),
+    ({"beam_width": 17}, "beam_width", {"le": 16}),
     ({"beam_width": 2, "n": 3}, "n", {"le": 2}),
     ({"beam_width": 2, "length_penalty": 11}, "length_penalty", {"le": 10.0}),
     ({"beam_width": 2, "early_stopping": "often"}, "early_stopping", {"expected": "True, False or 'never'"}),

@@ -5,6 +5,7 @@ The model is a real tiny one; a slow account of each option says what must come 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import anyio
 import pytest
 import tiny_models
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from slow_sampling import log_softmax, shaped
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams, TokenLogprobs
@@ -80,8 +83,6 @@ class Reference:
         return found
 
     def request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        import random
-
         asking = Asking(params, None, None, None, 0)
         return make_requests(prompt, asking, self.tokenizer, VOCAB, random.Random(0))[0]
 
@@ -199,6 +200,45 @@ def test_all_in_one_batch_are_each_alone(
     anyio.run(run)
 
 
+ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8, unique=True)
+some_options = st.fixed_dictionaries(
+    {"seed": st.integers(0, 99)},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+        "presence_penalty": st.sampled_from([-1.0, 1.5]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.7]),
+        "repetition_penalty": st.sampled_from([0.8, 1.4]),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -2.0, 5.0]), max_size=4),
+        "forbidden_token_ids": ids,
+        "bad_words": st.lists(st.text("abcAB", min_size=1, max_size=3), max_size=3),
+        "min_tokens": st.integers(0, 12),
+        "stop_token_ids": ids,
+        "top_k": st.integers(0, 9),
+        "logprobs": st.integers(0, 5),
+        "prompt_logprobs": st.integers(0, 3),
+    },
+)
+some_prompt = st.integers(1, 40).map(lambda length: SHARED[:length]) | st.lists(
+    st.integers(0, 93), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(some_prompt, some_options), min_size=1, max_size=6))
+def test_any_combination_is_what_the_slow_account_gives(
+    folder: Path, reference: Reference, cases: list[tuple[list[int], dict[str, Any]]]
+) -> None:
+    cases = [(prompt, asked | {"max_tokens": 12, "ignore_eos": True}) for prompt, asked in cases]
+
+    async def run() -> list[Completion]:
+        async with Engine(folder, **(OPTIONS | SMALL | {"max_batched_tokens": 16, "max_rows": 4})) as engine:
+            return await answers(engine, cases)
+
+    for (prompt, asked), found in zip(cases, anyio.run(run), strict=True):
+        assert found.choices[0].token_ids == reference.generate(prompt, params_of(asked)), asked
+        check_all_logprobs(reference, prompt, params_of(asked), found)
+
+
 def test_a_prompt_in_the_cache_is_computed_again_for_its_logprobs_and_for_nothing_else(
     folder: Path, reference: Reference
 ) -> None:
@@ -284,6 +324,17 @@ def test_what_does_not_fit_the_vocabulary_is_refused(folder: Path, asked: dict[s
     assert caught.value.field == field and str(caught.value).startswith(f"{field}: ")
 
 
+def test_log_probabilities_of_a_prompt_are_bounded() -> None:
+    def asked(length: int) -> list[Request]:
+        asking = Asking(SamplingParams(prompt_logprobs=20), None, None, None, 0)
+        return make_requests([1] * length, asking, ByteTokenizer(), 257, random.Random(0))
+
+    assert asked(24_966)[0].reporting is not None
+    with pytest.raises(InvalidParams) as caught:
+        asked(24_967)
+    assert caught.value.field == "prompt_logprobs" and caught.value.limit == 24_966
+
+
 def test_masks_that_come_to_leave_nothing_fail_their_own_request_alone(folder: Path) -> None:
     async def run() -> None:
         async with Engine(folder, **OPTIONS) as engine:
@@ -322,8 +373,6 @@ def test_best_of_is_not_streamed() -> None:
 
 
 def test_a_request_that_asks_for_nothing_more_carries_nothing_more() -> None:
-    import random
-
     asking = Asking(SamplingParams(temperature=0.3, top_k=4, stop=["x"]), None, None, None, 0)
     [request] = make_requests([1, 2], asking, ByteTokenizer(), 257, random.Random(0))
     assert request.shaping is None and request.reporting is None
