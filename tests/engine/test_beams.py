@@ -18,6 +18,7 @@ from headrace.engine.testing import ScriptedEngine
 from headrace.ops.cpu import CpuOps
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
+Backend = tuple[str, dict[str, Any]]
 PROMPTS = [[5, 6, 7], [(at * 7) % 89 + 1 for at in range(40)], [1], [8] * 15]
 SEARCHES: list[dict[str, Any]] = [
     {"beam_width": 1, "max_tokens": 9},
@@ -148,7 +149,7 @@ def test_a_round_computes_one_token_a_beam_and_copies_the_page_it_writes(folder:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_cancelled_search_gives_everything_back(folder: Path, after: int) -> None:
+def test_a_cancelled_search_gives_everything_back(folder: Path, after: int, anyio_backend: Backend) -> None:
     async def run() -> None:
         async with Engine(folder, **OPTIONS) as engine:
             stream = engine.stream(PROMPTS[1], SamplingParams(beam_width=4, n=2, max_tokens=150, ignore_eos=True))
@@ -163,7 +164,7 @@ def test_a_cancelled_search_gives_everything_back(folder: Path, after: int) -> N
             engine._loop.scheduler.check()
             assert not engine._loop.scheduler.requests and not engine._loop._generations
 
-    anyio.run(run)
+    anyio.run(run, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
 def test_a_step_that_fails_ends_the_search_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ def test_a_step_that_fails_ends_the_search_alone(folder: Path, monkeypatch: pyte
     anyio.run(run)
 
 
-def test_a_search_ends_with_the_engine(folder: Path) -> None:
+def test_a_search_ends_with_the_engine(folder: Path, anyio_backend: Backend) -> None:
     async def run() -> None:
         async with Engine(folder, **OPTIONS) as engine:
             stream = engine.stream(PROMPTS[0], SamplingParams(beam_width=2, max_tokens=200, ignore_eos=True))
@@ -210,7 +211,7 @@ def test_a_search_ends_with_the_engine(folder: Path) -> None:
             await engine.aclose()
         assert [token.finish_reason async for token in stream] == ["cancelled"]
 
-    anyio.run(run)
+    anyio.run(run, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
 def test_a_search_ends_at_the_context(folder: Path, model: Any) -> None:

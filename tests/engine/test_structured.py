@@ -29,6 +29,7 @@ from headrace.engine import (
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
 from headrace.engine.testing import ScriptedEngine
 
+Backend = tuple[str, dict[str, Any]]
 END = 256
 MB = 2**20
 SEEDS = 500
@@ -259,7 +260,7 @@ def slow_schema(seed: int) -> ResponseFormat:
 
 
 def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: Backend
 ) -> None:
     monkeypatch.setattr(grammars, "_QUEUED", 64)
 
@@ -275,10 +276,10 @@ def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
                     await anyio.sleep(0.01)
             assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
 
-    anyio.run(ask)
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
-def test_who_waits_too_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_too_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: Backend) -> None:
     monkeypatch.setattr(grammars, "_SECONDS", 0.2)
 
     async def ask() -> None:
@@ -288,10 +289,10 @@ def test_who_waits_too_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyP
                 await streams[-1].admitted()
             assert caught.value.limit == 0.2
 
-    anyio.run(ask)
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
-def test_an_engine_closes_while_grammars_wait(folder: Path) -> None:
+def test_an_engine_closes_while_grammars_wait(folder: Path, anyio_backend: Backend) -> None:
     async def ask() -> None:
         async with no_leaks():
             async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
@@ -305,7 +306,7 @@ def test_an_engine_closes_while_grammars_wait(folder: Path) -> None:
             with pytest.raises(EngineStopped):
                 await streams[-1].admitted()
 
-    anyio.run(ask)
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
 def test_a_format_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
