@@ -25,6 +25,7 @@ _THREADS: Final = 2
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
+_STATES: Final = 50_000  # of one or two kB each, in one row's lexer
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
 _JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -129,7 +130,7 @@ class Grammars:
             raise _rejected(f"it waited {_SECONDS:g} s for others to be compiled", wanted, _SECONDS)
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
         source: str
         try:
             if wanted.kind in ("json_schema", "json_object"):

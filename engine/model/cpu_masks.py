@@ -38,8 +38,11 @@ class CpuMasks:
         made.banned = self._thread.submit(made.begin, grammar, tokens)
 
     def banned_V(self, row: int) -> _Banned:
-        """Which tokens may not be chosen next; waits if that is not known yet."""
-        return self._rows[row].banned.result()
+        """Which tokens may not be chosen next; waits if that is not known yet. All, where the grammar failed."""
+        banned = self._rows[row].banned
+        if banned.exception() is not None:  # the row's own trouble: the step and its other rows go on
+            return np.ones(self._vocab_size, np.bool_)
+        return banned.result()
 
     def advance(self, row: int, token: int) -> None:
         """Go on with the token that was chosen."""
@@ -75,8 +78,8 @@ class _Row:
         return self._find()
 
     def _find(self) -> _Banned:
-        bits = np.unpackbits(np.frombuffer(self._state.allowed(), np.uint8), bitorder="little")
         banned_V = np.ones(self._vocab_size, np.bool_)
+        bits = np.unpackbits(np.frombuffer(self._state.allowed(), np.uint8), bitorder="little")
         known = bits[: self._vocab_size]
         banned_V[: len(known)] = known == 0
         return banned_V

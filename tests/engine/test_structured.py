@@ -22,6 +22,7 @@ from headrace.engine import (
     EngineStopped,
     GrammarRejected,
     InvalidParams,
+    RequestFailed,
     ResponseFormat,
     SamplingParams,
     grammars,
@@ -271,7 +272,7 @@ def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
                 await streams[-1].admitted()
             for stream in streams:
                 stream.cancel()
-            with anyio.fail_after(1):  # all of them would take six seconds
+            with anyio.fail_after(4):  # all of them would take eight seconds
                 while engine._grammars._queued:  # noqa: ASYNC110 - it has no event
                     await anyio.sleep(0.01)
             assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
@@ -280,16 +281,47 @@ def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
 
 
 def test_who_waits_too_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: Backend) -> None:
-    monkeypatch.setattr(grammars, "_SECONDS", 0.2)
+    monkeypatch.setattr(grammars, "_SECONDS", 0.05)
+
+    asked = [hot(slow_schema(seed)) for seed in range(10)]
 
     async def ask() -> None:
         async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
-            streams = [engine.stream([65], hot(slow_schema(seed))) for seed in range(30)]
-            with pytest.raises(GrammarRejected, match="waited 0.2 s") as caught:
+            streams = [engine.stream([65], params) for params in asked]
+            with pytest.raises(GrammarRejected, match="waited 0.05 s") as caught:
                 await streams[-1].admitted()
-            assert caught.value.limit == 0.2
+            assert caught.value.limit == 0.05
 
     anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
+
+
+class Panic(BaseException):
+    """What a library in Rust raises where it is broken: no `Exception`."""
+
+
+@pytest.mark.parametrize("place", ["begin", "advance", "allowed"])
+def test_a_grammar_that_breaks_fails_its_own_request_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise Panic
+
+    async def ask() -> None:
+        async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine, anyio.create_task_group() as tasks:
+            seen = []
+
+            async def read() -> None:
+                plain = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+                seen.extend([token.id async for token in engine.stream([65], plain)])
+
+            tasks.start_soon(read)
+            with pytest.raises(RequestFailed, match="no token to choose"):
+                await engine.generate([65], hot(ResponseFormat.regex("[ab]{9}")))
+        assert len(seen) == 100
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars.CompiledGrammar if place == "begin" else grammars._Matcher, place, broken)
+        anyio.run(ask)
 
 
 def test_an_engine_closes_while_grammars_wait(folder: Path, anyio_backend: Backend) -> None:
