@@ -57,6 +57,8 @@ class CpuRows:
         for row, start, tokens, sampling in plan.new_rows:
             self._tokens[row, start : start + len(tokens)] = tokens
             self._sampling[row] = sampling
+        for options in plan.options:  # bad words may begin in what the cache holds
+            self._tokens[options.row, : len(options.tokens)] = options.tokens
         self.options.update(plan)
         for row, place, page in plan.entries:
             self._tables[row, place] = page

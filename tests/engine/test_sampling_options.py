@@ -290,6 +290,37 @@ def test_bad_words_are_not_completed_even_where_the_prompt_begins_them(folder: P
     )
 
 
+class Framing(ByteTokenizer):
+    """Begins and ends every text, as many do: 254, the bytes, 255."""
+
+    def encode(self, text: str) -> list[int]:
+        return [254, *text.encode(), 255]
+
+
+def test_bad_words_are_without_what_frames_a_text() -> None:
+    asking = Asking(SamplingParams(bad_words=["ab", " c", "d"]), None, None, None, 0)
+    [request] = make_requests([1], asking, Framing(), 257, random.Random(0))
+    assert request.shaping is not None
+    assert request.shaping.bad_words == tuple(sorted(tuple(word) for word in (b"ab", b" ab", b" c", b" d")))
+    assert request.shaping.forbidden == (ord("c"), ord("d"))
+
+
+def test_a_bad_word_may_begin_in_what_the_cache_holds(folder: Path) -> None:
+    """Of such a prompt the device gets the last token alone, in a row that held another prompt before."""
+    prompt, other = SHARED[:33], [50 + at % 40 for at in range(40)]
+
+    async def run() -> None:
+        async with Engine(folder, **OPTIONS, max_rows=1) as engine:
+            first = (await engine.generate(prompt, params_of({}))).choices[0].token_ids[0]
+            await engine.generate(other, params_of({}))
+            word = "".join(chr(token + 33) for token in [*prompt[-2:], first])
+            found = await engine.generate(prompt, params_of({"bad_words": word}))
+            assert found.usage.cached_tokens == 32
+            assert found.choices[0].token_ids[0] != first
+
+    anyio.run(run)
+
+
 def test_best_of_are_the_likeliest_of_so_many(folder: Path, reference: Reference) -> None:
     asked = {"temperature": 1.5, "seed": 8, "max_tokens": 6}
     everything = generate(folder, PROMPTS[0], n=6, logprobs=0, **asked)
