@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import random
 import re
 import time
 from collections.abc import Callable
@@ -28,7 +31,10 @@ from headrace.engine import (
     grammars,
 )
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
-from headrace.engine.testing import ScriptedEngine
+from headrace.engine.opened import Opened
+from headrace.engine.stats import EngineInfo
+from headrace.engine.testing import ByteTokenizer, ScriptedEngine
+from headrace.engine.text import Detokenizer, TokenTable
 
 Backend = tuple[str, dict[str, Any]]
 END = 256
@@ -134,6 +140,47 @@ def test_each_is_what_it_is_alone_beside_rows_that_keep_to_nothing(
             assert bool(engine.stats().preemptions) == preempts
 
     anyio.run(crowd)
+
+
+class Pieces(ByteTokenizer):
+    """A SentencePiece vocabulary: 254 begins every text, which gets a space, and bytes stand in for what is missing."""
+
+    eos_ids = (256, 300)
+
+    def __init__(self) -> None:
+        words = ["{", "}", '"', '{"', '": ', ", ", " ", " {", ' "', "a", "name", " name", "1", "12", "é", " é", "null"]
+        pieces = [bytes([byte]) for byte in range(256)] + [b"</s>"] + [word.encode() for word in words] + [b""]
+        self.table = TokenTable(pieces, special_ids=frozenset({256}), byte_ids=frozenset(range(256)))
+
+    def encode(self, text: str) -> list[int]:
+        return [254, *(" " + text).encode()] if text else [254]
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Pieces()], ids=["bytes", "pieces"])
+def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -> None:
+    """Whatever the vocabulary, as its detokenizer shows the tokens; the logits are wider than it is."""
+    runner: Any = None
+    names = [field.name for field in dataclasses.fields(EngineInfo)]
+    info = EngineInfo(**dict.fromkeys(names, 0) | {"vocab_size": 310})
+    opened = Opened(runner, tokenizer, CAPACITY, info)
+    compiler = grammars.Grammars(lambda call: None)  # type: ignore[arg-type]
+    chance = random.Random(1)
+    for seed in range(60):
+        schema = random_schema(seed)
+        grammar = compiler._compile(ResponseFormat.json_schema(schema), opened, lambda: True, math.inf)
+        assert grammar is not None
+        state, ids = grammar.begin([]), list[int]()
+        while not ids or ids[-1] != END:
+            mask = state.allowed()
+            assert len(mask) % 4 == 0
+            allowed = [token for token in range(310) if mask[token // 8] >> token % 8 & 1]
+            ids.append(END if END in allowed and chance.random() < 0.3 else chance.choice(allowed))
+            state.advance(ids[-1])
+            assert len(ids) < 3000
+        detokenizer = Detokenizer(tokenizer.table)
+        jsonschema.validate(json.loads("".join([*map(detokenizer.feed, ids), detokenizer.flush()])), schema)
+        resumed = grammar.begin(ids[:-1])
+        assert resumed.allowed()[END // 8] >> END % 8 & 1
 
 
 # -- formats that are refused -----------------------------------------------------------------------------------------
