@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams, ModelRejected
+from headrace.engine.messages import Message
 from headrace.engine.model.device import Device
 from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.open_cpu import open_cpu
@@ -31,6 +33,7 @@ class _NoTokenizer:
     """Stands in where a model has none (`load_format="random"`): ids pass, text is refused, ids have no text."""
 
     eos_ids = ()
+    chat_template = ""
 
     def __init__(self) -> None:
         self.table = TokenTable([], frozenset())
@@ -40,7 +43,7 @@ class _NoTokenizer:
             "prompt: this model was opened without a tokenizer; give token ids", field="prompt", value=text
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         raise InvalidParams(
             "prompt: this model was opened without a tokenizer; give token ids", field="prompt", value=messages
         )

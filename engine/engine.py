@@ -25,6 +25,7 @@ from headrace.engine.generation import Generation, as_headrace
 from headrace.engine.grammars import CompiledGrammar, Grammars
 from headrace.engine.loop import StepLoop
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
+from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
@@ -37,7 +38,6 @@ from headrace.engine.threads import Poster, Worker, outlast
 
 __all__ = ["Engine", "Message", "Prompt"]
 
-Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Raw text, token ids, or a chat of `{"role", "content"}` messages."""
 
@@ -335,27 +335,44 @@ class Engine:
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids of `prompt`, as a request would see them.
+    async def tokenize(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The token ids of `prompt`, as a request would see them; `tools` are offered in a chat.
 
         Raises:
             InvalidParams: The prompt is malformed.
         """
         _, opened = self._serving()
-        if is_short(prompt):
+        if is_short(prompt) and not tools:
             return to_token_ids(prompt, opened.tokenizer)
-        return await self._helper.run(lambda: to_token_ids(prompt, opened.tokenizer))
+        return await self._helper.run(lambda: to_token_ids(prompt, opened.tokenizer, tools))
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out.
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`.
 
         Raises:
             InvalidParams: An id is not in the vocabulary.
         """
         _, opened = self._serving()
         check_token_ids(ids, opened.info.vocab_size)
-        detokenizer = Detokenizer(opened.tokenizer.table)
+        detokenizer = Detokenizer(opened.tokenizer.table, skip_special_tokens)
         return "".join([*map(detokenizer.feed, ids), detokenizer.flush()])
+
+    @property
+    def chat_template(self) -> str:
+        """Text of the model's chat template; empty where it has none."""
+        return self._serving()[1].tokenizer.chat_template
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since a step ended, or was launched after idling, while one is in flight; 0 otherwise.
+
+        Grows without end if the device hangs.
+
+        Raises:
+            EngineStopped: The engine is not open.
+            EngineCrashed: Its step loop died.
+        """
+        return self._serving()[0].meter.step_age(time.perf_counter())
 
     @property
     def info(self) -> EngineInfo:
@@ -373,23 +390,4 @@ class Engine:
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        loop, _ = self._serving()
-        scheduler, meter = loop.scheduler, loop.meter
-        tokens_per_second, step_seconds = meter.rates(time.perf_counter())
-        return EngineStats(
-            waiting=scheduler.num_waiting,
-            running=scheduler.num_running,
-            paused=scheduler.num_paused,
-            pages=scheduler.pool.num_pages,
-            pages_held=scheduler.pool.held,
-            pages_cached=scheduler.pool.cached,
-            live_tokens=scheduler.live_tokens(),
-            prompt_tokens=scheduler.prompt_tokens,
-            cached_tokens=scheduler.cached_tokens,
-            generated_tokens=meter.generated_tokens,
-            preemptions=scheduler.preemptions,
-            steps=meter.steps,
-            steps_in_flight=meter.launched_steps - meter.steps,
-            tokens_per_second=tokens_per_second,
-            step_seconds=step_seconds,
-        )
+        return self._serving()[0].stats()

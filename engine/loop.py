@@ -21,7 +21,7 @@ from headrace.engine.generation import Generation
 from headrace.engine.scheduling.plan import Emission, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.stats import Meter
+from headrace.engine.stats import EngineStats, Meter
 from headrace.engine.threads import Worker
 
 __all__ = ["StepLoop"]
@@ -143,6 +143,28 @@ class StepLoop:
         """Wait until no request is left."""
         while self._generations:
             await self._idle.wait()
+
+    def stats(self) -> EngineStats:
+        """One snapshot of queues, pages, counts and rates."""
+        scheduler, meter = self.scheduler, self.meter
+        tokens_per_second, step_seconds = meter.rates(time.perf_counter())
+        return EngineStats(
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            paused=scheduler.num_paused,
+            pages=scheduler.pool.num_pages,
+            pages_held=scheduler.pool.held,
+            pages_cached=scheduler.pool.cached,
+            live_tokens=scheduler.live_tokens(),
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            generated_tokens=meter.generated_tokens,
+            preemptions=scheduler.preemptions,
+            steps=meter.steps,
+            steps_in_flight=meter.launched_steps - meter.steps,
+            tokens_per_second=tokens_per_second,
+            step_seconds=step_seconds,
+        )
 
     async def _run(self) -> None:
         launched = self._launched

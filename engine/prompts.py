@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.engine.errors import InvalidParams
+from headrace.engine.messages import Message
 from headrace.engine.text import TokenTable
 
 __all__ = ["TokenizerLike", "check_token_ids", "is_short", "to_token_ids"]
@@ -31,8 +32,13 @@ class TokenizerLike(Protocol):
         """Ids of raw text."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a chat, ready for the answer."""
+    @property
+    def chat_template(self) -> str:
+        """Text of the chat template; empty where there is none."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Ids of a chat that may offer tools, ready for the answer."""
         ...
 
 
@@ -49,8 +55,8 @@ def is_short(prompt: object) -> bool:
     return length <= _SHORT
 
 
-def to_token_ids(prompt: Any, tokenizer: TokenizerLike) -> list[int]:
-    """Token ids of raw text, of a chat, or of ids themselves.
+def to_token_ids(prompt: Any, tokenizer: TokenizerLike, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    """Token ids of raw text, of a chat that may offer `tools`, or of ids themselves.
 
     Raises:
         InvalidParams: The prompt is empty, of another kind, or malformed; names the part.
@@ -64,7 +70,7 @@ def to_token_ids(prompt: Any, tokenizer: TokenizerLike) -> list[int]:
             value=prompt,
         )
     elif prompt and isinstance(prompt[0], Mapping):
-        ids = tokenizer.encode_chat(prompt)
+        ids = tokenizer.encode_chat(prompt, tools)
     else:
         ids = list(prompt)
     if not ids:

@@ -88,6 +88,10 @@ class Meter:
         while self._recent[0][0] < now - _WINDOW_SECONDS:
             self._recent.popleft()
 
+    def step_age(self, now: float) -> float:
+        """Seconds for which nothing has ended, at `now`, while a step is in flight; else 0."""
+        return now - self._latest if self.launched_steps > self.steps else 0.0
+
     def rates(self, now: float) -> tuple[float, float]:
         """(generated tokens a second, seconds a step) while busy, over the last seconds before `now`."""
         recent = [entry for entry in self._recent if entry[0] >= now - _WINDOW_SECONDS]

@@ -48,6 +48,12 @@ class TokenStream:
         return self._generation.usage
 
     @property
+    def queued(self) -> bool:
+        """Whether no step has taken it up yet."""
+        requests = self._generation.requests
+        return not requests or all(request.latest_step < 0 for request in requests)
+
+    @property
     def finish_reasons(self) -> list[FinishReason | None]:
         """Why each choice ended, as far as it has been read; None where it has not ended."""
         return list(self._finish_reasons)

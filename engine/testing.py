@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.engine.engine import Engine
 from headrace.engine.errors import InvalidParams
+from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
 from headrace.engine.scheduling.plan import NON_FINITE, Capacity, StepPlan
 from headrace.engine.stats import EngineInfo
@@ -138,6 +139,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eos_ids = (256,)
+    chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
     def __init__(self) -> None:
         """Build the table of single bytes."""
@@ -150,8 +152,8 @@ class ByteTokenizer:
         except UnicodeEncodeError as error:
             raise InvalidParams(f"prompt: is not text: {error.reason}", field="prompt", value=text) from None
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """`role: content` lines, one a message."""
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """`role: content` lines, one a message; tools are left out."""
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 field = f"messages[{index}]"

@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR, build_gguf_tokenizer, gguf_eos_ids
+from headrace.engine.messages import Message, check_text, checked_messages, map_strings
 from headrace.engine.text import TokenTable
 
 __all__ = ["Tokenizer"]
@@ -56,6 +58,9 @@ class Tokenizer:
         self.vocab_size: int = len(self.table.pieces)
         """One more than the highest id; the model's logits may be wider."""
         self._control = _any_of(token.content for token in self._special.values())
+        self.chat_template = _template_text(backend.chat_template)
+        """Text of the chat template, of several the one for tools; empty where there is none."""
+        self._templates: dict[str, ChatTemplate] = {}
         self._escape: _Escape | None = None
         self._escape_lock = threading.Lock()
 
@@ -103,30 +108,32 @@ class Tokenizer:
         Raises:
             InvalidParams: `text` is no string that UTF-8 can express.
         """
-        _check_text(text, "prompt")
+        check_text(text, "prompt")
         return _encode(self._core, text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Ids of a chat in the model's template, up to where the assistant's next answer begins.
 
-        A special token written out inside a message stays plain text, so that no message can end its own turn. Beware:
-        the first such message builds a second encoder, which takes up to a second for the largest vocabularies.
+        A special token written out inside a message or a tool stays plain text, so that no message can end its own
+        turn. Beware: the first such message builds a second encoder, which takes up to a second for the largest
+        vocabularies.
 
         Args:
-            messages: At least one; each `{"role": str, "content": str}`.
+            messages: At least one.
+            tools: Definitions of functions that the model may call, as OpenAI's API writes them.
 
         Raises:
-            InvalidParams: A message is malformed, there is no template, or the template refuses the messages.
+            InvalidParams: A message is malformed, there is no template, it refuses the messages, or it costs too much.
         """
-        chat = _checked_messages(messages)
-        if not self._hf.chat_template:
+        chat = checked_messages(messages)
+        if not self.chat_template:
             raise InvalidParams(
                 f"messages: the tokenizer of {self.name} has no chat template; pass the prompt as a string or as ids",
                 field="messages",
             )
-        if not any(self._control.search(value) for message in chat for value in message.values()):
-            return _encode(self._core, self._render(chat), add_special_tokens=False)
-        return self._encode_escaped(chat)
+        if not self._quotes_control([chat, tools]):
+            return _encode(self._core, self._render(chat, tools), add_special_tokens=False)
+        return self._encode_escaped(chat, tools)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; ids that the vocabulary lacks have no text.
@@ -140,22 +147,37 @@ class Tokenizer:
             raise InvalidParams("ids: token ids are integers from 0 to 2**32 - 1", field="ids") from None
         return text
 
-    def _render(self, chat: list[dict[str, str]]) -> str:
+    def _quotes_control(self, value: object) -> bool:
+        """Whether any string in `value` holds that of a special token."""
+        found = False
+
+        def look(text: str) -> str:
+            nonlocal found
+            found = found or self._control.search(text) is not None
+            return text
+
+        map_strings(value, look)
+        return found
+
+    def _render(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        source = self._hf.get_chat_template(tools=tools)
         try:
-            text = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            template = self._templates.get(source)
+            if template is None:
+                template = self._templates[source] = ChatTemplate(source)
+            return template.render(chat, tools=tools, names=self._hf.special_tokens_map)
         except Exception as error:  # a template is the model's program: whatever it raises concerns this request alone
             raise InvalidParams(
                 f"messages: the chat template of {self.name} refused them: {error}", field="messages"
             ) from error
-        return str(text)
 
-    def _encode_escaped(self, chat: list[dict[str, str]]) -> list[int]:
+    def _encode_escaped(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Encode a chat whose values hold special tokens' strings: those stay text, the template's own do not."""
         with self._escape_lock:
             if self._escape is None:
                 self._escape = _Escape(self._core, self._special, self._control)
-        hidden = [{key: self._escape.hide(value) for key, value in message.items()} for message in chat]
-        ids = self._escape.encode(self._render(hidden))
+        hidden, hidden_tools = map_strings([chat, tools], self._escape.hide)
+        ids = self._escape.encode(self._render(hidden, hidden_tools))
         if ids is None:
             raise InvalidParams(
                 "messages: they hold the string of a special token, which this tokenizer cannot write as plain text",
@@ -231,31 +253,6 @@ def _any_of(strings: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _checked_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise InvalidParams("messages: a chat is a list of at least one message", field="messages", value=messages)
-    for index, message in enumerate(messages):
-        place = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise InvalidParams(f"{place}: a message is a mapping of role and content", field=place, value=message)
-        for key in ("role", "content"):
-            _check_text(message.get(key), f"{place}.{key}")
-        for key in message.keys() - {"role", "content"}:
-            raise InvalidParams(f"{place}.{key}: a message has role and content only", field=f"{place}.{key}")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def _check_text(text: object, field: str) -> None:
-    if not isinstance(text, str):
-        raise InvalidParams(f"{field}: must be a string, got {type(text).__name__}", field=field, value=text)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidParams(
-            f"{field}: character {error.start} is half of a surrogate pair, which UTF-8 cannot express", field=field
-        ) from None
-
-
 def _load_folder(folder: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -302,6 +299,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelRejected(f"{path.name}: must hold a JSON object", field=path.name)
     return value
+
+
+def _template_text(template: str | dict[str, str] | None) -> str:
+    if isinstance(template, dict):
+        return template.get("tool_use") or template.get("default") or ""
+    return template or ""
 
 
 def _unknown_id(core: Any) -> int | None:

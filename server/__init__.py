@@ -1,1 +1,22 @@
-"""headrace.server: the command line; never imported by the engine."""
+"""headrace.server: the HTTP server and the command line; never imported by the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.server.app import create_app
+    from headrace.server.settings import KeyLimits, ServerSettings
+
+__all__ = ["KeyLimits", "ServerSettings", "create_app"]
+
+_HOMES = {"create_app": "app", "KeyLimits": "settings", "ServerSettings": "settings"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is asked for: the command line works without the libraries of a server."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"headrace.server.{_HOMES[name]}"), name)

@@ -232,6 +232,47 @@ def bench_scheduler(
     run(rows=rows, json_path=json_path)
 
 
+@bench.command("serve")
+def bench_serve(
+    model: ModelArgument = None,
+    fake_device: Annotated[
+        bool, typer.Option("--fake-device", help="Measure the server alone, over a device that only takes time.")
+    ] = False,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="With --fake-device: one of its scenarios; repeatable; left out, all.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="With --fake-device: length of each scenario.", min=1)] = 60.0,
+    load: Annotated[float, typer.Option(help="With --fake-device: factor on the load.", min=0.001)] = 1.0,
+    requests: Annotated[int, typer.Option(help="Requests.", min=1)] = 64,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 16,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Streams through a server in a process of its own: rates, time to first token and between events."""
+    if fake_device:
+        from headrace.server.bench import fake
+
+        unknown = set(scenario or ()) - fake.SCENARIOS.keys()
+        if unknown:
+            raise typer.BadParameter(f"--scenario {min(unknown)}: give one of {', '.join(fake.SCENARIOS)}")
+        fake.run(scenario or list(fake.SCENARIOS), seconds=seconds, scale=load, json_path=json_path)
+        return
+    from headrace.server.bench import serve
+
+    serve.run(
+        chosen_model(model),
+        options={"device": device, **({"kv_memory": kv_memory} if kv_memory else {})},
+        requests=requests,
+        concurrency=concurrency,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        json_path=json_path,
+    )
+
+
 @bench.command("lag")
 def bench_lag(
     model: ModelArgument = None,

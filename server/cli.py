@@ -13,6 +13,7 @@ from headrace.engine import HeadraceError
 from headrace.server.arguments import ModelArgument, chosen_model
 from headrace.server.bench_cli import bench
 from headrace.server.kernels_cli import kernels
+from headrace.server.serve_cli import serve
 
 __all__ = ["app", "main"]
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
+app.command()(serve)
 
 
 @app.command()

@@ -34,7 +34,10 @@ OTHER_TEST_FOLDERS = {"examples", "gpu", "parity", "simulation"}
 # Import names that differ from the name of the library that ships them, or that brings them at a version of its choice.
 SHIPPED_BY = {
     "flashinfer": "flashinfer-python",
+    "h11": "uvicorn",
     "huggingface_hub": "transformers",
+    "jinja2": "torch",
+    "pydantic_core": "pydantic",
     "sse_starlette": "sse-starlette",
     "tokenizers": "transformers",
     "triton": "torch",

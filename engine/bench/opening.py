@@ -14,6 +14,7 @@ from headrace.engine import Engine, HeadraceError, InvalidParams
 from headrace.engine.bench.floor import Cost, Speed, measure, model_cost
 from headrace.engine.bench.report import conditions
 from headrace.engine.bench.shapes import located
+from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
 from headrace.engine.text import TokenTable
 
@@ -80,6 +81,7 @@ class _SyntheticTokenizer:
     """Gives a model of random weights text to stream; prompts are token ids."""
 
     eos_ids = ()
+    chat_template = ""
 
     def __init__(self, size: int) -> None:
         self.table = synthetic_table(size)
@@ -87,7 +89,7 @@ class _SyntheticTokenizer:
     def encode(self, text: str) -> list[int]:
         raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=messages)
 
 

@@ -1,4 +1,4 @@
-"""Runs every Python block of README.md, docs/embedding.md and docs/sampling.md on the real model.
+"""Runs every Python block of README.md and of three documents on the real model.
 
 A block that awaits, or uses an `engine`, at its top level is a fragment and runs inside an open engine; any other block
 is a program of its own, whose `test_` functions, if it has some, are called too.
@@ -48,7 +48,7 @@ def run_program(code: CodeType) -> None:
             value()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/embedding.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/embedding.md", "docs/serving.md"])
 def test_programs_run(document: str, smollm2: Path) -> None:
     programs, _ = split(document, smollm2)
     assert programs

@@ -85,3 +85,11 @@ def test_a_chat_answers_with_all_that_was_said_before(
         return answers
 
     assert shown == [answer.strip() for answer in anyio.run(expected)]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "example.org", "::"])
+def test_without_keys_only_loopback_is_served(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "serve", "--host", host) == 2
+    assert "loopback" in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""The messages of a chat: checked and copied for a chat template; never rendered or tokenised here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from headrace.engine.errors import InvalidParams
+
+__all__ = ["Message", "checked_messages", "check_text", "map_strings"]
+
+Message: TypeAlias = Mapping[str, Any]
+"""`role` and `content`, both str; in chats with tools also `tool_calls` of an assistant, as
+`{"id", "type": "function", "function": {"name", "arguments": a mapping}}`, and `tool_call_id` of a tool."""
+
+_TEXTS = ("role", "content", "tool_call_id", "reasoning_content")
+
+
+def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Copies of `messages`, as a template may read them.
+
+    Raises:
+        InvalidParams: There is none, or one is malformed; names its place.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InvalidParams("messages: a chat is a list of at least one message", field="messages", value=messages)
+    return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked(message: object, place: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidParams(f"{place}: a message is a mapping of role and content", field=place, value=message)
+    for key in ("role", "content"):
+        check_text(message.get(key), f"{place}.{key}")
+    for key in message:
+        if key in _TEXTS:
+            check_text(message[key], f"{place}.{key}")
+        elif key != "tool_calls":
+            field = f"{place}.{key}"
+            raise InvalidParams(f"{field}: a message has {', '.join(_TEXTS)} and tool_calls only", field=field)
+    checked = dict(message)
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        field = f"{place}.tool_calls"
+        if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
+            raise InvalidParams(f"{field}: must be a list of calls of functions with arguments", field=field)
+        checked["tool_calls"] = map_strings(calls, lambda text: check_text(text, field))
+    return checked
+
+
+def _is_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return (
+        isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), Mapping)
+    )
+
+
+def check_text(text: object, field: str) -> str:
+    """Return `text` if it is a string that UTF-8 can express.
+
+    Raises:
+        InvalidParams: It is not; names `field`.
+    """
+    if not isinstance(text, str):
+        raise InvalidParams(f"{field}: must be a string, got {type(text).__name__}", field=field, value=text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParams(
+            f"{field}: character {error.start} is half of a surrogate pair, which UTF-8 cannot express", field=field
+        ) from None
+    return text
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of plain JSON data with every string in it changed, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_strings(key, change): map_strings(part, change) for key, part in value.items()}
+    if isinstance(value, Sequence):
+        return [map_strings(part, change) for part in value]
+    return value

@@ -1,0 +1,230 @@
+"""`Answering`: one generation request from its parsed form to its end; the only place where streams are read.
+
+Each request ends once: with its answer, or with one error. What that looks like is its outlet's to say: sse.py for
+HTTP, websocket.py for sockets. Never parses a body and never knows an endpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import anyio
+
+from headrace.engine import Prompt, SamplingParams, TokenStream
+from headrace.server.auth import Caller
+from headrace.server.errors import ApiError, as_api_error
+from headrace.server.limits import Permit
+from headrace.server.protocol.answers import Answer, add_usage, pieces
+from headrace.server.service import Service
+
+__all__ = ["Answering", "Ask"]
+
+logger = logging.getLogger("headrace.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a request wants, whatever its endpoint."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    """Of each prompt."""
+    tools: list[dict[str, Any]] | None = None
+    limit: int | None = None
+    """`max_tokens` as the client named it: a prompt that does not leave room for it is refused."""
+    cache_salt: str | None = None
+    priority: int = 0
+    streams: bool = False
+    make_answer: Callable[[list[list[int]]], Answer]
+    """Makes the answer, given the prompts as token ids."""
+
+
+class Outlet(Protocol):
+    """Where an answer goes."""
+
+    started: bool
+    """Something has been sent."""
+
+    async def start(self, opening: bytes) -> None:
+        """Begin a stream with these events; later calls do nothing."""
+        ...
+
+    async def push(self, frames: bytes, tokens: int) -> None:
+        """Send events that hold so many tokens; waits while the client is behind."""
+        ...
+
+    async def finish(self, frames: bytes) -> None:
+        """End a stream well."""
+        ...
+
+    async def whole(self, answer: bytes) -> None:
+        """Send an answer that was not to be streamed."""
+        ...
+
+    async def fail(self, error: ApiError) -> None:
+        """Tell the client of the error, which is the end."""
+        ...
+
+    async def ping(self, silent: float) -> None:
+        """Show a sign of life if nothing was sent for long."""
+        ...
+
+
+class Answering:
+    """One request that is being answered."""
+
+    def __init__(
+        self, service: Service, ask: Ask, outlet: Outlet, caller: Caller, request_id: str, timeout: float | None = None
+    ) -> None:
+        """Answer `ask` of `caller` through `outlet`, in `timeout` seconds or what the server allows."""
+        longest = service.settings.request_timeout
+        self._service = service
+        self._ask = ask
+        self._outlet = outlet
+        self._caller = caller
+        self._request_id = request_id
+        self._timeout = longest if timeout is None else min(timeout, longest)
+        self._scope = anyio.CancelScope()
+        self._streams: list[TokenStream] = []
+        self._opening = b""
+        self._began = time.monotonic()
+        self._ended_by: ApiError | None = None
+        self._permit: Permit | None = None
+
+    def end(self, error: ApiError) -> None:
+        """End it now; the client is told `error`."""
+        if self._ended_by is None:
+            self._ended_by = error
+        self._scope.cancel()
+
+    # -- its course -------------------------------------------------------------------------------------------------
+
+    async def answer(self) -> None:
+        """Answer; returns when the last byte was sent, and raises nothing."""
+        service, ask = self._service, self._ask
+        try:
+            service.check_accepting()
+            self._permit = service.limits.admit(self._caller, len(ask.prompts) * ask.params.n)
+            service.running.add(self)
+            self._scope.deadline = anyio.current_time() + self._timeout
+            with self._scope:
+                await self._generate(self._permit)
+            if self._scope.cancelled_caught:
+                late = ApiError(503, "deadline_exceeded", "the request took longer than it may")
+                raise self._ended_by or late
+        except Exception as error:
+            await self._fail(error)
+        finally:
+            service.running.discard(self)
+            if self._permit is not None:
+                self._permit.end()
+
+    async def _generate(self, permit: Permit) -> None:
+        ask, engine = self._ask, self._service.engine
+        prompts = [await engine.tokenize(prompt, tools=ask.tools) for prompt in ask.prompts]
+        self._check_room(prompts)
+        permit.add_prompt(sum(map(len, prompts)))
+        answer = ask.make_answer(prompts)
+        self._opening = answer.opening() if ask.streams else b""
+        tenant = self._caller.name
+        salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared with oneself alone
+        async with AsyncExitStack() as stack:
+            for ids in prompts:
+                stream = engine.stream(ids, ask.params, tenant=tenant, cache_salt=salt, priority=ask.priority)
+                self._streams.append(await stack.enter_async_context(stream))
+            for stream in self._streams:
+                await stream.admitted()
+            await self._read_all(answer)
+            usage = add_usage([stream.usage for stream in self._streams])
+            if ask.streams:
+                await self._outlet.start(self._opening)
+                await self._outlet.finish(answer.closing(usage))
+            else:
+                await self._outlet.whole(answer.whole(usage))
+
+    def _check_room(self, prompts: list[list[int]]) -> None:
+        limit, most = self._ask.limit, self._service.engine.info.max_context
+        for ids in prompts:
+            if limit is not None and len(ids) < most < len(ids) + limit:
+                message = f"the prompt's {len(ids)} tokens and max_tokens {limit} exceed the context of {most}"
+                raise ApiError(400, "context_length_exceeded", message, param="max_tokens")
+
+    async def _read_all(self, answer: Answer) -> None:
+        """Read every prompt's stream to its end."""
+        choices = self._ask.params.n
+        if len(self._streams) == 1:
+            await self._read(self._streams[0], answer, 0)
+            return
+        failures: list[Exception] = []
+
+        async def read(stream: TokenStream, first: int) -> None:
+            try:
+                await self._read(stream, answer, first)
+            except Exception as error:
+                failures.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for place, stream in enumerate(self._streams):
+                tasks.start_soon(read, stream, place * choices)
+        if failures:
+            raise failures[0]
+
+    async def _read(self, stream: TokenStream, answer: Answer, first: int) -> None:
+        """Read one stream to its end; its choices count from `first`."""
+        ask, permit, pacer = self._ask, self._permit, self._service.pacer
+        assert permit is not None
+        while (chunk := await stream.next_chunk()) is not None:
+            permit.started()
+            permit.spend(len(chunk.tokens))
+            frames = b""
+            for piece in pieces(chunk, ask.params.n, first):
+                if piece.finish_reason == "cancelled":
+                    raise self._service.shutting_down()  # the engine closed beneath it
+                if ask.streams:
+                    frames += answer.feed(piece)
+                else:
+                    answer.keep(piece)
+            if frames:
+                if not self._outlet.started:
+                    await self._outlet.start(self._opening)
+                await self._outlet.push(frames, len(chunk.tokens))
+                await pacer.turn()
+
+    async def _fail(self, error: Exception) -> None:
+        told = as_api_error(error)
+        if told.code == "internal_error":
+            logger.error("request %s failed", self._request_id, exc_info=error)
+        await self._outlet.fail(told)
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    async def tick(self, silent: float) -> float:
+        """End what waits too long, begin the answer of what has been taken up, and ping what is silent.
+
+        Args:
+            silent: Seconds since something was sent.
+
+        Returns:
+            Seconds after which this is to be called again.
+        """
+        settings = self._service.settings
+        if self._permit is None or not self._permit.waiting:
+            await self._outlet.ping(silent)
+            return settings.ping_seconds / 2
+        waited = time.monotonic() - self._began
+        if not self._streams or any(stream.queued for stream in self._streams):
+            left = settings.queue_timeout - waited
+            if left <= 0:
+                pause = {"retry-after": f"{self._service.limits.retry_after():.0f}"}
+                self.end(ApiError(503, "queue_timeout", "the request waited too long", headers=pause))
+            return min(1.0, max(left, 0.0) + 0.001)
+        if self._ask.streams:  # a long prefill: the client sees that it is alive
+            await self._outlet.start(self._opening)
+            await self._outlet.ping(settings.ping_seconds)
+        return settings.ping_seconds / 2

@@ -1,0 +1,102 @@
+"""`create_app`: an engine as a Starlette application with OpenAI's endpoints; owns the routes and the lifespan.
+
+It may be mounted under another application, whose lifespan then opens the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+
+from headrace.engine import Engine, EngineStopped, HeadraceError
+from headrace.server.body import ClientGone
+from headrace.server.errors import ApiError, as_api_error, error_response
+from headrace.server.gate import Gate
+from headrace.server.routes.admin import change_limits, show_limits
+from headrace.server.routes.generation import GenerationRoute, ask_chat, ask_completion
+from headrace.server.routes.health import live, ready
+from headrace.server.routes.models import list_models, show_model
+from headrace.server.routes.tokens import detokenize, tokenize
+from headrace.server.service import Service
+from headrace.server.settings import ServerSettings
+from headrace.server.websocket import ChatSocketRoute
+
+__all__ = ["create_app"]
+
+_DEFAULTS = ServerSettings()
+
+
+def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlette:
+    """An application that serves `engine`.
+
+    Args:
+        engine: Open, or still to be opened: then the application's lifespan opens and closes it.
+        settings: Keys, limits and names. By default anybody on this machine may ask.
+
+    Returns:
+        A Starlette application; `app.state.service` holds its `Service`.
+    """
+    routes: list[BaseRoute] = [
+        Route("/v1/chat/completions", GenerationRoute(ask_chat), methods=["POST"]),
+        WebSocketRoute("/v1/chat/completions", ChatSocketRoute()),
+        Route("/v1/completions", GenerationRoute(ask_completion), methods=["POST"]),
+        Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", show_model, methods=["GET"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/health/live", live, methods=["GET"]),
+        Route("/health/ready", ready, methods=["GET"]),
+        Route("/v1/admin/keys/{name}/limits", show_limits, methods=["GET"]),
+        Route("/v1/admin/keys/{name}/limits", change_limits, methods=["PUT"]),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Gate, settings=settings)],
+        exception_handlers={
+            ApiError: _told,
+            HeadraceError: _told,
+            ClientGone: _nobody,
+            HTTPException: _http_error,
+        },
+        lifespan=_lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.service = Service(engine, settings)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    try:
+        service.engine.info  # noqa: B018 - raises unless it is open
+    except EngineStopped:
+        async with service.engine:
+            yield
+    else:
+        yield
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error))
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # the client has gone: nobody reads it
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    code, message = {
+        404: ("not_found", "there is no such endpoint"),
+        405: ("method_not_allowed", "this endpoint does not take that method"),
+    }.get(error.status_code, ("http_error", "the request was refused"))
+    return error_response(ApiError(error.status_code, code, message, headers=error.headers))

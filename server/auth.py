@@ -1,0 +1,58 @@
+"""`Keyring`: who holds a secret, told in constant time; never sees a request and never limits anybody."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["ANYBODY", "Caller", "Keyring"]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks."""
+
+    name: str
+    """Name of the key; also the tenant, whose prefix pages nobody else shares."""
+    admin: bool = False
+
+
+ANYBODY = Caller("anonymous")
+"""Everybody, where there are no keys."""
+
+
+class Keyring:
+    """The keys of a server. Only their hashes are kept."""
+
+    def __init__(self, keys: Mapping[str, str], admin_keys: Mapping[str, str]) -> None:
+        """Take secrets by name.
+
+        Raises:
+            ValueError: Two keys have the same name or the same secret.
+        """
+        entries = [(name, secret, False) for name, secret in keys.items()]
+        entries += [(name, secret, True) for name, secret in admin_keys.items()]
+        self._callers = [(_digest(secret.encode()), Caller(name, admin)) for name, secret, admin in entries]
+        names = {name for name, _, _ in entries}
+        if len(names) < len(entries) or len({digest for digest, _ in self._callers}) < len(entries):
+            raise ValueError("two keys have the same name or the same secret")
+
+    @property
+    def empty(self) -> bool:
+        """Nobody has a key, so nobody needs one."""
+        return not self._callers
+
+    def caller(self, secret: bytes) -> Caller | None:
+        """Who holds `secret`; every key is compared, whichever matches, so that time tells nothing."""
+        digest = _digest(secret)
+        found = None
+        for known, caller in self._callers:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()

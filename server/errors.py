@@ -1,0 +1,141 @@
+"""What a client is told when something is refused or fails: one table from errors to statuses; never raises itself.
+
+Bodies are OpenAI's `{"error": {message, type, param, code}}`. Messages of refusals are the engine's own, which name
+field, value and limit; those of failures are fixed sentences, so that no path, address or traceback leaves the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import orjson
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from headrace.engine import (
+    EngineCrashed,
+    EngineStopped,
+    InvalidParams,
+    NonFiniteLogits,
+    OutOfMemory,
+    PromptTooLong,
+    Rejected,
+    RequestFailed,
+    UnknownAdapter,
+)
+
+__all__ = ["ApiError", "as_api_error", "error_body", "error_event", "error_response", "shape_error"]
+
+_MAX_MESSAGE = 500
+
+
+class ApiError(Exception):
+    """A refusal or failure as the client sees it."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Hold what the client is told.
+
+        Args:
+            status: Of the answer, where nothing has been sent yet.
+            code: Machine-readable reason.
+            message: One sentence for a person.
+            param: The field of the request that is at fault.
+            kind: OpenAI's `type`; None follows from the status.
+            headers: More headers of the answer, such as Retry-After.
+        """
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 3] + "..."
+        self.param = param
+        self.kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.headers = dict(headers or {})
+
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class _Row(NamedTuple):
+    """How one class of errors is told."""
+
+    error: type[Exception]
+    status: int
+    code: str
+    message: str | None = None
+    """None passes the error's own message on, which speaks of the request alone."""
+    headers: Mapping[str, str] | None = None
+
+
+_TABLE = (
+    _Row(PromptTooLong, 400, "context_length_exceeded"),
+    _Row(InvalidParams, 400, "invalid_value"),
+    _Row(UnknownAdapter, 404, "model_not_found"),
+    _Row(Rejected, 400, "rejected"),
+    _Row(NonFiniteLogits, 500, "non_finite_logits", "the model gave numbers that are not finite for this request"),
+    _Row(OutOfMemory, 503, "out_of_memory", "the device had no memory for this request", {"retry-after": "1"}),
+    _Row(RequestFailed, 500, "request_failed", "a step that this request was part of failed"),
+    _Row(EngineStopped, 503, "server_shutting_down", "the server is shutting down", {"retry-after": "5"}),
+    _Row(EngineCrashed, 503, "engine_dead", "the engine has stopped working", _NO_RETRY),
+)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about `error`; an unknown one is an internal error without detail."""
+    if isinstance(error, ApiError):
+        return error
+    for row in _TABLE:
+        if isinstance(error, row.error):
+            param = getattr(error, "field", None)
+            code = "token_out_of_range" if param is not None and param.startswith("prompt[") else row.code
+            return ApiError(row.status, code, row.message or str(error), param=param, headers=row.headers)
+    return ApiError(500, "internal_error", "the server failed to handle this request")
+
+
+def shape_error(error: ValidationError) -> ApiError:
+    """The first complaint of pydantic about a body, with the path of the field."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ""
+    for part in first["loc"]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif not part.startswith(_UNION_ARMS):  # which pydantic names by type, and clients do not know
+            param += f".{part}" if param else part
+    kind = first["type"]
+    code = "invalid_value"
+    if kind == "missing":
+        code = "missing_required_parameter"
+    elif kind.endswith("_type") or kind in ("int_from_float", "bool_parsing", "model_attributes_type"):
+        code = "invalid_type"
+    elif kind == "extra_forbidden":
+        code = "unknown_parameter"
+    return ApiError(400, code, f"{param}: {first['msg']}", param=param or None)
+
+
+_UNION_ARMS = ("list[", "str", "int", "tuple[", "constrained-", "function-", "tagged-", "model-", "literal[")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that cannot end well; official clients raise at it."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
+
+def error_response(error: ApiError) -> Response:
+    """The answer where nothing has been sent yet."""
+    body = orjson.dumps(error_body(error))
+    return Response(body, status_code=error.status, headers=error.headers, media_type="application/json")

@@ -1,0 +1,125 @@
+"""`Gate`: what every request passes first: host, origin, sizes, key, request id; pure ASGI, never reads a body.
+
+It refuses by default: a path that is not public needs a key wherever there are keys, on HTTP and WebSocket alike, and
+it looks at the raw path alone, never at a URL put together from headers. What nobody else has caught ends here.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.server.auth import ANYBODY, Caller, Keyring
+from headrace.server.errors import ApiError, as_api_error, error_response
+from headrace.server.settings import ServerSettings
+
+__all__ = ["ADMIN_PREFIX", "CALLER", "PUBLIC_PATHS", "REQUEST_ID", "Gate"]
+
+logger = logging.getLogger("headrace.server")
+
+CALLER: Final = "headrace.caller"
+"""Key of the scope under which routes find who asks."""
+REQUEST_ID: Final = "headrace.request_id"
+PUBLIC_PATHS: Final = frozenset({"/health/live", "/health/ready"})
+ADMIN_PREFIX: Final = "/v1/admin/"
+
+_CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_PORT: Final = re.compile(rb":\d{1,5}$")
+
+
+class Gate:
+    """Lets through what may ask."""
+
+    def __init__(self, app: ASGIApp, *, settings: ServerSettings) -> None:
+        """Guard `app` as `settings` say."""
+        self._app = app
+        self._settings = settings
+        self._keys = Keyring(settings.api_keys, settings.admin_keys)
+        self._hosts = frozenset(host.lower().encode() for host in settings.allowed_hosts)
+        self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in settings.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request or refuse it; the lifespan passes."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        identity = _request_id(headers)
+        scope[REQUEST_ID] = identity.decode()
+
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] in _STARTS:
+                started = True
+                message.setdefault("headers", [])
+                message["headers"] = [*message["headers"], (b"x-request-id", identity)]
+            await send(message)
+
+        try:
+            self._check_sizes(scope, headers)
+            self._check_host(headers)
+            scope[CALLER] = self._caller(scope, headers)
+        except ApiError as refusal:
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            logger.error("request %s failed", scope[REQUEST_ID], exc_info=error)
+            if not started:
+                await error_response(as_api_error(error))(scope, receive, send_with_id)
+
+    def _check_sizes(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> None:
+        settings = self._settings
+        if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > settings.max_url_bytes:
+            raise ApiError(414, "url_too_long", f"the URL may have {settings.max_url_bytes} bytes")
+        if sum(len(name) + len(value) for name, value in headers) > settings.max_header_bytes:
+            raise ApiError(431, "headers_too_large", f"the headers may have {settings.max_header_bytes} bytes")
+
+    def _check_host(self, headers: list[tuple[bytes, bytes]]) -> None:
+        hosts = [value for name, value in headers if name == b"host"]
+        if b"*" not in self._hosts:
+            host = _PORT.sub(b"", hosts[0].strip().lower()) if len(hosts) == 1 else b""
+            if host not in self._hosts:
+                raise ApiError(403, "host_not_allowed", "this server does not answer to that Host")
+        for name, value in headers:
+            if name == b"origin" and value.lower() not in self._origins:
+                raise ApiError(403, "origin_not_allowed", "pages of that Origin may not ask this server")
+
+    def _caller(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> Caller:
+        path = scope["path"]
+        root = scope.get("root_path", "")
+        if root and path.startswith(root):
+            path = path[len(root) :]
+        if self._keys.empty:
+            if path.startswith(ADMIN_PREFIX):
+                raise ApiError(403, "admin_only", "this needs an admin key, and the server has none")
+            return ANYBODY
+        if path in PUBLIC_PATHS and scope["type"] == "http":
+            return ANYBODY
+        given = [value for name, value in headers if name == b"authorization"]
+        scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        caller = self._keys.caller(secret.strip()) if scheme.lower() == b"bearer" else None
+        if caller is None:
+            challenge = {"www-authenticate": "Bearer"}
+            raise ApiError(401, "invalid_api_key", "give a valid key as `Authorization: Bearer KEY`", headers=challenge)
+        if path.startswith(ADMIN_PREFIX) and not caller.admin:
+            raise ApiError(403, "admin_only", "this needs an admin key")
+        return caller
+
+
+_STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
+
+
+def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The client's own id where it is harmless, else a new one; it is echoed and logged, never looked up."""
+    given = [value for name, value in headers if name == b"x-request-id"]
+    if len(given) == 1 and _CLIENT_ID.fullmatch(given[0]):
+        return given[0]
+    return b"req_" + secrets.token_hex(12).encode()

@@ -1,0 +1,124 @@
+"""`BoundedH11`: uvicorn's h11 protocol with the deadlines that it lacks; never sees what a request asks.
+
+h11 itself refuses heads beyond its size and malformed framing. What is added: a head must arrive in time, a client that
+stops reading is cut off, and a refusal of the protocol is JSON like every other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h11
+import orjson
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from headrace.server.errors import ApiError, error_body
+
+__all__ = ["BoundedH11"]
+
+
+_MAX_HEAD = 65_536
+_MIN_CHUNK = 64  # bytes that parts of a body have on average, beyond the first thousand
+_FREE_CHUNKS = 1024
+
+
+class _BoundedConnection(h11.Connection):
+    """Refuses a body in crumbs: each costs as much as a whole packet."""
+
+    _parts = 0
+    _bytes = 0
+
+    def next_event(self) -> Any:
+        """Return the next event, as its base."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._parts += 1
+            self._bytes += len(event.data)
+            if self._parts > _FREE_CHUNKS + self._bytes // _MIN_CHUNK:
+                raise h11.RemoteProtocolError("the body comes in too small chunks")
+        elif isinstance(event, h11.Request):
+            self._parts = self._bytes = 0
+        return event
+
+
+class BoundedH11(H11Protocol):
+    """One connection."""
+
+    def __init__(
+        self, *args: Any, header_timeout: float, stall_timeout: float, max_connections: int, **kwargs: Any
+    ) -> None:
+        """Take uvicorn's arguments and the limits.
+
+        Args:
+            args: uvicorn's.
+            header_timeout: Seconds in which a head must have arrived.
+            stall_timeout: Seconds for which a full buffer may be left unread.
+            max_connections: More are closed as they come: where file descriptors run out, accepting hurts everybody.
+            kwargs: uvicorn's.
+        """
+        super().__init__(*args, **kwargs)
+        self.conn = _BoundedConnection(h11.SERVER, _MAX_HEAD)
+        self._header_timeout = header_timeout
+        self._stall_timeout = stall_timeout
+        self._max_connections = max_connections
+        self._head_timer: Any = None
+        self._stall_timer: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Expect a head."""
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            transport.abort()
+        else:
+            self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; where a head is incomplete, the clock runs."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clocks."""
+        self._stop_head_timer()
+        self._stop_stall_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly: the buffer must drain in time."""
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self._stall_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        body = orjson.dumps(error_body(ApiError(400, "invalid_http", msg)))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        for event in (h11.Response(status_code=400, headers=headers, reason=b"Bad Request"), h11.Data(data=body)):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
+        self.transport.close()
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._header_timeout, self.transport.abort)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None

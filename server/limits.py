@@ -1,0 +1,211 @@
+"""`Limits`: how much may wait and how much each key may use; counts, refuses, and never touches a request itself."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.server.auth import Caller
+from headrace.server.errors import ApiError
+from headrace.server.settings import KeyLimits, ServerSettings
+
+__all__ = ["Limits", "Permit"]
+
+_WINDOW = 10.0
+_LONGEST_RETRY = 30.0  # official clients give up where they are told to wait much longer
+
+
+@dataclass(slots=True)
+class _Account:
+    """What one key uses now."""
+
+    limits: KeyLimits
+    live: int = 0
+    tokens: float = 0.0
+    """Tokens that may still be used; negative where they were overdrawn."""
+    refilled: float = 0.0
+
+
+@dataclass(slots=True)
+class Permit:
+    """One admitted request. `started` once it has its first token, `end` in any case."""
+
+    account: _Account
+    weight: int
+    limits: Limits
+    tokens: int = 0
+    waiting: bool = True
+    ended: bool = False
+
+    def add_prompt(self, tokens: int) -> None:
+        """Count the prompt, once its length is known.
+
+        Raises:
+            ApiError: Too many prompt tokens wait.
+        """
+        self.limits.add_prompt(self, tokens)
+
+    def started(self) -> None:
+        """The first token is there: the request no longer waits."""
+        if self.waiting:
+            self.waiting = False
+            self.limits.left_queue(self)
+
+    def spend(self, tokens: int) -> None:
+        """Charge generated tokens to the key."""
+        self.account.tokens -= tokens
+
+    def end(self) -> None:
+        """Give everything back; later calls do nothing."""
+        if not self.ended:
+            self.ended = True
+            if self.waiting:
+                self.waiting = False
+                self.limits.left_queue(self, departed=False)
+            self.limits.release(self)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What waits for its first token, and how fast that has been leaving."""
+
+    choices: int = 0
+    tokens: int = 0
+    departures: deque[tuple[float, int]] = field(default_factory=deque)
+    departed: int = 0
+    """Choices in `departures`."""
+
+
+class Limits:
+    """Bounds of a whole server and of its keys. All methods run on the event loop."""
+
+    def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with nothing waiting."""
+        self._settings = settings
+        self._clock = clock
+        self._queue = _Queue()
+        self._accounts: dict[str, _Account] = {}
+        self._own = dict(settings.key_limits)
+        self.live = 0
+        """Admitted requests that have not ended."""
+
+    def set_limits(self, name: str, limits: KeyLimits) -> None:
+        """Change what a key may use from now on; requests that run are left alone."""
+        self._own[name] = limits
+        account = self._accounts.get(name)
+        if account is not None:
+            self._refill(account)
+            allowance = float(limits.tokens_per_minute or 0)
+            unlimited = account.limits.tokens_per_minute is None
+            account.tokens = allowance if unlimited else min(account.tokens, allowance)
+            account.limits = limits
+
+    def limits_of(self, name: str) -> KeyLimits:
+        """What a key may use."""
+        return self._own.get(name, self._settings.default_limits)
+
+    def admit(self, caller: Caller, weight: int) -> Permit:
+        """Take a request in.
+
+        Args:
+            caller: Who asks.
+            weight: Prompts times choices.
+
+        Raises:
+            ApiError: 429 where the key has used up what it may, 503 where too much waits, 400 where one request asks
+                for more than there may ever be.
+        """
+        account = self._account(caller.name)
+        limits = account.limits
+        most = min(self._settings.max_queue, weight if limits.concurrency is None else limits.concurrency)
+        if weight > most > 0:
+            raise ApiError(400, "invalid_value", f"n: {weight} choices in one request, at most {most} here", param="n")
+        if limits.concurrency is not None and account.live + weight > limits.concurrency:
+            raise self._too_many(f"this key may have {limits.concurrency} requests at once", self.retry_after())
+        if limits.tokens_per_minute is not None:
+            self._refill(account)
+            if account.tokens <= 0:
+                pause = (1.0 - account.tokens) * 60.0 / max(limits.tokens_per_minute, 1)
+                raise self._too_many(f"this key may use {limits.tokens_per_minute} tokens a minute", pause)
+        self.check_queue(weight)
+        self._queue.choices += weight
+        account.live += weight
+        self.live += 1
+        return Permit(account, weight, self)
+
+    def check_queue(self, weight: int = 1) -> None:
+        """Refuse where so many more choices would be too many to wait.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self._queue.choices + weight > self._settings.max_queue:
+            raise self.overloaded()
+
+    def add_prompt(self, permit: Permit, tokens: int) -> None:
+        """Count a permit's prompt tokens, as `Permit.add_prompt`."""
+        if self._queue.tokens and self._queue.tokens + tokens > self._settings.max_queue_tokens:
+            raise self.overloaded()
+        permit.tokens += tokens
+        permit.account.tokens -= tokens
+        self._queue.tokens += tokens
+
+    def left_queue(self, permit: Permit, departed: bool = True) -> None:
+        """A permit no longer waits; `departed` if that is because it was served."""
+        self._queue.choices -= permit.weight
+        self._queue.tokens -= permit.tokens
+        if departed:
+            self._queue.departures.append((self._clock(), permit.weight))
+            self._queue.departed += permit.weight
+            self._forget_old()
+
+    def release(self, permit: Permit) -> None:
+        """A permit has ended."""
+        permit.account.live -= permit.weight
+        self.live -= 1
+
+    def overloaded(self) -> ApiError:
+        """The refusal where too much waits; says when it will be less."""
+        pause = f"{self.retry_after():.0f}"
+        return ApiError(503, "server_overloaded", "too many requests wait", headers={"retry-after": pause})
+
+    def retry_after(self) -> float:
+        """Seconds in which what waits now should have left the queue, as fast as the last seconds went."""
+        self._forget_old()
+        queue = self._queue
+        if not queue.departed:
+            return _clamped(1.0)
+        span = max(self._clock() - queue.departures[0][0], 0.1)
+        return _clamped(queue.choices * span / queue.departed)
+
+    def _account(self, name: str) -> _Account:
+        account = self._accounts.get(name)
+        if account is None:
+            limits = self.limits_of(name)
+            account = _Account(limits, tokens=float(limits.tokens_per_minute or 0), refilled=self._clock())
+            self._accounts[name] = account
+        return account
+
+    def _refill(self, account: _Account) -> None:
+        now = self._clock()
+        rate = account.limits.tokens_per_minute
+        if rate is not None:
+            account.tokens = min(float(rate), account.tokens + (now - account.refilled) * rate / 60.0)
+        account.refilled = now
+
+    def _too_many(self, message: str, pause: float) -> ApiError:
+        headers = {"retry-after": f"{_clamped(pause):.0f}"}
+        return ApiError(429, "rate_limit_exceeded", message, headers=headers)
+
+    def _forget_old(self) -> None:
+        queue, oldest = self._queue, self._clock() - _WINDOW
+        while queue.departures and queue.departures[0][0] < oldest:
+            queue.departed -= queue.departures.popleft()[1]
+
+
+def _clamped(seconds: float) -> float:
+    """Between 1 and 30 seconds, spread a little so that refused clients do not come back all at once."""
+    return min(max(seconds * random.uniform(0.9, 1.3), 1.0), _LONGEST_RETRY)

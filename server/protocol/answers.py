@@ -1,0 +1,101 @@
+"""What chats and completions share on the way back: ids, usage, events and pieces; never sends anything."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from headrace.engine import Chunk, FinishReason, Usage
+
+__all__ = ["Answer", "Header", "Piece", "add_usage", "event", "pieces", "usage_body"]
+
+
+class Piece(NamedTuple):
+    """What one choice gained since the last look."""
+
+    choice: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Header(NamedTuple):
+    """What all chunks of an answer repeat."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, created: int, model: str) -> Header:
+        """Draw an id."""
+        return cls(f"{prefix}-{secrets.token_hex(16)}", created, model)
+
+    def body(self, kind: str) -> dict[str, Any]:
+        """The fields, with the object's type."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+class Answer(Protocol):
+    """The answer to one request, as it grows; made for streaming or for one body."""
+
+    def opening(self) -> bytes:
+        """Events before the first token."""
+        ...
+
+    def feed(self, piece: Piece) -> bytes:
+        """Take a piece in; the events that it means."""
+        ...
+
+    def closing(self, usage: Usage) -> bytes:
+        """Events after the last token, without the final mark."""
+        ...
+
+    def keep(self, piece: Piece) -> None:
+        """Take a piece in for `whole`, where nothing is streamed."""
+        ...
+
+    def whole(self, usage: Usage) -> bytes:
+        """The body of the finished answer."""
+        ...
+
+
+def pieces(chunk: Chunk, choices: int, first: int) -> Iterator[Piece]:
+    """The pieces of a chunk, one for each choice in it; choices count from `first`."""
+    tokens = chunk.tokens
+    if choices == 1:
+        yield Piece(first, chunk.text, tokens[-1].finish_reason)
+        return
+    texts: dict[int, list[str]] = {}
+    reasons: dict[int, FinishReason | None] = {}
+    for token in tokens:
+        texts.setdefault(token.index, []).append(token.text)
+        reasons[token.index] = token.finish_reason
+    for index, parts in texts.items():
+        yield Piece(first + index, "".join(parts), reasons[index])
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def add_usage(parts: list[Usage]) -> Usage:
+    """The usage of several prompts."""
+    return Usage(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        completion_tokens=sum(part.completion_tokens for part in parts),
+        cached_tokens=sum(part.cached_tokens for part in parts),
+    )
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

@@ -1,0 +1,125 @@
+"""Chat completions: the request as it comes in; its answer is chat_answer.py's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from headrace.engine.tools import Tool, ToolChoice, check_tools, template_tools
+from headrace.server.errors import ApiError
+from headrace.server.protocol.fields import RequestFields
+
+__all__ = ["ChatFields", "ChatMessage"]
+
+_MAX_MESSAGES = 10_000
+
+
+class CalledFunction(BaseModel):
+    """What an assistant called."""
+
+    name: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
+    arguments: Annotated[str, Field(strict=True)]
+
+
+class ToolCallFields(BaseModel):
+    """A call that an assistant made in an earlier turn."""
+
+    id: Annotated[str, StringConstraints(strict=True, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, Field(strict=True)] | None = None
+    tool_calls: Annotated[tuple[ToolCallFields, ...], Field(max_length=128)] | None = None
+    tool_call_id: Annotated[str, StringConstraints(strict=True, max_length=256)] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _parts_are_joined(cls, value: object) -> object:
+        if not isinstance(value, list):
+            return value
+        texts = []
+        for index, part in enumerate(value):
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                message = "part {index} must be text; others are not supported"
+                raise PydanticCustomError("text_part", message, {"index": index})
+            texts.append(part["text"])
+        return "\n".join(texts)
+
+    @model_validator(mode="after")
+    def _content_where_one_belongs(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("content_missing", "content must be a string or a list of text parts")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("tool_calls", "only an assistant has tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise PydanticCustomError("tool_call_id", "a tool's message needs tool_call_id")
+        return self
+
+    def for_template(self, place: int) -> dict[str, Any]:
+        """The message as chat templates read it.
+
+        Raises:
+            ApiError: The arguments of a call are no JSON object.
+        """
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.tool_calls:
+            param = f"messages[{place}].tool_calls"
+            message["tool_calls"] = [_call(call, f"{param}[{index}]") for index, call in enumerate(self.tool_calls)]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+def _call(call: ToolCallFields, param: str) -> dict[str, Any]:
+    try:
+        arguments = orjson.loads(call.function.arguments or "{}")
+    except orjson.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        param += ".function.arguments"
+        raise ApiError(400, "invalid_value", f"{param}: must be a JSON object", param=param)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+class ChatFields(RequestFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=_MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of each choice, at most; None is as many as fit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def chat(self) -> list[dict[str, Any]]:
+        """The messages as chat templates read them."""
+        return [message.for_template(place) for place, message in enumerate(self.messages)]
+
+    def offered(self) -> tuple[tuple[Tool, ...], list[dict[str, Any]] | None]:
+        """The tools that may be called, and how the template is told of them.
+
+        Raises:
+            InvalidParams: A tool or the choice is malformed.
+            ApiError: A call is demanded, which this server cannot force.
+        """
+        tools = check_tools(self.tools or ())
+        choice = ToolChoice.parse(self.tool_choice)
+        allowed = choice.allowed(tools)
+        if choice.mode in ("required", "named"):
+            message = "tool_choice: this server cannot force a call; use auto or none"
+            raise ApiError(400, "unsupported_parameter", message, param="tool_choice")
+        return allowed, template_tools(tools, choice)

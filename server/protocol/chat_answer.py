@@ -1,0 +1,146 @@
+"""`ChatAnswer`: the answer of a chat completion, as chunks or as one body; never sends anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from headrace.engine import FinishReason, Usage
+from headrace.engine.tools import (
+    Content,
+    Event,
+    Parsed,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+    ToolParser,
+    collect,
+)
+from headrace.server.protocol.answers import Header, Piece, event, usage_body
+
+__all__ = ["ChatAnswer"]
+
+
+class ChatAnswer:
+    """All choices of one chat completion.
+
+    A chunk that only adds content is put together from bytes made once: it is most of what a server sends.
+    """
+
+    def __init__(
+        self, header: Header, choices: int, *, include_usage: bool, make_parser: Callable[[], ToolParser] | None
+    ) -> None:
+        """Start empty.
+
+        Args:
+            header: What the chunks repeat.
+            choices: How many choices there will be.
+            include_usage: A stream ends with usage.
+            make_parser: Makes what reads tool calls and reasoning of one choice; None where there are none.
+        """
+        self._header = header
+        self._include_usage = include_usage
+        self._parsers = [make_parser() for _ in range(choices)] if make_parser is not None else []
+        self._called = [False] * choices
+        self._events: list[list[Event]] = [[] for _ in range(choices)]
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._reasons: list[str] = ["stop"] * choices
+        start = orjson.dumps(header.body("chat.completion.chunk"))[:-1]
+        self._heads = [
+            b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (start, index) for index in range(choices)
+        ]
+        tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._tail = b'},"logprobs":null,"finish_reason":null}]' + tail
+
+    # -- as a stream ------------------------------------------------------------------------------------------------
+
+    def opening(self) -> bytes:
+        """A chunk for each choice that says who speaks."""
+        return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._heads)))
+
+    def feed(self, piece: Piece) -> bytes:
+        """The chunks that a piece means."""
+        index, text, reason = piece
+        if not self._parsers:
+            frames = self._heads[index] + orjson.dumps(text) + self._tail if text else b""
+        else:
+            frames = b"".join([self._of_event(index, each) for each in self._parse(piece)])
+        if reason is None:
+            return frames
+        return frames + self._chunk(index, {}, self._reason(index, reason))
+
+    def closing(self, usage: Usage) -> bytes:
+        """The chunk with usage, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        return event(self._header.body("chat.completion.chunk") | {"choices": [], "usage": usage_body(usage)})
+
+    def _parse(self, piece: Piece) -> list[Event]:
+        parser = self._parsers[piece.choice]
+        events = parser.feed(piece.text)
+        return events if piece.finish_reason is None else [*events, *parser.finish()]
+
+    def _of_event(self, index: int, each: Event) -> bytes:
+        if isinstance(each, Content):
+            return self._heads[index] + orjson.dumps(each.text) + self._tail if each.text else b""
+        if isinstance(each, Reasoning):
+            return self._chunk(index, {"reasoning_content": each.text})
+        if isinstance(each, ToolCallStart):
+            self._called[index] = True
+            function = {"name": each.name, "arguments": ""}
+            call = {"index": each.index, "id": each.id, "type": "function", "function": function}
+            return self._chunk(index, {"tool_calls": [call]})
+        if isinstance(each, ToolCallArguments):
+            return self._chunk(index, {"tool_calls": [{"index": each.index, "function": {"arguments": each.text}}]})
+        return b""
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        body = self._header.body("chat.completion.chunk") | {"choices": [choice]}
+        return event(body | {"usage": None} if self._include_usage else body)
+
+    def _reason(self, index: int, reason: FinishReason) -> str:
+        return "tool_calls" if reason == "stop" and self._called[index] else reason
+
+    # -- as one body ------------------------------------------------------------------------------------------------
+
+    def keep(self, piece: Piece) -> None:
+        """Take a piece in, for `whole`."""
+        index = piece.choice
+        if self._parsers:
+            events = self._parse(piece)
+            self._called[index] = self._called[index] or any(isinstance(each, ToolCallStart) for each in events)
+            self._events[index] += events
+        else:
+            self._texts[index].append(piece.text)
+        if piece.finish_reason is not None:
+            self._reasons[index] = self._reason(index, piece.finish_reason)
+
+    def whole(self, usage: Usage) -> bytes:
+        """The finished answer."""
+        choices = [
+            {"index": index, "message": self._message(index), "logprobs": None, "finish_reason": reason}
+            for index, reason in enumerate(self._reasons)
+        ]
+        return orjson.dumps(self._header.body("chat.completion") | {"choices": choices, "usage": usage_body(usage)})
+
+    def _message(self, index: int) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts[index]), "refusal": None}
+        if not self._parsers:
+            return message
+        parsed: Parsed = collect(self._events[index])
+        message["content"] = parsed.content or (None if parsed.tool_calls else "")
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = _calls(parsed)
+        return message
+
+
+def _calls(parsed: Parsed) -> Sequence[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in parsed.tool_calls
+    ]

@@ -1,0 +1,35 @@
+"""GET /v1/models and /v1/models/{model}: what is served; never loads anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headrace.server.service import Service
+
+__all__ = ["list_models", "show_model"]
+
+
+async def list_models(request: Request) -> Response:
+    """Every model that requests may name."""
+    return JSONResponse({"object": "list", "data": [_model(request.app.state.service)]})
+
+
+async def show_model(request: Request) -> Response:
+    """One model."""
+    service: Service = request.app.state.service
+    service.check_model(request.path_params["model"])
+    return JSONResponse(_model(service))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "headrace",
+        "max_model_len": info.max_context,
+    }

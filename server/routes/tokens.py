@@ -1,0 +1,70 @@
+"""POST /tokenize and /detokenize: text and chats to token ids and back, as a request would see them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headrace.engine import Prompt
+from headrace.server.body import read_json
+from headrace.server.errors import ApiError, shape_error
+from headrace.server.protocol.chat import ChatMessage
+from headrace.server.service import Service
+
+__all__ = ["detokenize", "tokenize"]
+
+
+class TokenizeFields(BaseModel):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    model: Annotated[str, Field(strict=True)] | None = None
+    prompt: Annotated[str, Field(strict=True)] | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1)] | None = None
+
+
+class DetokenizeFields(BaseModel):
+    """Body of POST /detokenize."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    model: Annotated[str, Field(strict=True)] | None = None
+    tokens: list[Annotated[int, Field(strict=True)]]
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or a chat."""
+    service: Service = request.app.state.service
+    fields = await _fields(request, TokenizeFields)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise ApiError(400, "missing_required_parameter", "prompt: give either prompt or messages", param="prompt")
+    prompt: Prompt
+    if fields.messages is not None:
+        prompt = [message.for_template(place) for place, message in enumerate(fields.messages)]
+    else:
+        prompt = fields.prompt or ""
+    ids = await service.engine.tokenize(prompt)
+    return JSONResponse({"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids})
+
+
+async def detokenize(request: Request) -> Response:
+    """Text of token ids."""
+    service: Service = request.app.state.service
+    fields = await _fields(request, DetokenizeFields)
+    return JSONResponse({"prompt": service.engine.detokenize(fields.tokens)})
+
+
+async def _fields(request: Request, shape: type[BaseModel]) -> Any:
+    service: Service = request.app.state.service
+    body = await read_json(request.scope, request.receive, service.settings)
+    try:
+        fields: Any = shape.model_validate(body)
+    except ValidationError as error:
+        raise shape_error(error) from None
+    if fields.model is not None:
+        service.check_model(fields.model)
+    return fields

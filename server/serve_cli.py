@@ -1,0 +1,182 @@
+"""The command `headrace serve`: from flags to an engine, settings and a running server; holds no logic of its own.
+
+Flags have vLLM's names where they mean the same.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import anyio
+import typer
+from rich.console import Console
+
+from headrace.server.arguments import ModelArgument, chosen_model
+
+if TYPE_CHECKING:
+    from headrace.server.settings import ServerSettings
+
+__all__ = ["serve"]
+
+KeyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=SECRET, or a secret alone; repeatable. The name is the tenant: tenants share no cached prompts. "
+        "Other users of this machine can read command lines: prefer the environment variable.",
+        envvar="HEADRACE_API_KEY",
+    ),
+]
+AdminKeyOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Likewise, for keys that may change limits.", envvar="HEADRACE_ADMIN_API_KEY"),
+]
+HostOption = Annotated[str, typer.Option(help="Address to listen on; without keys only loopback.")]
+PortOption = Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)]
+HostsOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Host header to answer to; repeatable; * is any. Left out: loopback names, any with keys."),
+]
+OriginsOption = Annotated[
+    list[str] | None, typer.Option(help="Origin of web pages that may ask; repeatable. Left out: none.")
+]
+NameOption = Annotated[str | None, typer.Option(help="What clients call the model.")]
+ParserOption = Annotated[
+    str | None, typer.Option(help="Format of tool calls; left out, what the chat template teaches.")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
+FormatOption = Annotated[str, typer.Option(help="auto; random invents weights.")]
+ContextOption = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.", min=2)]
+RowsOption = Annotated[int | None, typer.Option(help="Requests in one step.", min=1)]
+BatchOption = Annotated[int | None, typer.Option(help="Tokens in one step.", min=1)]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Memory of keys and values, such as 40GiB; left out, a share of what is free.")
+]
+KvDtypeOption = Annotated[str, typer.Option(help="Of keys and values: auto or fp8.")]
+PageOption = Annotated[int, typer.Option(help="Tokens in a page of keys and values.", min=1)]
+PrefixOption = Annotated[bool, typer.Option(help="Keep past prompts for requests that begin alike.")]
+SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no seed.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE; repeatable.")
+]
+QueueOption = Annotated[int, typer.Option(help="Requests that may wait; more are refused.", min=1)]
+WaitOption = Annotated[float, typer.Option(help="Seconds that a request may wait.")]
+TimeOption = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+ConcurrencyOption = Annotated[int | None, typer.Option(help="Requests of one key at once.", min=1)]
+RateOption = Annotated[int | None, typer.Option(help="Tokens of one key a minute.", min=1)]
+DrainOption = Annotated[
+    float,
+    typer.Option(help="Seconds that answers have to end after SIGTERM or Ctrl-C; a second one ends them at once."),
+]
+LogOption = Annotated[str, typer.Option("--uvicorn-log-level", help="debug, info, warning or error.")]
+
+
+def serve(
+    model: ModelArgument = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    api_key: KeyOption = None,
+    admin_api_key: AdminKeyOption = None,
+    allowed_hosts: HostsOption = None,
+    allowed_origins: OriginsOption = None,
+    served_model_name: NameOption = None,
+    tool_call_parser: ParserOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    load_format: FormatOption = "auto",
+    max_model_len: ContextOption = None,
+    max_num_seqs: RowsOption = None,
+    max_num_batched_tokens: BatchOption = None,
+    kv_cache_memory_bytes: MemoryOption = None,
+    kv_cache_dtype: KvDtypeOption = "auto",
+    block_size: PageOption = 16,
+    enable_prefix_caching: PrefixOption = True,
+    seed: SeedOption = 0,
+    more: SetOption = None,
+    max_queue: QueueOption = 1024,
+    queue_timeout: WaitOption = 60.0,
+    request_timeout: TimeOption = 3600.0,
+    max_concurrency_per_key: ConcurrencyOption = None,
+    tokens_per_minute_per_key: RateOption = None,
+    shutdown_timeout: DrainOption = 30.0,
+    log_level: LogOption = "info",
+) -> None:
+    """Serve a model over HTTP with OpenAI's API."""
+    chosen = {
+        "api_keys": _named(api_key, "key"),
+        "admin_keys": _named(admin_api_key, "admin"),
+        "default_limits": {"concurrency": max_concurrency_per_key, "tokens_per_minute": tokens_per_minute_per_key},
+        "allowed_origins": allowed_origins or (),
+        "served_model_name": served_model_name,
+        "tool_call_parser": tool_call_parser,
+        "max_queue": max_queue,
+        "queue_timeout": queue_timeout,
+        "request_timeout": request_timeout,
+        "drain_seconds": shutdown_timeout,
+    }
+    options = {
+        "device": device,
+        "dtype": dtype,
+        "load_format": load_format,
+        "max_context": max_model_len,
+        "max_rows": max_num_seqs,
+        "max_batched_tokens": max_num_batched_tokens,
+        "kv_memory": kv_cache_memory_bytes,
+        "kv_dtype": kv_cache_dtype,
+        "page_size": block_size,
+        "prefix_cache": enable_prefix_caching,
+        "seed": seed,
+        **_assignments(more),
+    }
+    settings = _settings(host, allowed_hosts, chosen)
+    main = partial(_serve, chosen_model(model), options, settings, host=host, port=port, log_level=log_level)
+    anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
+
+
+def _settings(host: str, allowed_hosts: list[str] | None, chosen: dict[str, Any]) -> ServerSettings:
+    from headrace.server.settings import ServerSettings
+
+    has_keys = bool(chosen["api_keys"] or chosen["admin_keys"])
+    if not has_keys and not _is_loopback(host):
+        raise typer.BadParameter(f"--host {host}: without --api-key only loopback addresses are served")
+    if allowed_hosts or has_keys:  # a page that lured a browser here has no key
+        chosen = {**chosen, "allowed_hosts": allowed_hosts or ("*",)}
+    return ServerSettings(**chosen)
+
+
+async def _serve(
+    model: str, options: dict[str, Any], settings: ServerSettings, *, host: str, port: int, log_level: str
+) -> None:
+    from headrace.server.app import create_app
+    from headrace.server.opening import opened
+    from headrace.server.running import make_server, settle_memory
+
+    async with opened(model, Console(stderr=True), **options) as engine:
+        settle_memory()
+        await make_server(create_app(engine, settings), host=host, port=port, log_level=log_level).serve()
+
+
+def _named(values: list[str] | None, prefix: str) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    for place, value in enumerate(values or (), 1):
+        name, separator, secret = value.partition("=")
+        keys[name if separator else f"{prefix}-{place}"] = secret if separator else value
+    return keys
+
+
+def _assignments(values: list[str] | None) -> dict[str, str]:
+    fields = [entry.partition("=") for entry in values or ()]
+    for name, separator, _ in fields:
+        if not separator:
+            raise typer.BadParameter(f"--set {name}: give NAME=VALUE")
+    return {name: value for name, _, value in fields}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

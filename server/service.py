@@ -1,0 +1,131 @@
+"""`Service`: what all requests of one server share: engine, limits, pace, drain; starts and ends no request itself."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from headrace.engine import Engine, HeadraceError
+from headrace.engine.tools import Detected, ReasoningMode, detect, parser_class, reasoning_mode
+from headrace.server.errors import ApiError
+from headrace.server.limits import Limits
+from headrace.server.pacing import Pacer
+from headrace.server.settings import ServerSettings
+
+__all__ = ["Running", "Service", "Socket"]
+
+_TAIL = 16  # tokens at the end of a prompt that tell whether its template opens the reasoning
+
+
+class Running(Protocol):
+    """A request that is being answered."""
+
+    def end(self, error: ApiError) -> None:
+        """End it now; its client is told `error`."""
+        ...
+
+
+class Socket(Protocol):
+    """A WebSocket that is open."""
+
+    def drain(self) -> None:
+        """Close it once nothing runs on it."""
+        ...
+
+
+class Service:
+    """One engine being served."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        """Serve `engine`, which may still be closed."""
+        self.engine = engine
+        self.settings = settings
+        self.limits = Limits(settings)
+        self.pacer = Pacer(settings.max_events_per_second)
+        self.created = self.now()
+        self.running: set[Running] = set()
+        self.sockets: set[Socket] = set()
+        self.draining = False
+        self._detected: Detected | None = None
+
+    @staticmethod
+    def now() -> int:
+        """Seconds since 1970, as answers are dated."""
+        return int(time.time())
+
+    @property
+    def model(self) -> str:
+        """What clients call the model."""
+        return self.settings.served_model_name or self.engine.info.model
+
+    def check_model(self, name: str) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name != self.model:
+            shown = name if len(name) <= 80 else name[:77] + "..."
+            raise ApiError(404, "model_not_found", f"the model {shown!r} is not served here", param="model")
+
+    # -- formats of the model's text --------------------------------------------------------------------------------
+
+    @property
+    def tool_format(self) -> str | None:
+        """Name of the format in which the model writes tool calls; None where it is not known."""
+        return self.settings.tool_call_parser or self._taught().tools
+
+    def keeps_special_tokens(self) -> bool:
+        """Whether tool calls can only be read from text with its special tokens."""
+        return parser_class(self.tool_format).keeps_special_tokens
+
+    def reasoning(self, prompt: list[int]) -> ReasoningMode:
+        """Whether the answer to `prompt` may hold reasoning."""
+        detected = self._taught()
+        if not detected.reasoning:
+            return "none"
+        return reasoning_mode(detected, self.engine.detokenize(prompt[-_TAIL:], skip_special_tokens=False))
+
+    def _taught(self) -> Detected:
+        if self._detected is None:
+            self._detected = detect(self.engine.chat_template)
+        return self._detected
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def check_accepting(self) -> None:
+        """Refuse new work while the server drains.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self.draining:
+            raise self.shutting_down()
+
+    def drain(self) -> None:
+        """Refuse new work from now on."""
+        self.draining = True
+        for socket in list(self.sockets):
+            socket.drain()
+
+    def end_all(self) -> None:
+        """End what still runs; every client is told so."""
+        for running in list(self.running):
+            running.end(self.shutting_down())
+
+    def shutting_down(self) -> ApiError:
+        """What clients of a draining server are told."""
+        headers = {"retry-after": "5", "connection": "close"}
+        return ApiError(503, "server_shutting_down", "the server is shutting down", headers=headers)
+
+    def trouble(self) -> str | None:
+        """Why the server is not ready; None where it is."""
+        if self.draining:
+            return "draining"
+        try:
+            age = self.engine.step_age
+        except HeadraceError as error:
+            return type(error).__name__
+        if age > self.settings.ready_stall:
+            return f"no step has ended for {age:.0f} seconds"
+        return None

@@ -1,0 +1,95 @@
+"""`ServerSettings` and `KeyLimits`: what an operator chooses for a server, checked and frozen; reads no environment."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.engine.params import invalid_params
+
+__all__ = ["KeyLimits", "ServerSettings"]
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Secret = Annotated[str, Field(min_length=8, max_length=512, pattern=r"^[!-~]+$")]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise invalid_params(error, type(self)) from None
+
+
+class KeyLimits(_Frozen):
+    """What one key may use; None is no limit.
+
+    Raises:
+        InvalidParams: A value is out of its range.
+    """
+
+    concurrency: Annotated[int, Field(ge=0)] | None = None
+    """Requests at once, waiting ones included; each prompt and choice counts."""
+    tokens_per_minute: Annotated[int, Field(ge=0)] | None = None
+    """Prompt and completion tokens. A burst of a whole minute is allowed; what is overdrawn delays later requests."""
+
+
+class ServerSettings(_Frozen):
+    """Options of `create_app`.
+
+    Raises:
+        InvalidParams: A value is out of its range; names field, value and limit.
+    """
+
+    served_model_name: Name | None = None
+    """What clients call the model; None is the model's own name."""
+    api_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
+    """Secrets by the name of who holds them, which is also the tenant. Without any, everybody may ask."""
+    admin_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
+    """Keys that may also change limits while the server runs."""
+    key_limits: dict[Name, KeyLimits] = Field(default_factory=dict)
+    """Of single keys."""
+    default_limits: KeyLimits = KeyLimits()
+    """Of keys that have none of their own, and of everybody where there are no keys."""
+    allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    """Host headers that are served, without ports; `*` is any."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may ask; requests without an Origin are no page's."""
+    strict_fields: bool = False
+    """Refuse unknown fields instead of ignoring them."""
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20
+    max_url_bytes: Annotated[int, Field(ge=64)] = 8192
+    max_header_bytes: Annotated[int, Field(ge=1024)] = 32_768
+    """All header lines of a request together."""
+    max_nesting: Annotated[int, Field(ge=8, le=512)] = 64
+    """Arrays and objects inside each other in a body."""
+    body_timeout: Seconds = 20.0
+    """Seconds in which a body must have arrived."""
+    max_choices: Annotated[int, Field(ge=1, le=128)] = 16
+    """`n` of one request."""
+    max_prompts: Annotated[int, Field(ge=1, le=2048)] = 128
+    """Prompts of one completions request."""
+    max_queue: Annotated[int, Field(ge=1)] = 1024
+    """Choices that may wait for their first token; further requests are refused."""
+    max_queue_tokens: Annotated[int, Field(ge=1)] = 4_000_000
+    """Prompt tokens that may wait."""
+    queue_timeout: Seconds = 60.0
+    """Seconds a request may wait before any step has taken it up."""
+    request_timeout: Seconds = 3600.0
+    """Seconds for a whole request; clients may ask for less with the header X-Request-Timeout."""
+    stall_timeout: Seconds = 30.0
+    """Seconds for which a client may leave what was sent unread; then its request ends."""
+    ping_seconds: Seconds = 10.0
+    """A comment goes to a silent stream this often, so that clients and proxies keep it."""
+    ready_stall: Seconds = 60.0
+    """Seconds without a finished step, while one runs, after which the server is not ready."""
+    drain_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that running requests have to end once the server is told to stop."""
+    max_events_per_second: Annotated[int, Field(ge=100)] = 8000
+    """Events of all streams together; beyond it each event carries more tokens. First tokens are never delayed."""
+    tool_call_parser: str | None = None
+    """Format of the model's tool calls; None is what its chat template teaches."""

@@ -1,0 +1,208 @@
+"""The WebSocket endpoint on a real server: many chats on one socket, cancel, credit, and every way to close it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from serving import CAPACITY, Process, Serving, scripted, serving, until
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from headrace.engine.fake_device import FakeEngine
+from headrace.engine.testing import ScriptedRunner
+from headrace.server import ServerSettings
+
+KEY = "the-key-of-tests"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Serving]:
+    with serving(scripted(lambda: ScriptedRunner(CAPACITY, gate=lambda: time.sleep(0.002)))) as here:
+        yield here
+
+
+@pytest.fixture
+def server(shared: Serving) -> Iterator[Serving]:
+    yield shared
+    shared.check()
+
+
+def opened(port: int, **options: Any) -> ClientConnection:
+    return connect(f"ws://127.0.0.1:{port}/v1/chat/completions", proxy=None, **options)
+
+
+def ask(socket: ClientConnection, identity: str, content: str = "Hi", credit: int | None = None, **fields: Any) -> None:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 10, "ignore_eos": True, "stream": True}
+    request = {"model": "scripted", "temperature": 0} | body | fields
+    socket.send(json.dumps({"type": "request", "id": identity, "request": request, "credit": credit}))
+
+
+def frames(socket: ClientConnection, *, until_ends: int) -> dict[str, list[dict[str, Any]]]:
+    """Frames by id, until so many requests have ended."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    while until_ends:
+        frame = json.loads(socket.recv(timeout=10))
+        found.setdefault(frame["id"], []).append(frame)
+        until_ends -= frame["type"] in ("done", "error")
+    return found
+
+
+def text_of(found: list[dict[str, Any]]) -> str:
+    chunks = [frame["data"] for frame in found if frame["type"] == "chunk"]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+def closed_with(socket: ClientConnection) -> int:
+    with pytest.raises(ConnectionClosed):
+        while True:
+            socket.recv(timeout=10)
+    assert socket.close_code is not None
+    return socket.close_code
+
+
+def test_many_chats_on_one_socket(server: Serving) -> None:
+    with opened(server.port) as socket:
+        for number in range(10):
+            ask(socket, f"%d{number}", content=f"Question {number}")
+        found = frames(socket, until_ends=10)
+    for number in range(10):
+        mine = found[f"%d{number}"]
+        for frame in mine[:-1]:
+            ChatCompletionChunk.model_validate(frame["data"])
+        assert mine[-1] == {"type": "done", "id": f"%d{number}"}
+        assert mine[-2]["data"]["choices"][0]["finish_reason"] == "length"
+        messages = [{"role": "user", "content": f"Question {number}"}]
+        body = {"messages": messages, "max_tokens": 10, "ignore_eos": True, "temperature": 0}
+        whole = server.post(body, "/v1/chat/completions").json()
+        assert text_of(mine) == whole["choices"][0]["message"]["content"]
+
+
+def test_a_chat_that_does_not_stream(server: Serving) -> None:
+    with opened(server.port) as socket:
+        ask(socket, "a", stream=False)
+        whole, done = frames(socket, until_ends=1)["a"]
+    ChatCompletion.model_validate(whole["data"])
+    assert whole["type"] == "completion" and done["type"] == "done"
+
+
+def test_a_refusal_is_a_frame_with_its_id_and_others_go_on(server: Serving) -> None:
+    with opened(server.port) as socket:
+        ask(socket, "good", max_tokens=60)
+        ask(socket, "bad", temperature=3)
+        ask(socket, "good")
+        socket.send(json.dumps({"type": "request", "id": "none"}))
+        found = frames(socket, until_ends=4)
+    assert found["bad"][0]["error"]["param"] == "temperature"
+    assert found["none"][0]["error"]["param"] == "request"
+    errors = [frame for frame in found["good"] if frame["type"] == "error"]
+    assert len(errors) == 1 and errors[0]["error"]["param"] == "id"
+    assert found["good"][-1]["type"] == "done"
+
+
+def test_cancel_ends_one_request_alone(server: Serving) -> None:
+    with opened(server.port) as socket:
+        ask(socket, "long", max_tokens=900)
+        ask(socket, "short", max_tokens=30)
+        json.loads(socket.recv(timeout=10))
+        socket.send(json.dumps({"type": "cancel", "id": "long"}))
+        socket.send(json.dumps({"type": "cancel", "id": "nobody"}))
+        found = frames(socket, until_ends=2)
+        assert found["long"][-1]["error"]["code"] == "cancelled"
+        assert found["short"][-1]["type"] == "done"
+        until(lambda: server.idle)
+
+
+def test_without_credit_the_engine_stops_computing() -> None:
+    window = 32
+    engine = FakeEngine(max_rows=8, step_seconds=0.001, max_unread_tokens=window)
+    with serving(engine, ServerSettings(served_model_name="scripted")) as server, opened(server.port) as socket:
+        ask(socket, "a", max_tokens=1000, credit=1)
+
+        def generated() -> int:
+            return server.portal.call(server.engine.stats).generated_tokens
+
+        until(lambda: server.portal.call(server.engine.stats).paused == 1)
+        until(lambda: server.portal.call(server.engine.stats).steps_in_flight == 0)
+        stopped_at = generated()
+        assert stopped_at < 3 * window
+        time.sleep(0.1)
+        assert generated() == stopped_at
+        socket.send(json.dumps({"type": "credit", "id": "a", "tokens": 2 * window}))
+        until(lambda: generated() > stopped_at)
+        socket.send(json.dumps({"type": "credit", "id": "a", "tokens": 1000}))
+        assert len(text_of(frames(socket, until_ends=1)["a"])) == 1000
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        (b"\x00\x01", 1003),
+        ("not json", 4001),
+        ("[]", 4001),
+        ("{}", 4001),
+        ('{"type": "dance", "id": "a"}', 4001),
+        ('{"type": "credit", "id": "a", "tokens": -1}', 4001),
+        ('{"type": "cancel", "id": ""}', 4001),
+        ('{"type": "cancel", "id": "' + "a" * 2**21 + '"}', 1009),
+    ],
+)
+def test_60_frames_that_break_the_protocol(server: Serving, frame: str | bytes, code: int) -> None:
+    with opened(server.port) as socket:
+        ask(socket, "a", max_tokens=900)
+        socket.recv(timeout=10)
+        socket.send(frame)
+        assert closed_with(socket) == code
+    until(lambda: server.idle)
+
+
+def test_60_a_client_that_closes_in_the_middle(server: Serving) -> None:
+    with opened(server.port) as socket:
+        for number in range(5):
+            ask(socket, str(number), max_tokens=900)
+        socket.recv(timeout=10)
+        for _ in range(200):
+            socket.ping()
+    until(lambda: server.idle)
+
+
+@pytest.mark.parametrize(
+    ("headers", "origin", "status"),
+    [({}, None, 401), ({"authorization": "Bearer wrong-key"}, None, 401), ("good", "https://evil.example", 403)],
+)
+def test_59_nobody_without_a_key_or_from_another_page(headers: Any, origin: Any, status: int) -> None:
+    good = {"authorization": f"Bearer {KEY}"}
+    with serving(scripted(), ServerSettings(api_keys={"me": KEY})) as server:
+        with pytest.raises(InvalidStatus) as refused:
+            opened(server.port, additional_headers=good if headers == "good" else headers, origin=origin)
+        assert refused.value.response.status_code == status
+        with opened(server.port, additional_headers=good) as socket:
+            ask(socket, "a")
+            assert frames(socket, until_ends=1)["a"][-1]["type"] == "done"
+
+
+def test_61_a_draining_server_ends_its_sockets() -> None:
+    with Process(drain_seconds=10) as process, opened(process.port) as idle, opened(process.port) as busy:
+        ask(busy, "a", max_tokens=60)
+        busy.recv(timeout=10)
+        process.signal()
+        assert closed_with(idle) == 1012
+        found = frames(busy, until_ends=1)
+        assert found["a"][-1]["type"] == "done"
+        assert closed_with(busy) == 1012
+        assert process.process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize("credit", [None, 1])
+def test_61_what_cannot_end_is_told(credit: int | None) -> None:
+    with Process(drain_seconds=0.5) as process, opened(process.port) as busy:
+        ask(busy, "a", max_tokens=8000, credit=credit)
+        busy.recv(timeout=10)
+        process.signal()
+        assert frames(busy, until_ends=1)["a"][-1]["error"]["code"] == "server_shutting_down"
+        assert closed_with(busy) == 1012
+        assert process.process.wait(timeout=10) == 0
