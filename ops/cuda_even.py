@@ -33,7 +33,7 @@ _HOPPER = 9
 
 @functools.cache
 def _module(shape: tuple[int, int, int, int], dtype: torch.dtype, fp8: bool = False) -> Any:
-    """The kernels for (head_dim, kv_heads, group, page_size), compiled unless compiled before; `fp8`: keys and values."""
+    """The kernels for (head_dim, kv_heads, group, page_size), compiled unless kept; `fp8`: keys and values."""
     dim, kv_heads, group, page = shape
     version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]  # a cache may hold an older one
     kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
