@@ -58,14 +58,24 @@ class EvenDecode:
         """
         self._shape, self._pdl = shape, pdl
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        key = (shape.head_dim, shape.kv_heads, shape.heads // shape.kv_heads, shape.page_size)
-        self._module = _module(key, shape.dtype, fp8=shape.kv_dtype != shape.dtype)
+        self._module = self.build(shape)
         parts, heads = self._module.most_parts(self._blocks, max_rows), shape.heads
         words = self._module.plan_words(self._blocks, max_rows)
         self._plan = torch.zeros(words, dtype=torch.int32, device=device)
         self._partial = torch.empty(parts * heads * shape.head_dim, dtype=torch.float32, device=device)
         self._stats = torch.empty(parts * heads * 2, dtype=torch.float32, device=device)
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def build(shape: HeadShape) -> Any:
+        """The compiled kernels for heads of `shape`; takes seconds and a compiler the first time.
+
+        Raises:
+            RuntimeError: They cannot be compiled.
+            OSError: There is nothing to compile them with.
+        """
+        key = (shape.head_dim, shape.kv_heads, shape.heads // shape.kv_heads, shape.page_size)
+        return _module(key, shape.dtype, fp8=shape.kv_dtype != shape.dtype)
 
     @staticmethod
     def supports(shape: HeadShape, device: torch.device) -> bool:
