@@ -108,6 +108,8 @@ class Generation:
         """Set once the scheduler has the request, or it was refused or cancelled before."""
         self.held = 0
         """Items that the stream has taken and its reader has not read."""
+        self.taken_up: float | None = None
+        """`time.perf_counter()` when the first step with it was launched."""
         self.error: HeadraceError | None = None
         self._control = control
         self._window = window

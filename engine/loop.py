@@ -147,7 +147,8 @@ class StepLoop:
     def stats(self) -> EngineStats:
         """One snapshot of queues, pages, counts and rates."""
         scheduler, meter = self.scheduler, self.meter
-        tokens_per_second, step_seconds = meter.rates(time.perf_counter())
+        now = time.perf_counter()
+        tokens_per_second, step_seconds = meter.rates(now)
         return EngineStats(
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
@@ -164,6 +165,7 @@ class StepLoop:
             steps_in_flight=meter.launched_steps - meter.steps,
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
+            busy_seconds=meter.busy_seconds(now),
         )
 
     async def _run(self) -> None:
@@ -195,13 +197,22 @@ class StepLoop:
                 await self._waiter.run(step.wait)
 
     def _launch(self, plan: StepPlan) -> Step:
-        self.meter.launched(time.perf_counter())
+        now = time.perf_counter()
+        self.meter.launched(now)
+        if plan.new_rows:
+            self._note_taken_up(plan, now)
         try:
             return self._runner.launch(plan)
         except EngineCrashed:
             raise
         except Exception as error:
             return _FailedLaunch(error)
+
+    def _note_taken_up(self, plan: StepPlan, now: float) -> None:
+        for work in plan.works[-len(plan.new_rows) :]:  # requests that just got their rows are planned last
+            generation = self._generations.get(work.request.id)
+            if generation is not None and generation.taken_up is None:
+                generation.taken_up = now
 
     async def _complete(self, oldest: _InFlight) -> None:
         """Wait for a step and commit it."""

@@ -60,6 +60,8 @@ class EngineStats:
     """Generated tokens over the last seconds."""
     step_seconds: float
     """Time from commit to commit, averaged over the last seconds."""
+    busy_seconds: float
+    """Time for which a step was in flight, since the engine opened; its growth over a while is the device's use."""
 
 
 class Meter:
@@ -70,6 +72,7 @@ class Meter:
         self.steps = 0
         self.launched_steps = 0
         self.generated_tokens = 0
+        self._busy = 0.0
         self._recent: deque[tuple[float, float, int]] = deque()
         self._latest = 0.0
 
@@ -84,6 +87,7 @@ class Meter:
         self.steps += 1
         self.generated_tokens += generated
         self._recent.append((now, now - self._latest, generated))
+        self._busy += now - self._latest
         self._latest = now
         while self._recent[0][0] < now - _WINDOW_SECONDS:
             self._recent.popleft()
@@ -91,6 +95,10 @@ class Meter:
     def step_age(self, now: float) -> float:
         """Seconds for which nothing has ended, at `now`, while a step is in flight; else 0."""
         return now - self._latest if self.launched_steps > self.steps else 0.0
+
+    def busy_seconds(self, now: float) -> float:
+        """Seconds for which a step was in flight until `now`; never falls."""
+        return self._busy + self.step_age(now)
 
     def rates(self, now: float) -> tuple[float, float]:
         """(generated tokens a second, seconds a step) while busy, over the last seconds before `now`."""

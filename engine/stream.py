@@ -54,6 +54,11 @@ class TokenStream:
         return not requests or all(request.latest_step < 0 for request in requests)
 
     @property
+    def taken_up(self) -> float | None:
+        """`time.perf_counter()` when the first step with it was launched; None while it waits for that."""
+        return self._generation.taken_up
+
+    @property
     def finish_reasons(self) -> list[FinishReason | None]:
         """Why each choice ended, as far as it has been read; None where it has not ended."""
         return list(self._finish_reasons)

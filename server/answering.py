@@ -19,6 +19,7 @@ from headrace.engine import Prompt, SamplingParams, TokenStream
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.limits import Permit
+from headrace.server.observability.tracing import end_span, start_span
 from headrace.server.protocol.answers import Answer, add_usage, pieces
 from headrace.server.service import Service
 
@@ -49,6 +50,11 @@ class Outlet(Protocol):
 
     started: bool
     """Something has been sent."""
+
+    @property
+    def lost(self) -> str:
+        """Why the client can no longer be told anything, where that is so."""
+        ...
 
     async def start(self, opening: bytes) -> None:
         """Begin a stream with these events; later calls do nothing."""
@@ -83,6 +89,7 @@ class Answering:
     ) -> None:
         """Answer `ask` of `caller` through `outlet`, in `timeout` seconds or what the server allows."""
         longest = service.settings.request_timeout
+        self.figures = service.telemetry.begin(request_id, caller.name)
         self._service = service
         self._ask = ask
         self._outlet = outlet
@@ -106,8 +113,10 @@ class Answering:
 
     async def answer(self) -> None:
         """Answer; returns when the last byte was sent, and raises nothing."""
-        service, ask = self._service, self._ask
+        service, ask, figures = self._service, self._ask, self.figures
+        span = None
         try:
+            span = start_span(figures, ask.prompts, ask.params, service.model)
             service.check_accepting()
             self._permit = service.limits.admit(self._caller, len(ask.prompts) * ask.params.n)
             service.running.add(self)
@@ -117,16 +126,22 @@ class Answering:
             if self._scope.cancelled_caught:
                 late = ApiError(503, "deadline_exceeded", "the request took longer than it may")
                 raise self._ended_by or late
+            figures.reason = "finished"
         except Exception as error:
             await self._fail(error)
         finally:
             service.running.discard(self)
             if self._permit is not None:
                 self._permit.end()
+            figures.reason = figures.reason or self._outlet.lost
+            service.telemetry.end(figures, self._streams, admitted=self._permit is not None)
+            if span is not None:
+                end_span(span, figures)
 
     async def _generate(self, permit: Permit) -> None:
         ask, engine = self._ask, self._service.engine
         prompts = [await engine.tokenize(prompt, tools=ask.tools) for prompt in ask.prompts]
+        self._service.telemetry.tokenized(self.figures)
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))
         answer = ask.make_answer(prompts)
@@ -179,7 +194,9 @@ class Answering:
         """Read one stream to its end; its choices count from `first`."""
         ask, permit, pacer = self._ask, self._permit, self._service.pacer
         assert permit is not None
+        arrivals = self.figures.arrivals(stream, ask.params.n)
         while (chunk := await stream.next_chunk()) is not None:
+            arrivals.came(len(chunk.tokens))
             permit.started()
             permit.spend(len(chunk.tokens))
             frames = b""
@@ -195,9 +212,11 @@ class Answering:
                     await self._outlet.start(self._opening)
                 await self._outlet.push(frames, len(chunk.tokens))
                 await pacer.turn()
+        arrivals.end()
 
     async def _fail(self, error: Exception) -> None:
         told = as_api_error(error)
+        self.figures.reason, self.figures.refused = told.code, told.status < 500
         if told.code == "internal_error":
             logger.error("request %s failed", self._request_id, exc_info=error)
         await self._outlet.fail(told)

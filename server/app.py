@@ -19,9 +19,12 @@ from headrace.engine import Engine, EngineStopped, HeadraceError
 from headrace.server.body import ClientGone
 from headrace.server.errors import ApiError, as_api_error, error_response
 from headrace.server.gate import Gate
+from headrace.server.observability.exporter import Exporter
+from headrace.server.observability.watchdog import Watchdog
 from headrace.server.routes.admin import change_limits, show_limits
 from headrace.server.routes.generation import GenerationRoute, ask_chat, ask_completion
 from headrace.server.routes.health import live, ready
+from headrace.server.routes.metrics import show_metrics
 from headrace.server.routes.models import list_models, show_model
 from headrace.server.routes.tokens import detokenize, tokenize
 from headrace.server.service import Service
@@ -53,12 +56,15 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/health/ready", ready, methods=["GET"]),
+        Route("/metrics", show_metrics, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", show_limits, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", change_limits, methods=["PUT"]),
     ]
+    service = Service(engine, settings)
+    service.telemetry.name_routes(routes)
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Gate, settings=settings)],
+        middleware=[Middleware(Gate, settings=settings, telemetry=service.telemetry)],
         exception_handlers={
             ApiError: _told,
             HeadraceError: _told,
@@ -68,7 +74,8 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         lifespan=_lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.service = Service(engine, settings)
+    app.state.service = service
+    app.state.exporter = Exporter(service)
     return app
 
 
@@ -79,9 +86,11 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         service.engine.info  # noqa: B018 - raises unless it is open
     except EngineStopped:
         async with service.engine:
-            yield
+            with Watchdog(service):
+                yield
     else:
-        yield
+        with Watchdog(service):
+            yield
 
 
 async def _told(request: Request, error: Exception) -> Response:

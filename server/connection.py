@@ -30,8 +30,8 @@ class Connection:
             send: Of the ASGI server.
             stall_timeout: Seconds after which a send that is stuck ends the request.
         """
-        self.gone = False
-        """The client went away, or was given up; nothing can be sent any more."""
+        self.lost = "disconnected"
+        """Why the answer was cut off, if it was: the client went away, or was given up as a `slow_consumer`."""
         self._receive = receive
         self._send = send
         self._stall_timeout = stall_timeout
@@ -82,8 +82,9 @@ class Connection:
                 with anyio.move_on_after(self._stall_timeout) as stuck:  # the tick may send, too
                     pause = await tick(silent)
                 if stuck.cancelled_caught:
+                    self.lost = "slow_consumer"
                     break
             elif silent >= self._stall_timeout:
+                self.lost = "slow_consumer"
                 break
-        self.gone = True
         scope.cancel()

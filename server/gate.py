@@ -15,9 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.server.auth import ANYBODY, Caller, Keyring
 from headrace.server.errors import ApiError, as_api_error, error_response
+from headrace.server.observability.telemetry import EXCHANGE, Exchange, Telemetry
+from headrace.server.observability.tracing import continued
 from headrace.server.settings import ServerSettings
 
-__all__ = ["ADMIN_PREFIX", "CALLER", "PUBLIC_PATHS", "REQUEST_ID", "Gate"]
+__all__ = ["ADMIN_PREFIX", "CALLER", "METRICS_PATH", "PUBLIC_PATHS", "REQUEST_ID", "Gate"]
 
 logger = logging.getLogger("headrace.server")
 
@@ -26,6 +28,7 @@ CALLER: Final = "headrace.caller"
 REQUEST_ID: Final = "headrace.request_id"
 PUBLIC_PATHS: Final = frozenset({"/health/live", "/health/ready"})
 ADMIN_PREFIX: Final = "/v1/admin/"
+METRICS_PATH: Final = "/metrics"
 
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PORT: Final = re.compile(rb":\d{1,5}$")
@@ -34,11 +37,13 @@ _PORT: Final = re.compile(rb":\d{1,5}$")
 class Gate:
     """Lets through what may ask."""
 
-    def __init__(self, app: ASGIApp, *, settings: ServerSettings) -> None:
-        """Guard `app` as `settings` say."""
+    def __init__(self, app: ASGIApp, *, settings: ServerSettings, telemetry: Telemetry) -> None:
+        """Guard `app` as `settings` say, reporting to `telemetry`."""
         self._app = app
         self._settings = settings
+        self._telemetry = telemetry
         self._keys = Keyring(settings.api_keys, settings.admin_keys)
+        self._metrics_keys = Keyring({} if settings.metrics_key is None else {"metrics": settings.metrics_key}, {})
         self._hosts = frozenset(host.lower().encode() for host in settings.allowed_hosts)
         self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in settings.allowed_origins)
 
@@ -51,29 +56,33 @@ class Gate:
         identity = _request_id(headers)
         scope[REQUEST_ID] = identity.decode()
 
-        started = False
+        scope[EXCHANGE] = exchange = Exchange()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
             if message["type"] in _STARTS:
-                started = True
+                exchange.status = message.get("status", 101)
                 message.setdefault("headers", [])
                 message["headers"] = [*message["headers"], (b"x-request-id", identity)]
             await send(message)
 
         try:
-            self._check_sizes(scope, headers)
-            self._check_host(headers)
-            scope[CALLER] = self._caller(scope, headers)
-        except ApiError as refusal:
-            await error_response(refusal)(scope, receive, send_with_id)
-            return
-        try:
-            await self._app(scope, receive, send_with_id)
+            self._check(scope, headers)
+            with continued(headers):
+                await self._app(scope, receive, send_with_id)
         except Exception as error:
-            logger.error("request %s failed", scope[REQUEST_ID], exc_info=error)
-            if not started:
+            if not isinstance(error, ApiError):
+                logger.error("request %s failed", scope[REQUEST_ID], exc_info=error)
+            if not exchange.status:
                 await error_response(as_api_error(error))(scope, receive, send_with_id)
+        finally:
+            caller: Caller | None = scope.get(CALLER)
+            self._telemetry.exchanged(scope, exchange, scope[REQUEST_ID], None if caller is None else caller.name)
+
+    def _check(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> None:
+        """Refuse what may not ask; say in the scope who asks."""
+        self._check_sizes(scope, headers)
+        self._check_host(headers)
+        scope[CALLER] = self._caller(scope, headers)
 
     def _check_sizes(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> None:
         settings = self._settings
@@ -97,23 +106,51 @@ class Gate:
         root = scope.get("root_path", "")
         if root and path.startswith(root):
             path = path[len(root) :]
+        if path == METRICS_PATH:
+            return self._reader_of_metrics(headers)
         if self._keys.empty:
             if path.startswith(ADMIN_PREFIX):
                 raise ApiError(403, "admin_only", "this needs an admin key, and the server has none")
             return ANYBODY
         if path in PUBLIC_PATHS and scope["type"] == "http":
             return ANYBODY
-        given = [value for name, value in headers if name == b"authorization"]
-        scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        caller = self._keys.caller(secret.strip()) if scheme.lower() == b"bearer" else None
+        caller = self._keys.caller(_secret(headers))
         if caller is None:
-            challenge = {"www-authenticate": "Bearer"}
-            raise ApiError(401, "invalid_api_key", "give a valid key as `Authorization: Bearer KEY`", headers=challenge)
+            raise _no_key()
         if path.startswith(ADMIN_PREFIX) and not caller.admin:
             raise ApiError(403, "admin_only", "this needs an admin key")
         return caller
 
+    def _reader_of_metrics(self, headers: list[tuple[bytes, bytes]]) -> Caller:
+        """Who reads the metrics: they name tenants and what each uses, so a key that may only generate does not do."""
+        if self._keys.empty and self._metrics_keys.empty:
+            if self._hosts <= _LOOPBACK:
+                return ANYBODY
+            raise ApiError(403, "admin_only", "this needs a metrics key or an admin key, and the server has none")
+        secret = _secret(headers)
+        caller, reader = self._keys.caller(secret), self._metrics_keys.caller(secret)
+        if reader is not None:
+            return reader
+        if caller is None:
+            raise _no_key()
+        if not caller.admin:
+            raise ApiError(403, "admin_only", "this needs a metrics key or an admin key")
+        return caller
 
+
+def _secret(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """What the request shows as its key; empty where it shows none, which is no key."""
+    given = [value for name, value in headers if name == b"authorization"]
+    scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    return secret.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _no_key() -> ApiError:
+    challenge = {"www-authenticate": "Bearer"}
+    return ApiError(401, "invalid_api_key", "give a valid key as `Authorization: Bearer KEY`", headers=challenge)
+
+
+_LOOPBACK = frozenset({b"localhost", b"127.0.0.1", b"[::1]"})
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 

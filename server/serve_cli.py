@@ -17,6 +17,7 @@ from rich.console import Console
 from headrace.server.arguments import ModelArgument, chosen_model
 
 if TYPE_CHECKING:
+    from headrace.server.observability.logs import LogFormat
     from headrace.server.settings import ServerSettings
 
 __all__ = ["serve"]
@@ -32,6 +33,13 @@ KeyOption = Annotated[
 AdminKeyOption = Annotated[
     list[str] | None,
     typer.Option(help="Likewise, for keys that may change limits.", envvar="HEADRACE_ADMIN_API_KEY"),
+]
+MetricsKeyOption = Annotated[
+    str | None,
+    typer.Option(help="A secret that opens /metrics and nothing else.", envvar="HEADRACE_METRICS_API_KEY"),
+]
+VllmNamesOption = Annotated[
+    bool, typer.Option("--vllm-metric-names", help="Show metrics under vLLM's names too, where they mean the same.")
 ]
 HostOption = Annotated[str, typer.Option(help="Address to listen on; without keys only loopback.")]
 PortOption = Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)]
@@ -71,6 +79,9 @@ DrainOption = Annotated[
     float,
     typer.Option(help="Seconds that answers have to end after SIGTERM or Ctrl-C; a second one ends them at once."),
 ]
+LogFormatOption = Annotated[
+    str, typer.Option(help="One line a request, as text or json; off logs none of them. Never what was asked.")
+]
 LogOption = Annotated[str, typer.Option("--uvicorn-log-level", help="debug, info, warning or error.")]
 
 
@@ -102,12 +113,17 @@ def serve(
     max_concurrency_per_key: ConcurrencyOption = None,
     tokens_per_minute_per_key: RateOption = None,
     shutdown_timeout: DrainOption = 30.0,
+    metrics_api_key: MetricsKeyOption = None,
+    vllm_metric_names: VllmNamesOption = False,
+    log_format: LogFormatOption = "text",
     log_level: LogOption = "info",
 ) -> None:
     """Serve a model over HTTP with OpenAI's API."""
     chosen = {
         "api_keys": _named(api_key, "key"),
         "admin_keys": _named(admin_api_key, "admin"),
+        "metrics_key": metrics_api_key,
+        "vllm_metric_names": vllm_metric_names,
         "default_limits": {"concurrency": max_concurrency_per_key, "tokens_per_minute": tokens_per_minute_per_key},
         "allowed_origins": allowed_origins or (),
         "served_model_name": served_model_name,
@@ -132,7 +148,8 @@ def serve(
         **_assignments(more),
     }
     settings = _settings(host, allowed_hosts, chosen)
-    main = partial(_serve, chosen_model(model), options, settings, host=host, port=port, log_level=log_level)
+    listening = {"host": host, "port": port, "log_level": log_level}
+    main = partial(_serve, chosen_model(model), options, settings, _log_format(log_format), listening)
     anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
@@ -147,16 +164,25 @@ def _settings(host: str, allowed_hosts: list[str] | None, chosen: dict[str, Any]
     return ServerSettings(**chosen)
 
 
+def _log_format(value: str) -> LogFormat:
+    for known in ("text", "json", "off"):
+        if value == known:
+            return known
+    raise typer.BadParameter(f"--log-format {value}: give text, json or off")
+
+
 async def _serve(
-    model: str, options: dict[str, Any], settings: ServerSettings, *, host: str, port: int, log_level: str
+    model: str, options: dict[str, Any], settings: ServerSettings, log_format: LogFormat, listening: dict[str, Any]
 ) -> None:
     from headrace.server.app import create_app
+    from headrace.server.observability.logs import set_up_logs
     from headrace.server.opening import opened
     from headrace.server.running import make_server, settle_memory
 
+    set_up_logs(log_format)
     async with opened(model, Console(stderr=True), **options) as engine:
         settle_memory()
-        await make_server(create_app(engine, settings), host=host, port=port, log_level=log_level).serve()
+        await make_server(create_app(engine, settings), log_config=None, **listening).serve()
 
 
 def _named(values: list[str] | None, prefix: str) -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 from headrace.engine import Engine, HeadraceError
 from headrace.engine.tools import Detected, ReasoningMode, detect, parser_class, reasoning_mode
 from headrace.server.errors import ApiError
 from headrace.server.limits import Limits
+from headrace.server.observability.telemetry import Telemetry
 from headrace.server.pacing import Pacer
 from headrace.server.settings import ServerSettings
 
@@ -42,11 +45,13 @@ class Service:
         self.settings = settings
         self.limits = Limits(settings)
         self.pacer = Pacer(settings.max_events_per_second)
+        self.telemetry = Telemetry()
         self.created = self.now()
         self.running: set[Running] = set()
         self.sockets: set[Socket] = set()
         self.draining = False
         self._detected: Detected | None = None
+        self._fingerprint: str | None = None
 
     @staticmethod
     def now() -> int:
@@ -57,6 +62,15 @@ class Service:
     def model(self) -> str:
         """What clients call the model."""
         return self.settings.served_model_name or self.engine.info.model
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of answers: where it differs, the same seed may give other tokens."""
+        if self._fingerprint is None:
+            info = self.engine.info
+            parts = (_version(), info.model, info.architecture, info.dtype, info.device, info.max_batched_tokens)
+            self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        return self._fingerprint
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served.
@@ -108,10 +122,10 @@ class Service:
         for socket in list(self.sockets):
             socket.drain()
 
-    def end_all(self) -> None:
-        """End what still runs; every client is told so."""
+    def end_all(self, error: ApiError | None = None) -> None:
+        """End what still runs; every client is told `error`, by default that the server shuts down."""
         for running in list(self.running):
-            running.end(self.shutting_down())
+            running.end(error or self.shutting_down())
 
     def shutting_down(self) -> ApiError:
         """What clients of a draining server are told."""
@@ -129,3 +143,10 @@ class Service:
         if age > self.settings.ready_stall:
             return f"no step has ended for {age:.0f} seconds"
         return None
+
+
+def _version() -> str:
+    try:
+        return version("headrace")
+    except PackageNotFoundError:  # run from its folders
+        return "unknown"

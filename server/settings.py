@@ -51,6 +51,10 @@ class ServerSettings(_Frozen):
     """Secrets by the name of who holds them, which is also the tenant. Without any, everybody may ask."""
     admin_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
     """Keys that may also change limits while the server runs."""
+    metrics_key: Secret | None = Field(default=None, repr=False)
+    """Opens /metrics and nothing else; admin keys open it too."""
+    vllm_metric_names: bool = False
+    """Show metrics under vLLM's names too, where they mean the same."""
     key_limits: dict[Name, KeyLimits] = Field(default_factory=dict)
     """Of single keys."""
     default_limits: KeyLimits = KeyLimits()
@@ -87,6 +91,8 @@ class ServerSettings(_Frozen):
     """A comment goes to a silent stream this often, so that clients and proxies keep it."""
     ready_stall: Seconds = 60.0
     """Seconds without a finished step, while one runs, after which the server is not ready."""
+    stall_abort: Seconds = 300.0
+    """Likewise, after which running requests are ended with an error."""
     drain_seconds: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that running requests have to end once the server is told to stop."""
     max_events_per_second: Annotated[int, Field(ge=100)] = 8000

@@ -29,6 +29,11 @@ class TokenEvents(EventSourceResponse):
         self.started = False
         self._connection = connection
 
+    @property
+    def lost(self) -> str:
+        """Why the client can no longer be told anything, where that is so."""
+        return self._connection.lost
+
     async def start(self, opening: bytes) -> None:
         """Send status, headers and the first events; later calls do nothing."""
         if not self.started:

@@ -129,6 +129,7 @@ class _ChatSocket:
             self._start(identity, frame)
         elif kind == "cancel":
             if outlet is not None:
+                outlet.lost = "cancelled"
                 outlet.scope.cancel()
         elif kind == "credit":
             tokens = _credit(frame.get("tokens"))
@@ -170,7 +171,10 @@ class _ChatSocket:
         answering = Answering(self._service, ask, outlet, scope[CALLER], request_id)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_tick, answering)
-            await answering.answer()
+            try:
+                await answering.answer()
+            finally:
+                self._service.telemetry.chat_ended(answering.figures, scope)
             tasks.cancel_scope.cancel()
 
     async def _send(self, text: bytes) -> None:
@@ -181,6 +185,8 @@ class _ChatSocket:
                 except WebSocketDisconnect:
                     self._tasks.cancel_scope.cancel()
         if limit.cancelled_caught:
+            for outlet in self._outlets.values():
+                outlet.lost = "slow_consumer"
             self.stop(_SLOW, "frames were left unread")
 
 
@@ -203,6 +209,7 @@ class _Outlet:
     def __init__(self, identity: str, credit: int | None, send: Callable[[bytes], Any]) -> None:
         self.identity = identity
         self.started = False
+        self.lost = "disconnected"
         self.scope = anyio.CancelScope()
         self._id = orjson.dumps(identity)
         self._credit = credit

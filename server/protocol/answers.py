@@ -27,15 +27,17 @@ class Header(NamedTuple):
     id: str
     created: int
     model: str
+    fingerprint: str
 
     @classmethod
-    def new(cls, prefix: str, created: int, model: str) -> Header:
+    def new(cls, prefix: str, created: int, model: str, fingerprint: str) -> Header:
         """Draw an id."""
-        return cls(f"{prefix}-{secrets.token_hex(16)}", created, model)
+        return cls(f"{prefix}-{secrets.token_hex(16)}", created, model, fingerprint)
 
     def body(self, kind: str) -> dict[str, Any]:
         """The fields, with the object's type."""
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        names = {"model": self.model, "system_fingerprint": self.fingerprint}
+        return {"id": self.id, "object": kind, "created": self.created, **names}
 
 
 class Answer(Protocol):

@@ -13,6 +13,7 @@ from headrace.server.body import ClientGone, read_json
 from headrace.server.connection import Connection
 from headrace.server.errors import ApiError
 from headrace.server.gate import CALLER, REQUEST_ID
+from headrace.server.observability.telemetry import EXCHANGE
 from headrace.server.protocol.answers import Answer, Header
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.chat_answer import ChatAnswer
@@ -45,6 +46,7 @@ class GenerationRoute:
         connection = Connection(receive, send, stall_timeout=settings.stall_timeout)
         events = TokenEvents(connection, ping_seconds=settings.ping_seconds)
         answering = Answering(service, ask, events, scope[CALLER], scope[REQUEST_ID], timeout)
+        scope[EXCHANGE].figures = answering.figures
         await connection.run(answering.answer, answering.tick)
 
 
@@ -82,7 +84,7 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
         tool_format = service.tool_format if allowed else None
         parses = tool_format is not None or reasoning != "none"
         return ChatAnswer(
-            Header.new("chatcmpl", service.now(), fields.model),
+            Header.new("chatcmpl", service.now(), fields.model, service.fingerprint),
             params.n,
             include_usage=fields.include_usage,
             make_parser=(lambda: make_parser(tool_format, reasoning)) if parses else None,
@@ -116,7 +118,7 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
         if fields.echo:
             texts = [prompt if isinstance(prompt, str) else service.engine.detokenize(prompt) for prompt in prompts]
             echoes = [text for text in texts for _ in range(params.n)]
-        header = Header.new("cmpl", service.now(), fields.model)
+        header = Header.new("cmpl", service.now(), fields.model, service.fingerprint)
         return CompletionAnswer(header, len(ids) * params.n, include_usage=fields.include_usage, echoes=echoes)
 
     return Ask(

@@ -4,7 +4,7 @@ Each row also leaves a server that answers another request within a second and h
 body that names no path or address.
 
 Rows that are not here. With the engine's options: 20, 21, 24 and 28 beyond the refusal of the field, 25 and 26
-(log-probabilities). With embeddings: 34. With adapters: 52 to 57. With metrics: 64. Tested with the engine: 31 and 32
+(log-probabilities). With embeddings: 34. With adapters: 52 to 57. Tested with the engine: 31 and 32
 (test_chat_template.py, test_tokenizer.py), 41, 42, 44, 46, 58, 66 to 68. With the WebSocket endpoint
 (test_websocket.py): 59, 60. Row 62, a client host that dies without a word, is the same to the server as row 43.
 """
@@ -558,6 +558,10 @@ def test_40_a_client_that_goes_away(moment: str, leave: Callable[[socket.socket]
         for other in others:
             vanish(other)
         until(lambda: server.idle)
+        aborted = server.service.telemetry.recorder.aborted
+        unheard = 1 if moment == "late" else 0  # it may have been answered before it was gone
+        assert aborted["disconnected"] in (len(others) + 1, len(others) + 1 - unheard)
+        assert sum(aborted.values()) == aborted["disconnected"]
         server.check()
 
 
@@ -573,6 +577,7 @@ def test_43_a_reader_that_stalls() -> None:
         server.check_others()
         until(lambda: server.idle, seconds=30)
         assert server.portal.call(server.engine.stats).generated_tokens < 90_000
+        assert server.service.telemetry.recorder.aborted["slow_consumer"] == 1
         sock.close()
 
 
@@ -630,17 +635,22 @@ def test_49_a_device_that_dies() -> None:
         assert server.client.get("/health/live").status_code == 200
 
 
-def test_50_a_device_that_hangs() -> None:
+def test_50_a_device_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
     runner = lambda: ScriptedRunner(CAPACITY, gate=lambda: release.wait(20))  # noqa: E731
-    with serving(scripted(runner), ServerSettings(ready_stall=0.3)) as server:
+    with serving(scripted(runner), ServerSettings(ready_stall=0.3, stall_abort=1.0)) as server:
         assert server.client.get("/health/ready").json() == {"status": "ready"}
         sock = connect(server, ENDLESS)
         until(lambda: server.client.get("/health/ready").status_code == 503, seconds=2)
         assert server.client.get("/health/live").status_code == 200
+        answer = b""
+        while part := sock.recv(65536):
+            answer += part
+        assert b'"code":"engine_stalled"' in answer
         release.set()
         until(lambda: server.client.get("/health/ready").status_code == 200, seconds=2)
-        vanish(sock)
+        assert caplog.text.count("the stacks of all threads follow") == 1
+        server.check()
 
 
 # -- the end --------------------------------------------------------------------------------------------------------
@@ -728,6 +738,29 @@ def test_63_more_connections_than_file_descriptors() -> None:
         time.sleep(0.2)
         assert httpx2.get(f"{process.url}/health/ready", trust_env=False).status_code == 200
         pool.shutdown()
+
+
+def test_64_metrics_of_somebody_who_asks_without_pause(guarded: Serving) -> None:
+    boss = {"authorization": "Bearer the-boss-of-tests"}
+    check_error(httpx2.get(f"{guarded.url}/metrics", trust_env=False), 401)
+    check_error(guarded.client.get("/metrics"), 403, "admin_only")
+    for injected in ('x"} 1', "a\nheadrace:up 1", "\u2028", "x" * 200):
+        guarded.post({"prompt": "x", "model": injected, "user": injected}, headers={"x-tenant": injected})
+        guarded.client.get("/v1/" + injected.replace("\n", "%0A"))
+        guarded.client.request("BREW", "/v1/models")
+    guarded.post({"prompt": "x", "max_tokens": 2, "ignore_eos": True})
+    began, taken = time.monotonic(), 0.0
+    for _ in range(1000):
+        answer = guarded.client.get("/metrics", headers=boss)
+        taken = max(taken, answer.elapsed.total_seconds())
+        assert answer.status_code == 200
+    assert taken < 0.5 and time.monotonic() - began < 20
+    guarded.check_others()
+    time.sleep(0.5)
+    text = guarded.client.get("/metrics", headers=boss).text
+    assert 'tenant="me"' in text and 'method="other"' in text and 'route="other"' in text
+    assert not [line for line in text.splitlines() if len(line) > 200 or "headrace:up" in line or "x-tenant" in line]
+    assert len(text) < 60_000
 
 
 def test_65_a_long_prefill_is_no_silence() -> None:

@@ -1,0 +1,72 @@
+"""Lines of the log: fields of one event as `key=value` for people or JSON for machines; never holds what was asked.
+
+Values are ids, names that an operator chose, and numbers. A text that came from a client is never among them, but for
+the request id, which the gate has reduced to harmless characters.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import orjson
+
+__all__ = ["JsonLines", "Line", "LogFormat", "set_up_logs"]
+
+LogFormat = Literal["text", "json", "off"]
+
+
+class Line:
+    """One event with its fields; costs nothing until somebody formats it."""
+
+    __slots__ = ("event", "fields")
+
+    def __init__(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Hold what is to be logged; fields that are None are left out."""
+        self.event = event
+        self.fields = {name: value for name, value in fields.items() if value is not None}
+
+    def __str__(self) -> str:
+        """The event, then `key=value`."""
+        return " ".join([self.event, *(f"{name}={_shown(value)}" for name, value in self.fields.items())])
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, the event and its fields, or the message of what is no event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of one record."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        first = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        if isinstance(first, Line):
+            line |= {"event": first.event, **first.fields}
+        else:
+            line["message"] = record.getMessage()
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()
+
+
+def set_up_logs(style: LogFormat) -> None:
+    """Send this process' log to stderr; for processes that are servers and nothing else.
+
+    `off` leaves out the line of each request.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if style == "json" else text)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.getLogger("headrace").setLevel(logging.INFO)
+    logging.getLogger("headrace.server.requests").setLevel(logging.WARNING if style == "off" else logging.INFO)
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,16 @@
+"""GET /metrics: the application's metrics as Prometheus scrapes them; who may read them is the gate's to say."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.server.observability.exporter import MEDIA_TYPE, Exporter
+
+__all__ = ["show_metrics"]
+
+
+async def show_metrics(request: Request) -> Response:
+    """Every metric, as text."""
+    exporter: Exporter = request.app.state.exporter
+    return Response(exporter.text(), headers={"content-type": MEDIA_TYPE, "cache-control": "no-store"})
