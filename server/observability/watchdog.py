@@ -90,10 +90,9 @@ class Watchdog:
 
 
 def _stacks() -> str:
-    """Where every thread of the process is; lines of code, never values."""
+    """Where every other thread of the process is; lines of code, never values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    for ident, frame in sys._current_frames().items():
-        stack = "".join(traceback.format_stack(frame))
-        parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    parts = [f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in frames]
     return "\n".join(parts)

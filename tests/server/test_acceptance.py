@@ -644,9 +644,10 @@ def test_50_a_device_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
         until(lambda: server.client.get("/health/ready").status_code == 503, seconds=2)
         assert server.client.get("/health/live").status_code == 200
         answer = b""
-        while part := sock.recv(65536):
-            answer += part
-        assert b'"code":"engine_stalled"' in answer
+        while b'"code":"engine_stalled"' not in answer:
+            answer += sock.recv(65536) or b"the end"
+            assert not answer.endswith(b"the end")
+        sock.close()
         release.set()
         until(lambda: server.client.get("/health/ready").status_code == 200, seconds=2)
         assert caplog.text.count("the stacks of all threads follow") == 1
@@ -745,7 +746,7 @@ def test_64_metrics_of_somebody_who_asks_without_pause(guarded: Serving) -> None
     check_error(httpx2.get(f"{guarded.url}/metrics", trust_env=False), 401)
     check_error(guarded.client.get("/metrics"), 403, "admin_only")
     for injected in ('x"} 1', "a\nheadrace:up 1", "\u2028", "x" * 200):
-        guarded.post({"prompt": "x", "model": injected, "user": injected}, headers={"x-tenant": injected})
+        guarded.post({"prompt": "x", "model": injected, "user": injected})
         guarded.client.get("/v1/" + injected.replace("\n", "%0A"))
         guarded.client.request("BREW", "/v1/models")
     guarded.post({"prompt": "x", "max_tokens": 2, "ignore_eos": True})
@@ -759,7 +760,7 @@ def test_64_metrics_of_somebody_who_asks_without_pause(guarded: Serving) -> None
     time.sleep(0.5)
     text = guarded.client.get("/metrics", headers=boss).text
     assert 'tenant="me"' in text and 'method="other"' in text and 'route="other"' in text
-    assert not [line for line in text.splitlines() if len(line) > 200 or "headrace:up" in line or "x-tenant" in line]
+    assert not [line for line in text.splitlines() if len(line) > 200 or "headrace:up" in line]
     assert len(text) < 60_000
 
 
