@@ -53,7 +53,9 @@ class Serving:
         self.portal = portal
         self.engine = engine
         self.service: Service = app.state.service
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket = socket.socket(proto=socket.IPPROTO_TCP)  # named: asyncio sets TCP_NODELAY on no other
+        self.socket.bind(("127.0.0.1", 0))
+        self.socket.listen()
         self.port = self.socket.getsockname()[1]
         self.server = make_server(app, host="127.0.0.1", port=self.port, log_level="critical")
         self.url = f"http://127.0.0.1:{self.port}"

@@ -88,7 +88,8 @@ class _Families(Collector):
         families = [*_of_server(service), *_of_requests(service)]
         engine = service.engine
         try:
-            families += [*_of_engine(engine.info, engine.stats()), *_of_steps(engine.stats(), engine.step_age)]
+            stats = engine.stats()
+            families += [*_of_engine(engine.info, stats), *_of_steps(stats, engine.step_age)]
             model = service.model
         except HeadraceError:  # closed or dead: the server's own counts still stand
             model = ""

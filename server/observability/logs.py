@@ -48,10 +48,15 @@ class JsonLines(logging.Formatter):
         if isinstance(first, Line):
             line |= {"event": first.event, **first.fields}
         else:
-            line["message"] = record.getMessage()
+            line["message"] = _clean(record.getMessage())
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = _clean(self.formatException(record.exc_info))
         return orjson.dumps(line, default=str).decode()
+
+
+def _clean(text: str) -> str:
+    """Without half surrogates, which are no JSON."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def set_up_logs(style: LogFormat) -> None:

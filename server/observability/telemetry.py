@@ -70,8 +70,9 @@ class Telemetry:
         recorder, now = self.recorder, time.perf_counter()
         figures.ended = now
         figures.take(streams)
-        if figures.queued is not None and figures.taken_up is not None:
-            recorder.queue_time.add(max(figures.taken_up - figures.queued, 0.0))
+        if figures.queued is not None and not figures.refused:  # who waited in vain counts as well
+            until = figures.taken_up or figures.first or now
+            recorder.queue_time.add(max(until - figures.queued, 0.0))
         if admitted:
             recorder.tenant(figures.tenant).requests += 1
         if figures.reason == "finished":

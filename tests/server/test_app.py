@@ -14,7 +14,10 @@ from headrace.engine import Engine, EngineStopped
 from headrace.engine.fake_device import FAKE_LETTER, FakeEngine
 from headrace.server import ServerSettings, create_app
 
-SETTINGS = ServerSettings(allowed_hosts=("testserver",), api_keys={"me": "the-key-of-tests"})
+SETTINGS = ServerSettings(
+    allowed_hosts=("testserver",), api_keys={"me": "the-key-of-tests"}, metrics_key="the-reader-of-tests"
+)
+READER = {"authorization": "Bearer the-reader-of-tests"}
 KEY = {"authorization": "Bearer the-key-of-tests"}
 
 
@@ -35,6 +38,8 @@ def test_alone_and_mounted(prefix: str) -> None:
         assert client.get(f"{prefix}/health/ready").json() == {"status": "ready"}
         assert client.get(f"{prefix}/v1/models").status_code == 401
         assert client.put(f"{prefix}/v1/admin/keys/me/limits", json={}, headers=KEY).status_code == 403
+        assert client.get(f"{prefix}/metrics", headers=KEY).status_code == 403
+        assert client.get(f"{prefix}/metrics", headers=READER).text.count("headrace:ready 1.0") == 1
         body = {"model": "fake", "prompt": "x", "max_tokens": 5}
         answer = client.post(f"{prefix}/v1/completions", json=body, headers=KEY)
         assert answer.json()["choices"][0]["text"] == 5 * FAKE_LETTER

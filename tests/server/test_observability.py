@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import httpx2
 import pytest
+import tiny_models
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -333,6 +334,18 @@ def test_rules_and_dashboard_ask_for_samples_that_exist(exported: set[str]) -> N
             assert query.count(opening) == query.count(closing), query
 
 
+def test_a_request_that_waited_in_vain_counts_for_queue_time() -> None:
+    one_row = Capacity(num_pages=512, page_size=16, max_rows=1, max_batched_tokens=64, max_context=1024, vocab_size=257)
+    runner = lambda: ScriptedRunner(one_row, gate=lambda: time.sleep(0.01))  # noqa: E731
+    with serving(scripted(runner, one_row), ServerSettings(queue_timeout=0.5)) as server:
+        first = endless(server)
+        assert next(first)
+        check_error(server.post({"prompt": "late"}), 503, "queue_timeout")
+        found = shows(server, {"queue_time_seconds_count": 1, "requests_aborted_total{reason=queue_timeout}": 1})
+        assert 0.5 <= found["headrace:queue_time_seconds_sum"] < 2.0
+        first.close()  # type: ignore[attr-defined]
+
+
 def test_vllms_names_have_the_same_values_and_are_shown_on_request_alone(exported: set[str]) -> None:
     assert {*VLLM_NAMES, *VLLM_NAMES.values()} <= bare(exported)
     with serving(scripted(), ServerSettings(vllm_metric_names=True)) as server:
@@ -441,6 +454,31 @@ def test_a_slow_consumer_is_counted_and_logged(caplog: pytest.LogCaptureFixture)
         )
         sock.close()
     assert caplog.text.count("slow_consumer request_id=") == 1
+
+
+def test_the_command_logs_json_lines_alone(tmp_path: Path) -> None:
+    model = tiny_models.whole_folder(tmp_path)
+    command = [sys.executable, "-c", "from headrace.server.cli import main; main()", "serve", str(model), "--port", "0"]
+    command += ["--log-format", "json", "--served-model-name", "tiny", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    try:
+        for line in process.stderr:
+            lines.append(json.loads(line))
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)", lines[-1].get("message", "")):
+                body = {"model": "tiny", "prompt": "x", "max_tokens": 3, "ignore_eos": True}
+                url = f"http://127.0.0.1:{found[1]}/v1/completions"
+                assert httpx2.post(url, json=body, trust_env=False, timeout=30).status_code == 200
+                process.terminate()
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.stderr.close()
+        process.wait()
+    (asked,) = [line for line in lines if line.get("event") == "request"]
+    assert asked["completion_tokens"] == 3 and asked["status"] == 200 and asked["level"] == "info"
+    assert {line["logger"].split(".")[0] for line in lines} <= {"headrace", "uvicorn"}
 
 
 # -- spans ----------------------------------------------------------------------------------------------------------
