@@ -90,6 +90,7 @@ class Answering:
         """Answer `ask` of `caller` through `outlet`, in `timeout` seconds or what the server allows."""
         longest = service.settings.request_timeout
         self.figures = service.telemetry.begin(request_id, caller.name)
+        """Its counts and times, for the log's line of the request."""
         self._service = service
         self._ask = ask
         self._outlet = outlet

@@ -1,7 +1,7 @@
 """`Recorder`: what a server has counted since it started, as plain numbers; never formats them and never reads a clock.
 
-All of it lives on the event loop's thread, so that counting is an addition and takes no lock. exporter.py turns it into
-Prometheus' families when somebody asks.
+All of it but `stalls`, which the watchdog's thread counts, lives on the event loop's thread, so that counting is an
+addition and takes no lock. exporter.py turns it into Prometheus' families when somebody asks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Recorder:
         self.loop_lag = Histogram(_FINE)
         self.finished: Counter[str] = Counter(stop=0, length=0)
         """Choices that ended, by finish reason."""
-        self.aborted: Counter[str] = Counter(dict.fromkeys(ABORT_REASONS, 0))
+        self.aborted: Counter[str] = Counter(dict.fromkeys(sorted(ABORT_REASONS), 0))
         """Requests that ended without their answer, by reason."""
         self.http: Counter[tuple[str, str, str]] = Counter()
         """HTTP requests by method, route and status."""
