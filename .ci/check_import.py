@@ -11,7 +11,7 @@ import sys
 
 LIMIT_S = 0.3
 TRIES = 5
-HEAVY = ("torch", "transformers", "tokenizers", "gguf", "starlette", "flashinfer", "rich", "typer")
+HEAVY = ("torch", "transformers", "tokenizers", "gguf", "starlette", "flashinfer", "llguidance", "rich", "typer")
 
 PROBE = """
 import json, os, signal, sys, threading, time

@@ -3,6 +3,7 @@
 HeadraceError
 ├── Rejected              refused before the first token; nothing was spent, another request may succeed
 │   ├── InvalidParams     a field of the request is out of its range (also a ValueError)
+│   ├── GrammarRejected   a response format is invalid, too large or takes too long to compile
 │   ├── PromptTooLong     the prompt leaves no room for one token in the context or in the page pool
 │   └── UnknownAdapter    no adapter of that name is loaded
 ├── LoadFailed            the engine did not start; nothing is held
@@ -21,6 +22,7 @@ __all__ = [
     "DeviceUnavailable",
     "EngineCrashed",
     "EngineStopped",
+    "GrammarRejected",
     "HeadraceError",
     "InvalidParams",
     "LoadFailed",
@@ -62,6 +64,10 @@ class Rejected(_Refusal):
 
 class InvalidParams(Rejected, ValueError):
     """A field of the request is out of its range or of the wrong kind."""
+
+
+class GrammarRejected(Rejected):
+    """A response format is invalid, needs what is not supported, is too large or takes too long to compile."""
 
 
 class PromptTooLong(Rejected):

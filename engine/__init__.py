@@ -8,6 +8,7 @@ from headrace.engine.errors import (
     DeviceUnavailable,
     EngineCrashed,
     EngineStopped,
+    GrammarRejected,
     HeadraceError,
     InvalidParams,
     LoadFailed,
@@ -19,9 +20,10 @@ from headrace.engine.errors import (
     RequestFailed,
     UnknownAdapter,
 )
-from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Token, Usage
+from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logprob, Token, TokenLogprobs, Usage
 from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
+from headrace.engine.response_format import ResponseFormat
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 
@@ -38,9 +40,11 @@ __all__ = [
     "EngineStats",
     "EngineStopped",
     "FinishReason",
+    "GrammarRejected",
     "HeadraceError",
     "InvalidParams",
     "LoadFailed",
+    "Logprob",
     "Message",
     "ModelRejected",
     "NonFiniteLogits",
@@ -49,8 +53,10 @@ __all__ = [
     "PromptTooLong",
     "Rejected",
     "RequestFailed",
+    "ResponseFormat",
     "SamplingParams",
     "Token",
+    "TokenLogprobs",
     "TokenStream",
     "UnknownAdapter",
     "Usage",

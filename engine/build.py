@@ -84,7 +84,7 @@ def open_engine(config: EngineConfig) -> Opened:
         max_rows=capacity.max_rows,
         max_batched_tokens=capacity.max_batched_tokens,
     )
-    return Opened(device.runner, tokenizer, capacity, info)
+    return Opened(device.runner, tokenizer, capacity, info, device.abilities)
 
 
 def build_kernels(config: EngineConfig, folder: str) -> int:

@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack, overload
 
@@ -16,17 +17,19 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
+from headrace.engine.collect import check_streamed, collect, streamed_params
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
-from headrace.engine.events import Choice, Completion
-from headrace.engine.generation import Generation, StopText
+from headrace.engine.events import Completion
+from headrace.engine.generation import Generation, as_headrace
+from headrace.engine.grammars import CompiledGrammar, Grammars
 from headrace.engine.loop import StepLoop
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompts import TokenizerLike, check_token_ids, is_short, to_token_ids
-from headrace.engine.requests import Asking, make_requests
+from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
+from headrace.engine.requests import Asking, check_abilities, make_generation, make_requests
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
@@ -81,6 +84,7 @@ class Engine:
         self._post = Poster()
         self._helper = Worker("headrace-helper", self._post)
         self._waiter = Worker("headrace-waiter", self._post)
+        self._grammars = Grammars(self._post)
         try:
             opened = await self._helper.run(self._open_and_keep)
             await checkpoint()
@@ -164,9 +168,14 @@ class Engine:
 
     async def _return_resources(self) -> None:
         opened, self._opened = self._opened, None
+
+        def close(opened: Opened) -> None:
+            self._grammars.close()
+            opened.runner.close()
+
         try:
             if opened is not None:
-                await self._helper.run(opened.runner.close)
+                await self._helper.run(partial(close, opened))
         finally:
             self._helper.close()
             self._waiter.close()
@@ -197,29 +206,20 @@ class Engine:
             A stream; a `Rejected` request raises in its `admitted()` or first read.
 
         Raises:
-            InvalidParams: `params` are not `SamplingParams`.
+            InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`, which is known at the end alone.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
         loop, opened = self._serving()
-        if not isinstance(params, SamplingParams):
-            raise InvalidParams(
-                f"params: must be SamplingParams, got {type(params).__name__}", field="params", value=params
-            )
-        choices = params.n
+        check_streamed(params)
         asking = Asking(params, adapter, tenant, cache_salt, priority)
-        stop_texts = _stop_texts(asking, opened.tokenizer)
-        generation = Generation(loop, choices, self.config.max_unread_tokens, stop_texts)
+        generation = make_generation(asking, loop, opened.tokenizer, self.config.max_unread_tokens)
 
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
             if ids is not None:
                 self._admit(generation, asking, ids)
-            elif isinstance(error, HeadraceError):
-                generation.abandon(error)
             else:
-                failure = HeadraceError("the tokenizer failed")
-                failure.__cause__ = error
-                generation.abandon(failure)
+                generation.abandon(as_headrace(error, "the tokenizer failed"))
 
         if is_short(prompt):
             try:
@@ -246,20 +246,11 @@ class Engine:
             Rejected: The request can never run.
             RequestFailed: It ended early.
         """
-        stream = self.stream(prompt, params, adapter=adapter, tenant=tenant, cache_salt=cache_salt, priority=priority)
-        texts: list[list[str]] = [[] for _ in range(params.n)]
-        ids: list[list[int]] = [[] for _ in range(params.n)]
-        async with stream:
-            async for chunk in stream.chunks():
-                for token in chunk.tokens:
-                    texts[token.index].append(token.text)
-                    if token.id is not None:
-                        ids[token.index].append(token.id)
-        choices = [
-            Choice(index=index, text="".join(texts[index]), token_ids=ids[index], finish_reason=reason or "cancelled")
-            for index, reason in enumerate(stream.finish_reasons)
-        ]
-        return Completion(prompt_token_ids=stream.prompt_token_ids, choices=choices, usage=stream.usage)
+        streamed = streamed_params(params)
+        if streamed is not params:  # the stream would be refused by another name
+            check_abilities(params, self._serving()[1].abilities)
+        stream = self.stream(prompt, streamed, adapter=adapter, tenant=tenant, cache_salt=cache_salt, priority=priority)
+        return await collect(stream, params)
 
     @overload
     async def generate_many(
@@ -297,14 +288,40 @@ class Engine:
         return await run_many(self, prompts, params, progress=progress, return_errors=return_errors, **asked)
 
     def _admit(self, generation: Generation, asking: Asking, ids: list[int]) -> None:
-        """Hand a tokenised prompt to the step loop, unless its reader or the engine has gone meanwhile."""
+        """Check a tokenised prompt and what is asked of it; compile its grammar, if it has one, then submit it."""
         if generation.finished:
             return
         try:
             loop, opened = self._serving()
+            check_abilities(asking.params, opened.abilities)
             loop.scheduler.check_length(len(ids))  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
-            requests = make_requests(ids, asking, opened.tokenizer.eos_ids, opened.info.vocab_size, self._random)
+        except HeadraceError as error:
+            generation.abandon(error)
+            return
+        wanted = asking.params.response_format
+        if wanted is None:
+            self._submit(generation, asking, ids)
+            return
+
+        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
+            if error is not None:
+                generation.abandon(as_headrace(error, "the grammar's compiler failed"))
+            else:  # a grammar, or none because nobody wants it any more
+                self._submit(generation, asking, ids, grammar)
+
+        self._grammars.compile(wanted, opened, lambda: not generation.finished, compiled)
+
+    def _submit(
+        self, generation: Generation, asking: Asking, ids: list[int], grammar: CompiledGrammar | None = None
+    ) -> None:
+        """Hand a request to the step loop, unless its reader or the engine has gone meanwhile."""
+        if generation.finished:
+            return
+        try:
+            loop, opened = self._serving()
+            vocab_size = opened.info.vocab_size
+            requests = make_requests(ids, asking, opened.tokenizer, vocab_size, self._random, grammar)
             loop.submit(generation, ids, requests)
         except HeadraceError as error:
             generation.abandon(error)
@@ -374,20 +391,3 @@ class Engine:
             EngineCrashed: Its step loop died.
         """
         return self._serving()[0].stats()
-
-
-def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
-    """The stop-string state of each choice; none where there are no stop strings."""
-    params = asking.params
-    if not params.stop:
-        return []
-    stop_ids = asking.stop_ids(tokenizer.eos_ids)
-    return [
-        StopText(
-            Detokenizer(tokenizer.table, params.skip_special_tokens),
-            params.stop,
-            stop_ids,
-            params.include_stop_str_in_output,
-        )
-        for _ in range(params.n)
-    ]

@@ -8,11 +8,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["Choice", "Chunk", "Completion", "FinishReason", "Token", "Usage"]
+__all__ = ["Choice", "Chunk", "Completion", "FinishReason", "Logprob", "Token", "TokenLogprobs", "Usage"]
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 """Why a choice ended: `stop` at an end-of-sequence token, a stop token or a stop string; `length` at `max_tokens`, the
 context or the page pool; `cancelled` by the caller or by closing the engine."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Logprob:
+    """One token at one position and how likely the model finds it there, before any sampling option had its say."""
+
+    id: int
+    token: str
+    """Its text; U+FFFD for what is no whole character."""
+    bytes: bytes
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """1 for the likeliest."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenLogprobs(Logprob):
+    """The token that is at a position, and the likeliest ones there."""
+
+    top_logprobs: list[Logprob]
+    """As many as were asked for, the likeliest first; the token itself may be among them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +54,8 @@ class Token:
     """Set on the last item of each choice and on no other."""
     logprob: float | None = None
     """Natural-log probability, where the request asks for log-probabilities."""
+    logprobs: TokenLogprobs | None = None
+    """The same with rank and alternatives."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +84,10 @@ class Choice:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, where the request asks for them."""
+    mean_logprob: float | None = None
+    """Over the tokens, where the request asks for log-probabilities or `best_of`, which ranks by it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,3 +97,5 @@ class Completion:
     prompt_token_ids: list[int]
     choices: list[Choice]
     usage: Usage
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each of `prompt_token_ids`, None for the first, where the request asks for them."""

@@ -11,13 +11,14 @@ from typing import NamedTuple, Protocol
 import anyio
 
 from headrace.engine.errors import HeadraceError
-from headrace.engine.events import FinishReason
+from headrace.engine.events import FinishReason, Usage
 from headrace.engine.mailbox import Mailbox
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.shaping import Report
 from headrace.engine.text import Detokenizer, StopMatcher
 
-__all__ = ["Delivered", "Generation", "StopText"]
+__all__ = ["Delivered", "Generation", "StopText", "as_headrace"]
 
 
 class Delivered(NamedTuple):
@@ -28,6 +29,8 @@ class Delivered(NamedTuple):
     text: str | None
     """None where the reader turns ids into text; requests with stop strings need it earlier."""
     finish_reason: FinishReason | None
+    report: Report | None = None
+    """Log-probabilities, where they are wanted."""
 
 
 class Control(Protocol):
@@ -49,12 +52,21 @@ class Control(Protocol):
 class StopText:
     """Text of one choice that may be cut by a stop string."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_stop_ids")
+    __slots__ = ("_detokenizer", "_matcher", "_stop_ids", "_unwatched")
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: tuple[str, ...], stop_ids: frozenset[int], include: bool = False
+        self,
+        detokenizer: Detokenizer,
+        stops: tuple[str, ...],
+        stop_ids: frozenset[int],
+        include: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """Watch for `stops`; ids in `stop_ids` end a choice. Neither is shown, unless with `include`."""
+        """Watch for `stops` in the text of what follows the first `min_tokens`; ids in `stop_ids` end a choice.
+
+        Neither is shown, unless with `include`.
+        """
+        self._unwatched = min_tokens
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, include)
         self._stop_ids = frozenset() if include else stop_ids
@@ -62,6 +74,9 @@ class StopText:
     def feed(self, token: int | None, *, last: bool) -> tuple[str, bool]:
         """Text that may be shown after `token`, and whether a stop string was met; `last` releases what is held."""
         text = "" if token is None or token in self._stop_ids else self._detokenizer.feed(token)
+        if token is not None and self._unwatched:
+            self._unwatched -= 1
+            return text + (self._detokenizer.flush() if last else ""), False
         shown, matched = self._matcher.feed(text)
         if last and not matched:
             rest, matched = self._matcher.feed(self._detokenizer.flush())
@@ -86,6 +101,8 @@ class Generation:
         """
         self.requests: Sequence[Request] = ()
         self.prompt: list[int] = []
+        self.stop_ids: frozenset[int] = frozenset()
+        """Ids that end a choice; known with the requests."""
         self.mailbox: Mailbox[Delivered] = Mailbox()
         self.admitted = anyio.Event()
         """Set once the scheduler has the request, or it was refused or cancelled before."""
@@ -97,12 +114,15 @@ class Generation:
         self._paused = False
         self._stop_texts = stop_texts
         self._choice_of: dict[int, int] = {}
+        self._first: Request | None = None
         self._unfinished = choices
 
     def start(self, prompt: list[int], requests: Sequence[Request]) -> None:
         """Take in the choices, which the scheduler has accepted."""
         self.prompt = prompt
         self.requests = requests
+        self.stop_ids = requests[0].stop_ids
+        self._first = requests[0]
         self._choice_of = {request.id: choice for choice, request in enumerate(requests)}
         self.admitted.set()
 
@@ -110,6 +130,16 @@ class Generation:
     def finished(self) -> bool:
         """Every choice has ended."""
         return self._unfinished == 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far."""
+        completion = sum(len(request.tokens) - request.prompt_len for request in self.requests)
+        return self._usage(completion)
+
+    def _usage(self, completion: int) -> Usage:
+        cached = 0 if self._first is None else self._first.cached
+        return Usage(prompt_tokens=len(self.prompt), completion_tokens=completion, cached_tokens=cached)
 
     def deliver(self, emission: Emission) -> None:
         """Put a commit's result where the reader finds it."""
@@ -124,7 +154,7 @@ class Generation:
             if matched:
                 self._control.finish(emission.request, "stop")
                 reason = "stop"
-        self.mailbox.put(Delivered(choice, emission.token, text, reason))
+        self.mailbox.put(Delivered(choice, emission.token, text, reason, emission.report))
         if reason is not None:
             self._count_end()
         elif len(self.mailbox) + self.held >= self._window and not self._paused:
@@ -174,3 +204,12 @@ class Generation:
         self._unfinished -= 1
         if not self._unfinished:
             self.mailbox.close()
+
+
+def as_headrace(error: BaseException | None, what: str) -> HeadraceError:
+    """`error`, or what it means to a caller where it is none of ours."""
+    if isinstance(error, HeadraceError):
+        return error
+    failure = HeadraceError(what)
+    failure.__cause__ = error
+    return failure

@@ -76,12 +76,24 @@ class StepLoop:
         Raises:
             Rejected: They can never run; nothing is kept.
         """
-        for request in requests:  # all choices have the same prompt: if the first is accepted, so are the others
-            self.scheduler.submit(request)
-            self._generations[request.id] = generation
+        self.add(generation, requests)  # all have the same prompt: if the first is accepted, so are the others
         generation.start(prompt, requests)
         self._idle = anyio.Event()
+
+    def add(self, generation: Generation, requests: Sequence[Request]) -> None:
+        """Queue more requests of a generation.
+
+        Raises:
+            Rejected: The first can never run; nothing is kept.
+        """
+        for request in requests:
+            self.scheduler.submit(request)
+            self._generations[request.id] = generation
         self._wake()
+
+    def most_tokens(self, prompt_len: int) -> int:
+        """Tokens that a prompt of so many may grow to; it must have been accepted."""
+        return self.scheduler.check_length(prompt_len)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End a request now; its pages return when its last launched step is done. False if it has ended."""

@@ -157,14 +157,15 @@ class _Many:
         for index in count():
             past_end = index == num_params
             each = params if isinstance(params, SamplingParams) else SamplingParams() if past_end else params[index]
-            await self._room(each.n)  # before the prompt is taken: what is not submitted stays with the caller
+            choices = each.best_of or each.n
+            await self._room(choices)  # before the prompt is taken: what is not submitted stays with the caller
             prompt = await pull()
             if num_params is not None and past_end != (prompt is _Mark.END):
                 raise _unequal(num_params, "more" if past_end else str(index))
             if prompt is _Mark.END:
                 return
             self.answers.append(None)
-            self._in_flight += each.n
+            self._in_flight += choices
             self._tasks.start_soon(self._answer, index, prompt, each)
             await checkpoint()  # its submission tokenises: no more than one between two turns of the event loop
 
@@ -185,7 +186,7 @@ class _Many:
         except Exception as error:  # not of this request, such as a keyword that is none
             self._fail(error)
         self.ended += 1
-        self._in_flight -= params.n
+        self._in_flight -= params.best_of or params.n
         self._freed.set()
 
     def _fail(self, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.engine.prompts import TokenizerLike
-from headrace.engine.scheduling.plan import Capacity, Runner
+from headrace.engine.scheduling.plan import Ability, Capacity, Runner
 from headrace.engine.stats import EngineInfo
 
 __all__ = ["Opened"]
@@ -19,3 +19,5 @@ class Opened:
     tokenizer: TokenizerLike
     capacity: Capacity
     info: EngineInfo
+    abilities: frozenset[Ability] = frozenset()
+    """What the runner can do beyond `Sampling`; requests that need more are refused."""

@@ -4,17 +4,43 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from headrace.engine.beams import BeamControl, BeamGeneration
 from headrace.engine.errors import InvalidParams, UnknownAdapter
-from headrace.engine.params import SamplingParams
+from headrace.engine.generation import Generation, StopText
+from headrace.engine.params import SamplingParams, shown
+from headrace.engine.prompts import TokenizerLike
+from headrace.engine.scheduling.beams import BeamSearch
+from headrace.engine.scheduling.plan import Ability
 from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.shaping import Grammar, Reporting, Shaping
+from headrace.engine.stream import detokenizer_of
 
-__all__ = ["Asking", "make_requests"]
+__all__ = ["Asking", "check_abilities", "make_generation", "make_requests"]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
 _UNLIMITED = 2**62
+_MAX_PROMPT_REPORTS = 2**19
+"""Log-probabilities of one prompt: some 50 MB of host memory."""
+_NEEDS: dict[str, Ability] = {
+    "presence_penalty": "shaping",
+    "frequency_penalty": "shaping",
+    "repetition_penalty": "shaping",
+    "logit_bias": "shaping",
+    "allowed_token_ids": "shaping",
+    "forbidden_token_ids": "shaping",
+    "bad_words": "shaping",
+    "min_tokens": "shaping",
+    "response_format": "grammar",
+    "best_of": "logprobs",
+    "beam_width": "logprobs",
+    "logprobs": "logprobs",
+    "prompt_logprobs": "logprobs",
+}
+"""What a runner must be able to do for a field that is not at its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +58,59 @@ class Asking:
         """What requests have in common that may share prefix pages."""
         return self.tenant if self.cache_salt is None else self.cache_salt
 
+    @property
+    def root(self) -> bytes:
+        """First link of the prefix hash chain."""
+        return repr((self.adapter, self.sharing)).encode()
+
     def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
         """Token ids that end a choice."""
         return frozenset((*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_ids)))
 
 
+def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> None:
+    """Refuse what the device cannot do.
+
+    Raises:
+        InvalidParams: Names the first field that needs more.
+    """
+    for field, ability in _NEEDS.items():
+        value = getattr(params, field)
+        if ability not in abilities and value != SamplingParams.model_fields[field].default:
+            raise InvalidParams(f"{field}: this device cannot do it yet, got {shown(value)}", field=field, value=value)
+
+
 def make_requests(
-    ids: Sequence[int], asking: Asking, eos_ids: Sequence[int], vocab_size: int, random_seeds: random.Random
+    ids: Sequence[int],
+    asking: Asking,
+    tokenizer: TokenizerLike,
+    vocab_size: int,
+    random_seeds: random.Random,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
     """One request for each of the `n` choices of a prompt; the others fork the first one's pages.
 
+    Args:
+        ids: The prompt.
+        asking: What is asked.
+        tokenizer: The model's.
+        vocab_size: Width of the logits.
+        random_seeds: Where seeds come from that are not given.
+        grammar: `response_format`, compiled.
+
     Raises:
-        InvalidParams: A stop token is not in the vocabulary.
+        InvalidParams: A token is not in the vocabulary, or the masks leave none.
         UnknownAdapter: No adapter is loaded under that name.
     """
     params = asking.params
     _check(asking, vocab_size)
+    _check_prompt_logprobs(params, len(ids))
+    if params.beam_width is not None:
+        return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     limit = len(ids) + (params.max_tokens if params.max_tokens is not None else _UNLIMITED)
-    stop_ids = asking.stop_ids(eos_ids)
-    root = repr((asking.adapter, asking.sharing)).encode()
+    stop_ids = asking.stop_ids(tokenizer.eos_ids)
+    shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
     requests: list[Request] = []
     for choice in range(params.n):
         sampling = Sampling(
@@ -61,20 +120,154 @@ def make_requests(
             min_p=params.min_p,
             seed=(seed + choice * _GOLDEN) & _MASK,
         )
+        prompt_reports = params.prompt_logprobs if choice == 0 else None  # the same for all: the first one computes it
+        reporting = Reporting(params.logprobs, prompt_reports)
         requests.append(
             Request(
                 tokens=list(ids),
                 prompt_len=len(ids),
                 limit=limit,
                 sampling=sampling,
+                shaping=shaping,
+                reporting=None if reporting == Reporting() else reporting,
+                grammar=grammar,
                 stop_ids=stop_ids,
-                root=root,
+                root=asking.root,
                 priority=asking.priority,
                 leader=requests[0] if requests else None,
                 forked=params.n > 1,
             )
         )
     return requests
+
+
+def make_generation(asking: Asking, control: BeamControl, tokenizer: TokenizerLike, window: int) -> Generation:
+    """The engine's side of the stream that is asked for; arguments as `Generation`'s."""
+    params = asking.params
+    if params.beam_width is None:
+        return Generation(control, params.n, window, _stop_texts(asking, tokenizer))
+    return BeamGeneration(control, _search(asking, tokenizer), params.n)
+
+
+def _search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
+    """A beam search that has just begun."""
+    params = asking.params
+    return BeamSearch(
+        width=params.beam_width or 1,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        stop_ids=asking.stop_ids(tokenizer.eos_ids),
+        limit=_UNLIMITED if params.max_tokens is None else params.max_tokens,
+    )
+
+
+def _first_beam(ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int) -> Request:
+    """The request whose likeliest tokens begin a beam search.
+
+    Raises:
+        InvalidParams: The vocabulary is too small to go on with so many.
+    """
+    if search.candidates > vocab_size:
+        raise InvalidParams(
+            f"beam_width: {search.width} beams look at {search.candidates} tokens of a vocabulary of {vocab_size}",
+            field="beam_width",
+            value=search.width,
+            limit=vocab_size,
+        )
+    return Request(
+        tokens=list(ids),
+        prompt_len=len(ids),
+        limit=len(ids) + 1,
+        sampling=Sampling(),
+        reporting=Reporting(completion=search.candidates),
+        root=asking.root,
+        priority=asking.priority,
+        holds=True,
+    )
+
+
+def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
+    """The stop-string state of each choice; none where there are no stop strings."""
+    params = asking.params
+    if not params.stop:
+        return []
+    stop_ids = asking.stop_ids(tokenizer.eos_ids)
+    return [
+        StopText(
+            detokenizer_of(tokenizer.table, params),
+            params.stop,
+            stop_ids,
+            params.include_stop_str_in_output,
+            params.min_tokens,
+        )
+        for _ in range(params.n)
+    ]
+
+
+def _shaping(
+    params: SamplingParams, prompt_len: int, stop_ids: AbstractSet[int], tokenizer: TokenizerLike, vocab_size: int
+) -> Shaping | None:
+    """What `params` ask of the logits; None where they ask nothing.
+
+    Raises:
+        InvalidParams: The masks leave no token.
+    """
+    words = _word_ids(params.bad_words, tokenizer, vocab_size)
+    forbidden = {*params.forbidden_token_ids, *(word[0] for word in words if len(word) == 1)}
+    stops = tuple(sorted(token for token in stop_ids if token < vocab_size)) if params.min_tokens else ()
+    shaping = Shaping(
+        bias=params.logit_bias,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        allowed=params.allowed_token_ids,
+        forbidden=tuple(sorted(forbidden)),
+        min_length=prompt_len + params.min_tokens if stops else 0,
+        stops=stops,
+        bad_words=tuple(sorted(word for word in words if len(word) > 1)),
+    )
+    allowed = range(vocab_size) if shaping.allowed is None else shaping.allowed
+    if forbidden.issuperset(allowed) or forbidden.union(stops).issuperset(allowed):
+        field = "forbidden_token_ids" if shaping.allowed is None else "allowed_token_ids"
+        raise InvalidParams(
+            f"{field}: with bad_words and min_tokens they leave no token to choose",
+            field=field,
+            value=getattr(params, field),
+        )
+    return None if shaping == Shaping() else shaping
+
+
+def _word_ids(words: Sequence[str], tokenizer: TokenizerLike, vocab_size: int) -> set[tuple[int, ...]]:
+    """The token ids of each word as it stands in a text, after a space and without one.
+
+    Raises:
+        InvalidParams: The tokenizer has no tokens for one.
+    """
+    frame = set(tokenizer.encode("")) if words else set()  # what begins or ends any text
+    found = set()
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,):
+            ids = tokenizer.encode(text)
+            first, last = ids[:1], ids[1:][-1:]
+            ids = ids[len(frame.intersection(first)) : len(ids) - len(frame.intersection(last))]
+            if not ids:
+                raise InvalidParams(f"bad_words: {word!r} has no tokens", field="bad_words", value=word)
+            if max(ids) < vocab_size:
+                found.add(tuple(ids))
+    return found
+
+
+def _check_prompt_logprobs(params: SamplingParams, prompt_len: int) -> None:
+    if params.prompt_logprobs is None:
+        return
+    most = _MAX_PROMPT_REPORTS // (1 + params.prompt_logprobs)
+    if prompt_len > most:
+        raise InvalidParams(
+            f"prompt_logprobs: {params.prompt_logprobs} are for prompts of up to {most} tokens, got {prompt_len}",
+            field="prompt_logprobs",
+            value=params.prompt_logprobs,
+            limit=most,
+        )
 
 
 def _check(asking: Asking, vocab_size: int) -> None:
@@ -86,11 +279,18 @@ def _check(asking: Asking, vocab_size: int) -> None:
     for field, value in named.items():
         if value is not None and not isinstance(value, str):
             raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
-    for token in asking.params.stop_token_ids:
-        if token >= vocab_size:
+    params = asking.params
+    listed = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "forbidden_token_ids": params.forbidden_token_ids,
+    }
+    for field, tokens in listed.items():
+        if tokens and (token := max(tokens)) >= vocab_size:
             raise InvalidParams(
-                f"stop_token_ids: must be below the vocabulary's {vocab_size}, got {token}",
-                field="stop_token_ids",
+                f"{field}: must be below the vocabulary's {vocab_size}, got {token}",
+                field=field,
                 value=token,
                 limit=vocab_size - 1,
             )

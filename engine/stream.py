@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.events import Chunk, FinishReason, Token, Usage
+from headrace.engine.events import Chunk, FinishReason, Logprob, Token, TokenLogprobs, Usage
 from headrace.engine.generation import Delivered, Generation
 from headrace.engine.params import SamplingParams
-from headrace.engine.text import Detokenizer, TokenTable
+from headrace.engine.scheduling.shaping import Report
+from headrace.engine.text import Detokenizer, SpacedDetokenizer, TokenTable
 from headrace.engine.threads import Poster, TaskWatch
 
-__all__ = ["ChunkIterator", "TokenStream"]
+__all__ = ["ChunkIterator", "TokenStream", "detokenizer_of"]
 
 
 class TokenStream:
@@ -26,7 +28,9 @@ class TokenStream:
         """Read `generation`, turning ids into text by `table` as `params` want it."""
         self._generation = generation
         self._post = post
-        self._detokenizers = [Detokenizer(table, params.skip_special_tokens) for _ in range(params.n)]
+        self._table = table
+        self._detokenizers = [detokenizer_of(table, params) for _ in range(params.n)]
+        self._reports_prompt = params.prompt_logprobs is not None
         self._shows_stop = params.include_stop_str_in_output
         self._positions = [0] * params.n
         self._finish_reasons: list[FinishReason | None] = [None] * params.n
@@ -41,12 +45,7 @@ class TokenStream:
     @property
     def usage(self) -> Usage:
         """Tokens counted so far; complete once every choice has ended."""
-        requests = self._generation.requests
-        return Usage(
-            prompt_tokens=len(self._generation.prompt),
-            completion_tokens=sum(len(request.tokens) - request.prompt_len for request in requests),
-            cached_tokens=requests[0].cached if requests else 0,
-        )
+        return self._generation.usage
 
     @property
     def queued(self) -> bool:
@@ -58,6 +57,19 @@ class TokenStream:
     def finish_reasons(self) -> list[FinishReason | None]:
         """Why each choice ended, as far as it has been read; None where it has not ended."""
         return list(self._finish_reasons)
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """One for each token of the prompt, None for the first; complete once the first token has been read.
+
+        None where `SamplingParams.prompt_logprobs` asks for none.
+        """
+        if not self._reports_prompt:
+            return None
+        generation = self._generation
+        reports = generation.requests[0].prompt_reports if generation.requests else []
+        pairs = zip(generation.prompt[1:], reports, strict=False)
+        return [None, *(_token_logprobs(self._table, token, report) for token, report in pairs)]
 
     async def admitted(self) -> None:
         """Wait until the engine has taken the request in; the first read does so by itself.
@@ -173,10 +185,14 @@ class TokenStream:
             self._finish_reasons[choice] = reason
         position = self._positions[choice]
         self._positions[choice] = position + 1
-        return Token(id=item.id, text=text, index=choice, position=position, finish_reason=reason)
+        token = Token(id=item.id, text=text, index=choice, position=position, finish_reason=reason)
+        if item.report is not None and item.id is not None:
+            token.logprob = item.report.logprob
+            token.logprobs = _token_logprobs(self._table, item.id, item.report)
+        return token
 
     def _stops(self, item: Delivered) -> bool:
-        return item.id in self._generation.requests[item.choice].stop_ids
+        return item.id in self._generation.stop_ids
 
 
 class ChunkIterator:
@@ -196,3 +212,37 @@ class ChunkIterator:
         if chunk is None:
             raise StopAsyncIteration
         return chunk
+
+
+def detokenizer_of(table: TokenTable, params: SamplingParams) -> Detokenizer:
+    """What turns the ids of one choice into text as `params` want it."""
+    if params.spaces_between_special_tokens and not params.skip_special_tokens:
+        return SpacedDetokenizer(table)
+    return Detokenizer(table, params.skip_special_tokens)
+
+
+def _token_logprobs(table: TokenTable, token: int, report: Report) -> TokenLogprobs:
+    piece = _piece(table, token)
+    return TokenLogprobs(
+        id=token,
+        token=piece.decode(errors="replace"),
+        bytes=piece,
+        logprob=report.logprob,
+        rank=report.rank,
+        top_logprobs=_ranked(table, report.top),
+    )
+
+
+def _ranked(table: TokenTable, top: Sequence[tuple[int, float]]) -> list[Logprob]:
+    """Tokens in falling order of likelihood; equals share a rank."""
+    found: list[Logprob] = []
+    for place, (token, logprob) in enumerate(top):
+        equal = place and logprob == top[place - 1][1]
+        piece = _piece(table, token)
+        rank = found[-1].rank if equal else place + 1
+        found.append(Logprob(id=token, token=piece.decode(errors="replace"), bytes=piece, logprob=logprob, rank=rank))
+    return found
+
+
+def _piece(table: TokenTable, token: int) -> bytes:
+    return table.pieces[token] if token < len(table.pieces) else b""

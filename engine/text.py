@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-__all__ = ["Detokenizer", "StopMatcher", "TokenTable"]
+__all__ = ["Detokenizer", "SpacedDetokenizer", "StopMatcher", "TokenTable"]
 
 _REPLACEMENT: Final = "\ufffd"
 
@@ -101,6 +101,39 @@ class Detokenizer:
         except UnicodeDecodeError:
             text = _REPLACEMENT * len(self._pending)
         self._pending.clear()
+        return text
+
+
+class SpacedDetokenizer(Detokenizer):
+    """Shows special tokens, and a space between each of them and what stands beside it."""
+
+    __slots__ = ("_begun", "_owes_space")
+
+    def __init__(self, table: TokenTable) -> None:
+        """Start an empty sequence."""
+        super().__init__(table, skip_special_tokens=False)
+        self._begun = False
+        self._owes_space = False
+
+    def feed(self, token_id: int) -> str:
+        """Return the characters that this id completes, and the spaces before them."""
+        if token_id not in self._table.special_ids:
+            return self._spaced(super().feed(token_id))
+        before = self.flush()
+        self._owes_space = self._begun
+        text = before + self._spaced(super().feed(token_id))
+        self._owes_space = True
+        return text
+
+    def flush(self) -> str:
+        """Return what is still held."""
+        return self._spaced(super().flush())
+
+    def _spaced(self, text: str) -> str:
+        if text and self._owes_space:
+            self._owes_space = False
+            text = " " + text
+        self._begun = self._begun or bool(text)
         return text
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 
+from headrace.engine.model.cpu_options import prompt_places
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.memory import return_freed_memory
 from headrace.engine.model.rows import CpuRows
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
+from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.ops.cpu import CpuOps
-from headrace.ops.cpu_sample import sample
 
 __all__ = ["CpuRunner", "cpu_ops"]
 
@@ -71,6 +73,8 @@ class _CpuStep:
 class CpuRunner:
     """The device protocol on the CPU."""
 
+    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar"))
+
     def __init__(self, decoder: Decoder, ops: Mapping[int | None, CpuOps], capacity: Capacity, threads: int) -> None:
         """Allocate the paged cache and start the thread.
 
@@ -102,6 +106,7 @@ class CpuRunner:
         """Join the thread and drop the model and the cache."""
         self._plans.put(None)
         self._thread.join()
+        self._rows.options.close()
         self._decoder = None
         del self._kv, self._ops, self._any
         return_freed_memory()
@@ -128,11 +133,22 @@ class CpuRunner:
         self._any.copy_pages(self._kv, plan.copies)
         batch = self._rows.batch(plan.works)
         steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
-        hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, batch.last_S)
+        last_S = batch.last_S
+        if batch.prompts:
+            last_S = torch.cat((last_S, prompt_places(batch.prompts)))
+        hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, last_S)
         tokens = [0] * len(plan.works)
-        if batch.samplers:
-            chosen = sample(decoder.logits(hidden_SE), batch.choosing)
+        reports: dict[int, Report] = {}
+        count = len(batch.samplers)
+        if count:
+            sampling = [plan.works[index] for index in batch.samplers]
+            logits_SV = decoder.logits(hidden_SE[:count])
+            chosen, found = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
             self._rows.append(plan.works, batch.samplers, chosen)
             for index, token in zip(batch.samplers, chosen, strict=True):
                 tokens[index] = token
-        return tokens
+            reports = {batch.samplers[place]: report for place, report in found.items()}
+        if not reports and not batch.prompts:
+            return tokens
+        prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:], decoder.logits)
+        return ReportedTokens(tokens, reports, prompts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.scheduling.plan import Capacity, Runner
+from headrace.engine.scheduling.plan import Ability, Capacity, Runner
 
 __all__ = ["Device", "Limits", "fit"]
 
@@ -24,6 +24,8 @@ class Device:
     """Of the arithmetic."""
     page_bytes: int
     """Memory of one page over all layers."""
+    abilities: frozenset[Ability] = frozenset()
+    """As in `Opened`."""
 
 
 @dataclass(frozen=True, slots=True)

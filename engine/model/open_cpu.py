@@ -57,7 +57,7 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
         failure = str(error)
         traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
     else:
-        return Device(runner, capacity, "cpu", str(dtype).removeprefix("torch."), page_bytes)
+        return Device(runner, capacity, "cpu", str(dtype).removeprefix("torch."), page_bytes, CpuRunner.abilities)
     return_freed_memory()
     raise DeviceUnavailable(
         f"device: the host has too little memory for this model and {kv_bytes} bytes of pages: {failure}",

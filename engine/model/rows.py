@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cpu_options import CpuOptions, PromptSpan
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
 from headrace.ops.cpu_sample import Choosing
@@ -35,6 +36,8 @@ class StepBatch:
     last_S: Tensor
     """int64: for each of them, which of the N tokens is its last."""
     choosing: list[Choosing]
+    prompts: list[PromptSpan]
+    """Where log-probabilities of a prompt are wanted."""
 
 
 class CpuRows:
@@ -47,12 +50,16 @@ class CpuRows:
         self._tokens: NDArray[np.int64] = np.zeros((capacity.max_rows, capacity.max_context + 1), np.int64)
         self._tables: NDArray[np.int64] = np.zeros((capacity.max_rows, max_pages), np.int64)
         self._sampling = [Sampling()] * capacity.max_rows
+        self.options = CpuOptions(capacity.vocab_size)
 
     def update(self, plan: StepPlan) -> None:
         """Take in the plan's new rows and page entries."""
         for row, start, tokens, sampling in plan.new_rows:
             self._tokens[row, start : start + len(tokens)] = tokens
             self._sampling[row] = sampling
+        for options in plan.options:  # bad words may begin in what the cache holds
+            self._tokens[options.row, : len(options.tokens)] = options.tokens
+        self.options.update(plan)
         for row, place, page in plan.entries:
             self._tables[row, place] = page
 
@@ -66,10 +73,13 @@ class CpuRows:
             [np.arange(works[index].start, works[index].start + works[index].num_tokens) for index in order]
         )
         slots = self._tables[rows, positions // self._size] * self._size + positions % self._size
-        samplers, last, choosing = [], [], []
+        samplers, last, choosing, prompts = [], [], [], []
         end = 0
         for index in order:
             work = works[index]
+            span = self.options.prompt_span(index, work, end)
+            if span is not None:
+                prompts.append(span)
             end += work.num_tokens
             if work.samples:
                 samplers.append(index)
@@ -82,7 +92,11 @@ class CpuRows:
             prefills=self._prefills([works[index] for index in order[len(decodes) :]], len(decodes)),
         )
         tokens_N = torch.from_numpy(self._tokens[rows, positions])
-        return StepBatch(tokens_N, paged, samplers, torch.tensor(last, dtype=torch.int64), choosing)
+        return StepBatch(tokens_N, paged, samplers, torch.tensor(last, dtype=torch.int64), choosing, prompts)
+
+    def known(self, work: Work) -> NDArray[np.int64]:
+        """The tokens of a work's row up to its end."""
+        return self._tokens[work.row, : work.start + work.num_tokens]
 
     def append(self, works: Sequence[Work], samplers: Sequence[int], tokens: Sequence[int]) -> None:
         """Keep the tokens just sampled: the next step reads them here."""

@@ -7,16 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
 
-__all__ = ["NON_FINITE", "Capacity", "Emission", "NewRow", "PageEntry", "Runner", "Step", "StepPlan", "Work"]
+__all__ = [
+    "NON_FINITE",
+    "NOTHING_LEFT",
+    "Ability",
+    "Capacity",
+    "Emission",
+    "NewRow",
+    "PageEntry",
+    "RowOptions",
+    "Runner",
+    "Step",
+    "StepPlan",
+    "Work",
+]
+
+Ability: TypeAlias = Literal["shaping", "logprobs", "grammar"]
+"""What not every runner can do: the parts of `RowOptions`."""
 
 NON_FINITE = -1
 """What a step returns instead of a token where the logits held NaN or infinity."""
+NOTHING_LEFT = -2
+"""What a step returns instead of a token where the masks of the row's shaping left none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +75,18 @@ class NewRow(NamedTuple):
     sampling: Sampling
 
 
+class RowOptions(NamedTuple):
+    """What a new row asks beyond its sampling; rows that ask nothing more have no such entry."""
+
+    row: int
+    tokens: list[int]
+    """All known tokens from position 0, those that the cache spared included: penalties count them."""
+    prompt_len: int
+    shaping: Shaping | None
+    reporting: Reporting | None
+    grammar: Grammar | None
+
+
 class PageEntry(NamedTuple):
     """Entry `place` of a row's page table becomes `page`."""
 
@@ -74,6 +105,8 @@ class StepPlan:
 
     step: int
     new_rows: list[NewRow] = field(default_factory=list)
+    options: list[RowOptions] = field(default_factory=list)
+    """Of those new rows that ask for more than their sampling; only runners that can do it are asked."""
     entries: list[PageEntry] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source page, destination page), copied before anything of this step is written."""
@@ -90,6 +123,8 @@ class Emission(NamedTuple):
     finish_reason: FinishReason | None
     error: RequestFailed | None = None
     """Why the request failed; it then has no finish reason."""
+    report: Report | None = None
+    """Log-probabilities at the token, where the request wants them."""
 
 
 class Step(Protocol):
@@ -100,7 +135,7 @@ class Step(Protocol):
 
         Returns:
             One vocabulary id for each work of the plan, in order; `NON_FINITE` where the logits were not finite;
-            any value where the work samples nothing.
+            any value where the work samples nothing. A `ReportedTokens` where a row wants log-probabilities.
 
         Raises:
             Exception: The step failed; what it wrote is undefined.

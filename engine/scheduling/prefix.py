@@ -34,7 +34,7 @@ class Prefixes:
         if not self._enabled:
             return []
         self._pool.extend_keys(request.keys, request.tokens, request.root)
-        usable = request.keys[: (len(request.tokens) - 1) // size]  # the last token is computed for its logits
+        usable = request.keys[: request.cacheable // size]
         pages = self._pool.match(usable)
         if len(pages) < len(usable) and usable[len(pages)] in self.promises:
             return None

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from headrace.engine.events import FinishReason
+from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
 
-__all__ = ["Request", "Sampling", "State"]
+__all__ = ["Request", "Sampling", "State", "goes_on"]
 
 
 class State(Enum):
@@ -52,6 +53,9 @@ class Request:
     limit: int
     """`len(tokens)` at which the request ends with `length`."""
     sampling: Sampling
+    shaping: Shaping | None = None
+    reporting: Reporting | None = None
+    grammar: Grammar | None = None
     stop_ids: frozenset[int] = frozenset()
     root: bytes = b""
     """First link of the prefix hash chain: adapter and tenant salt."""
@@ -61,6 +65,10 @@ class Request:
     """The choice of the same prompt whose pages this one forks (`n > 1`)."""
     forked: bool = False
     """Some page of this request's prompt may be shared and only partly written."""
+    holds: bool = False
+    """At its limit it pauses, holding its pages for others to fork, until someone ends it."""
+    elder: int = -1
+    """Id of the request for which this one goes on, in whose place it is served; -1 for none."""
 
     id: int = -1
     """Given when the scheduler takes the request in; later ones are larger."""
@@ -87,6 +95,8 @@ class Request:
     """Leading pages whose hash was offered to the page pool."""
     cached: int = 0
     """Prompt tokens found in the prefix cache or forked when the request was first admitted."""
+    prompt_reports: list[Report] = field(default_factory=list)
+    """On the tokens of the prompt from position 1, as far as they are computed, where `reporting` wants them."""
     preemptions: int = 0
     leaving: bool = False
     """Chosen as a victim while in flight: returns to WAITING at its last commit."""
@@ -98,15 +108,53 @@ class Request:
         self.known = len(self.tokens)
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Service order: lower first; the largest is the first victim."""
-        return (self.priority, self.id)
+        return (self.priority, self.id if self.elder < 0 else self.elder, self.id)
+
+    @property
+    def has_options(self) -> bool:
+        """Whether it asks for more than its sampling."""
+        return self.shaping is not None or self.reporting is not None or self.grammar is not None
 
     @property
     def plannable(self) -> bool:
         """Running and staying so: preemption in the middle of planning makes this False."""
         return self.state is State.RUNNING and not self.leaving
 
+    @property
+    def cacheable(self) -> int:
+        """Leading tokens that may come from the prefix cache: it holds no logits, so none that are yet to be reported.
+
+        The last token is always computed, for its logits.
+        """
+        if self.reporting is not None and self.reporting.prompt is not None:
+            if len(self.prompt_reports) < self.prompt_len - 1:
+                return len(self.prompt_reports)
+        return len(self.tokens) - 1
+
+    def take_prompt_reports(self, start: int, reports: list[Report]) -> None:
+        """Keep reports on the tokens from position `start + 1`; those known from before a preemption stay."""
+        self.prompt_reports += reports[len(self.prompt_reports) - start :]
+
     def launched_before(self, step: int) -> int:
         """Tokens planned by steps before `step`, which that step may therefore read."""
         return self.ready if self.latest_step == step else self.planned
+
+
+def goes_on(held: Request, token: int) -> Request:
+    """A request that forks the pages of a held one and goes on with `token` in place of the one that it sampled."""
+    tokens = [*held.tokens[:-1], token]
+    return Request(
+        tokens=tokens,
+        prompt_len=len(tokens),
+        limit=len(tokens) + 1,
+        sampling=held.sampling,
+        reporting=held.reporting,
+        root=held.root,
+        priority=held.priority,
+        leader=held,
+        forked=True,
+        holds=True,
+        elder=held.id if held.elder < 0 else held.elder,
+    )

@@ -13,14 +13,26 @@ from headrace.engine.errors import NonFiniteLogits, PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.invariants import check_scheduler
 from headrace.engine.scheduling.pages import PagePool
-from headrace.engine.scheduling.plan import NON_FINITE, Capacity, Emission, NewRow, PageEntry, StepPlan, Work
+from headrace.engine.scheduling.plan import (
+    NON_FINITE,
+    NOTHING_LEFT,
+    Capacity,
+    Emission,
+    NewRow,
+    PageEntry,
+    RowOptions,
+    StepPlan,
+    Work,
+)
 from headrace.engine.scheduling.prefix import Prefixes
+from headrace.engine.scheduling.reports import take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.shaping import ReportedTokens
 
 __all__ = ["Scheduler"]
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> tuple[int, int, int]:
     return request.order
 
 
@@ -281,11 +293,14 @@ class Scheduler:
         request.pages = list(pages)
         request.planned = request.computed = request.ready = min(len(pages) * size, len(request.tokens) - 1)
         request.registered = request.planned // size
-        if not request.preemptions:
+        if not request.preemptions and request.elder < 0:
             request.cached = request.planned
             self.prompt_tokens += request.prompt_len
             self.cached_tokens += request.cached
         plan.new_rows.append(NewRow(row, request.planned, request.tokens[request.planned :], request.sampling))
+        if request.has_options:
+            asked = (request.shaping, request.reporting, request.grammar)
+            plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(pages))
         self.prefixes.promise(request)
 
@@ -304,6 +319,8 @@ class Scheduler:
         """
         size = self.capacity.page_size
         emissions: list[Emission] = []
+        if isinstance(tokens, ReportedTokens):
+            take_prompt_reports(plan, tokens)
         for work, token in zip(plan.works, tokens, strict=True):
             request = work.request
             request.in_flight -= 1
@@ -317,7 +334,7 @@ class Scheduler:
                     emissions.append(self._accept(request, token))
             if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
                 self._let_go(request)
-        return emissions
+        return with_reports(plan, tokens, emissions) if isinstance(tokens, ReportedTokens) else emissions
 
     def fail(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
         """Take in a step that raised: its requests fail with `error`, sharers of its pages start over."""
@@ -354,6 +371,8 @@ class Scheduler:
             for page in request.pages:  # whoever read them would fail in the same way
                 self.pool.forget(page)
             return self._fail_one(request, NonFiniteLogits("the logits of this request were not finite"))
+        if token == NOTHING_LEFT:
+            return self._fail_one(request, RequestFailed("masks or grammar of this request leave no token to choose"))
         if not 0 <= token < self.capacity.vocab_size:
             what = f"the device sampled token {token} of a vocabulary of {self.capacity.vocab_size}"
             return self._fail_one(request, RequestFailed(what))
@@ -361,7 +380,10 @@ class Scheduler:
         if token in request.stop_ids:
             self.finish(request, "stop")
         elif len(request.tokens) >= request.limit:
-            self.finish(request, "length")
+            if request.holds:
+                self.pause(request)
+            else:
+                self.finish(request, "length")
         return Emission(request, token, request.finish_reason)
 
     def _fail_one(self, request: Request, error: RequestFailed) -> Emission:
@@ -405,6 +427,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._give_back(request)
+        request.leader = None  # one that goes on for another would keep all that went before it
         del self.requests[request.id]
 
     def _give_back(self, request: Request) -> None:

@@ -34,6 +34,19 @@ ACCEPTED: list[dict[str, Any]] = [
     {"stop_token_ids": {0, 2**31 - 1}},
     {"stop_token_ids": list(range(16))},
     {"ignore_eos": True},
+    {"n": 2, "best_of": 2},
+    {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1.2},
+    {"logit_bias": {}},
+    {"logit_bias": {"50256": -100, 3: 1.5}},
+    {"logit_bias": dict.fromkeys(range(1024), -100.0)},
+    {"allowed_token_ids": {1, 2}, "forbidden_token_ids": {2}},
+    {"bad_words": "word"},
+    {"bad_words": ["a"] * 64},
+    {"min_tokens": 8, "max_tokens": 8},
+    {"min_tokens": 8},
+    {"beam_width": 4, "n": 4, "length_penalty": -1, "early_stopping": "never", "temperature": 0, "stop_token_ids": [1]},
+    {"logprobs": 0, "prompt_logprobs": 20},
+    {"spaces_between_special_tokens": True, "skip_special_tokens": False},
 ]
 
 REFUSED: list[tuple[dict[str, Any], str, object]] = [
@@ -79,7 +92,58 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
     ({"stop_token_ids": 5}, "stop_token_ids", None),
     ({"ignore_eos": "perhaps"}, "ignore_eos", None),
     ({"temprature": 1.0}, "temprature", None),
-    ({"logit_bias": {}}, "logit_bias", None),
+    ({"best_of": 0}, "best_of", {"ge": 1}),
+    ({"best_of": 129}, "best_of", {"le": 128}),
+    ({"n": 3, "best_of": 2}, "best_of", {"ge": 3}),
+    ({"presence_penalty": 2.1}, "presence_penalty", {"le": 2.0}),
+    ({"presence_penalty": -2.1}, "presence_penalty", {"ge": -2.0}),
+    ({"presence_penalty": math.nan}, "presence_penalty", {"ge": -2.0, "le": 2.0}),
+    ({"frequency_penalty": 3}, "frequency_penalty", {"le": 2.0}),
+    ({"frequency_penalty": None}, "frequency_penalty", None),
+    ({"repetition_penalty": 0}, "repetition_penalty", {"ge": 0.01}),
+    ({"repetition_penalty": 101}, "repetition_penalty", {"le": 100.0}),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias.0.0", {"ge": 0}),
+    ({"logit_bias": {2**31: 1.0}}, "logit_bias.0.0", {"lt": 2**31}),
+    ({"logit_bias": {"one": 1.0}}, "logit_bias.0.0", None),
+    ({"logit_bias": {1: 101.0}}, "logit_bias.0.1", {"le": 100.0}),
+    ({"logit_bias": {1: -101.0}}, "logit_bias.0.1", {"ge": -100.0}),
+    ({"logit_bias": {1: math.nan}}, "logit_bias.0.1", None),
+    ({"logit_bias": ((1, 1.0), (1, 2.0))}, "logit_bias", None),
+    ({"logit_bias": {"1": 1.0, 1: 2.0}}, "logit_bias", None),
+    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", {"max_length": 1024}),
+    ({"logit_bias": 5}, "logit_bias", None),
+    ({"allowed_token_ids": []}, "allowed_token_ids", {"min_length": 1}),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids.0", {"ge": 0}),
+    ({"allowed_token_ids": [1, 2], "forbidden_token_ids": [2, 1]}, "allowed_token_ids", None),
+    ({"forbidden_token_ids": [2**31]}, "forbidden_token_ids.0", {"lt": 2**31}),
+    ({"forbidden_token_ids": range(2**15 + 1)}, "forbidden_token_ids", {"max_length": 2**15}),
+    ({"forbidden_token_ids": 5}, "forbidden_token_ids", None),
+    ({"bad_words": [""]}, "bad_words.0", {"min_length": 1}),
+    ({"bad_words": "x" * 129}, "bad_words.0", {"max_length": 128}),
+    ({"bad_words": ["a"] * 65}, "bad_words", {"max_length": 64}),
+    ({"bad_words": [3]}, "bad_words.0", None),
+    ({"min_tokens": -1}, "min_tokens", {"ge": 0}),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", {"le": 8}),
+    ({"logprobs": -1}, "logprobs", {"ge": 0}),
+    ({"logprobs": 21}, "logprobs", {"le": 20}),
+    ({"logprobs": True}, "logprobs", None),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", {"le": 20}),
+    ({"prompt_logprobs": 1.0}, "prompt_logprobs", None),
+    ({"beam_width": 0}, "beam_width", {"ge": 1}),
+    ({"beam_width": 17}, "beam_width", {"le": 16}),
+    ({"beam_width": 2, "n": 3}, "n", {"le": 2}),
+    ({"beam_width": 2, "length_penalty": 11}, "length_penalty", {"le": 10.0}),
+    ({"beam_width": 2, "early_stopping": "often"}, "early_stopping", {"expected": "True, False or 'never'"}),
+    ({"length_penalty": 2.0}, "length_penalty", None),
+    ({"early_stopping": True}, "early_stopping", None),
+    ({"beam_width": 2, "temperature": 0.5}, "temperature", None),
+    ({"beam_width": 2, "best_of": 2}, "best_of", None),
+    ({"beam_width": 2, "top_k": 5}, "top_k", None),
+    ({"beam_width": 2, "seed": 1}, "seed", None),
+    ({"beam_width": 2, "stop": "x"}, "stop", None),
+    ({"beam_width": 2, "logit_bias": {1: 1.0}}, "logit_bias", None),
+    ({"beam_width": 2, "logprobs": 0}, "logprobs", None),
+    ({"spaces_between_special_tokens": "perhaps"}, "spaces_between_special_tokens", None),
 ]
 
 
@@ -98,7 +162,7 @@ def test_refused(values: dict[str, Any], field: str, limit: object) -> None:
     assert error.limit == limit
     assert str(error).startswith(f"{field}: ")
     for bound in limit.values() if isinstance(limit, dict) else ():
-        assert f"{bound:g}" in str(error) or str(bound) in str(error)
+        assert str(bound) in str(error) or f"{bound:g}" in str(error)
     assert isinstance(error, ValueError) and isinstance(error, Rejected) and isinstance(error, HeadraceError)
 
 
@@ -119,6 +183,10 @@ def test_the_first_of_several_complaints_is_raised_and_a_huge_value_is_not_repea
 def test_a_single_stop_string_is_a_tuple_of_one() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_a_bias_from_json_is_that_of_a_mapping() -> None:
+    assert SamplingParams(logit_bias={"7": 1, "3": -2.5}) == SamplingParams(logit_bias=((7, 1.0), (3, -2.5)))
 
 
 def test_a_set_of_ids_is_in_a_fixed_order() -> None:

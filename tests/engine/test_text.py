@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.text import Detokenizer, StopMatcher, TokenTable
+from headrace.engine.text import Detokenizer, SpacedDetokenizer, StopMatcher, TokenTable
 
 # Every byte, some whole characters, parts of characters, and a special token at 260.
 BYTE_PIECES = [bytes([byte]) for byte in range(256)] + [
@@ -178,3 +178,23 @@ def test_the_worst_stop_strings_cost_linear_time(text: str) -> None:
     spent = time.process_time() - began
     assert shown + matcher.flush() == text
     assert spent < 2.0  # 16 needles over 20,000 characters take about 0.1 s; a quadratic search takes minutes
+
+
+# -- spaces around special tokens -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 257), max_size=12))
+def test_special_tokens_are_set_off_as_by_joining_the_parts(ids: list[int]) -> None:
+    """Each special token is a part, and each run of others, where it has text; 256 and 257 are special."""
+    table = TokenTable([bytes([value]) for value in range(256)] + [b"<a>", b"<b>"], special_ids={256, 257})
+    parts: list[str] = []
+    run = bytearray()
+    for token in [*ids, None]:
+        if token is not None and token < 256:
+            run.append(token)
+            continue
+        parts += [run.decode(errors="replace")] if run else []
+        run.clear()
+        parts += [] if token is None else [table.pieces[token].decode()]
+    spaced = SpacedDetokenizer(table)
+    assert "".join([*map(spaced.feed, ids), spaced.flush()]) == " ".join(parts)

@@ -1,4 +1,4 @@
-"""Runs every Python block of README.md, docs/embedding.md and docs/serving.md on the real model.
+"""Runs every Python block of README.md and of docs/embedding.md, sampling.md and serving.md on the real model.
 
 A block that awaits, or uses an `engine`, at its top level is a fragment and runs inside an open engine; any other block
 is a program of its own, whose `test_` functions, if it has some, are called too.
@@ -57,7 +57,7 @@ def test_programs_run(document: str, smollm2: Path) -> None:
 
 
 def test_fragments_run_and_leave_nothing_behind(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, fragments = split("docs/embedding.md", smollm2)
+    fragments = [*split("docs/sampling.md", smollm2)[1], *split("docs/embedding.md", smollm2)[1]]
     closing = [code for code in fragments if "aclose" in code.co_names]
     assert len(closing) == 1 and len(fragments) > 5
 

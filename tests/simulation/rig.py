@@ -13,7 +13,7 @@ from simulation.device import RigRunner
 
 from headrace.engine.errors import HeadraceError, RequestFailed
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
-from headrace.engine.scheduling.request import Request, Sampling, State
+from headrace.engine.scheduling.request import Request, Sampling, State, goes_on
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.testing import ScriptedStep, scripted_token
 
@@ -86,6 +86,7 @@ class Rig:
         priority: int = 0,
         root: bytes = b"",
         stop_ids: frozenset[int] = frozenset(),
+        holds: bool = False,
     ) -> list[Request]:
         """Queue the `n` choices of a prompt, as the engine does.
 
@@ -104,6 +105,7 @@ class Rig:
                 priority=priority,
                 leader=choices[0] if choices else None,
                 forked=n > 1,
+                holds=holds,
             )
             before = len(self.scheduler.requests)
             try:
@@ -118,6 +120,20 @@ class Rig:
         self._note(_say_submit, [request.id for request in choices], len(prompt), choices[0].limit, priority, root)
         self._settled()
         return choices
+
+    def go_on(self, held: Request, token: int) -> Request:
+        """Fork the pages of a request that holds them, with `token` in place of the one it sampled.
+
+        Raises:
+            PromptTooLong: There is no room for another token.
+        """
+        request = goes_on(held, token)
+        self.scheduler.submit(request)
+        self.requests.append(request)
+        self.prompts[request.id] = list(request.tokens)
+        self._note(lambda name, of: f"go on      r{name} from r{of}", request.id, held.id)
+        self._settled()
+        return request
 
     def finish(self, request: Request) -> None:
         """End `request` by hand; where it has ended already, see that nothing happens."""
@@ -258,7 +274,7 @@ class Rig:
         end = self.ends.get(request.id)
         stops = [index for index, token in enumerate(output) if token in request.stop_ids]
         assert stops == ([len(output) - 1] if end == "stop" else []), f"r{request.id}: {end} with stop ids at {stops}"
-        assert (len(request.tokens) >= request.limit) <= (end in ("length", "stop")), (
+        assert (len(request.tokens) >= request.limit) <= (end in ("length", "stop") or request.holds), (
             f"r{request.id}: ran past its limit"
         )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 from simulation.rig import Rig, capacity
 
 from headrace.engine.errors import PromptTooLong
 from headrace.engine.scheduling.plan import NON_FINITE
-from headrace.engine.scheduling.request import State
+from headrace.engine.scheduling.request import Request, State
 
 __all__ = ["Broken", "World", "play"]
 
@@ -17,6 +18,7 @@ _VOCAB = 50
 _REQUESTS = 30
 _BUSY_TICKS = 120
 _TICKS = 20_000
+_FORKS = 60
 
 
 class Broken(AssertionError):
@@ -80,6 +82,10 @@ class World:
         self._longest = 4 if crowd else chance.choice([4, 30, 60])
         self._choices = chance.choice([[1, 2, 3], [1, 1, 2]] if crowd else [[1], [1, 1, 2, 3], [1, 4]])
         self._stop_ids = chance.choice([frozenset[int](), frozenset({3, 4})])
+        self._searches = random.Random(~seed)
+        """Of its own, so that worlds without searches are what they would be if there were none anywhere."""
+        self._searching = 0.3 if self._searches.random() < 0.25 else 0.0
+        self._forks = _FORKS
 
     @property
     def busy(self) -> bool:
@@ -95,7 +101,9 @@ class World:
             self._outside()
         else:
             for request in rig.live(State.PAUSED):
-                rig.resume(request)
+                if not self._at_its_hold(request):
+                    rig.resume(request)
+        self._search()
         fault = chance.choice(self._fault) if chance.random() < self._faults else ""
         plan = rig.launch(fault)
         if rig.flights and (plan is None or len(rig.flights) >= rig.depth or chance.random() < 0.2):
@@ -119,21 +127,44 @@ class World:
         if chance.random() < self._pauses:
             rig.pause(chance.choice(live))
         if chance.random() < 0.2:
-            rig.resume(chance.choice(live))
+            request = chance.choice(live)
+            if not self._at_its_hold(request):
+                rig.resume(request)
+
+    @staticmethod
+    def _at_its_hold(request: Request) -> bool:
+        return request.holds and len(request.tokens) == request.limit
+
+    def _search(self) -> None:
+        """What a beam search does: fork what is held, and end it, at times before its forks have run."""
+        chance, rig = self._searches, self.rig
+        for request in rig.live(State.PAUSED):
+            if not self._at_its_hold(request) or chance.random() < 0.3:
+                continue
+            for _ in range(chance.randint(0, 3)):
+                if self._forks:
+                    self._forks -= 1
+                    with suppress(PromptTooLong):
+                        rig.go_on(request, chance.randrange(_VOCAB))
+            if not self._forks or chance.random() < 0.5:
+                rig.finish(request)
 
     def _submit(self) -> None:
         chance = self._chance
         start = chance.choice(self._shared)
         cut = chance.choice([len(start), chance.randrange(len(start) + 1)])
         prompt = start[:cut] + [chance.randrange(_VOCAB) for _ in range(chance.randrange(10))]
+        most, choices = chance.randint(1, self._longest), chance.choice(self._choices)
+        holds = self._searches.random() < self._searching
         try:
             self.rig.submit(
                 prompt or [1],
-                chance.randint(1, self._longest),
-                n=chance.choice(self._choices),
+                1 if holds else most,
+                n=1 if holds else choices,
                 priority=chance.choice([0, 0, 1]),
                 root=chance.choice(self._roots),
-                stop_ids=self._stop_ids,
+                stop_ids=frozenset() if holds else self._stop_ids,
+                holds=holds,
             )
         except PromptTooLong:
             assert len(prompt) >= min(

@@ -1,0 +1,86 @@
+"""`collect`: reads a stream to its end and makes a `Completion` of it, ranked where more was asked than is returned.
+
+Stands on the public stream alone; never knows an engine or a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from headrace.engine.errors import InvalidParams
+from headrace.engine.events import Choice, Completion, Token
+from headrace.engine.params import SamplingParams
+from headrace.engine.stream import TokenStream
+
+__all__ = ["check_streamed", "collect", "streamed_params"]
+
+
+def check_streamed(params: object) -> None:
+    """Refuse what no stream can do.
+
+    Raises:
+        InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`.
+    """
+    if not isinstance(params, SamplingParams):
+        raise InvalidParams(
+            f"params: must be SamplingParams, got {type(params).__name__}", field="params", value=params
+        )
+    if params.best_of is not None:
+        raise InvalidParams(
+            "best_of: is ranked when all is generated and cannot be streamed; use generate",
+            field="best_of",
+            value=params.best_of,
+        )
+
+
+def streamed_params(params: SamplingParams) -> SamplingParams:
+    """The parameters of the stream that `collect` turns into an answer to `params`."""
+    if not isinstance(params, SamplingParams) or params.best_of is None:  # `Engine.stream` refuses what is none
+        return params
+    logprobs = 0 if params.logprobs is None else params.logprobs
+    return params.model_copy(update={"n": params.best_of, "best_of": None, "logprobs": logprobs})
+
+
+async def collect(stream: TokenStream, params: SamplingParams) -> Completion:
+    """Read all of `stream`, which was asked for with `streamed_params(params)`.
+
+    Raises:
+        HeadraceError: As reading the stream does.
+    """
+    tokens: list[list[Token]] = [[] for _ in range(params.best_of or params.n)]
+    async with stream:
+        async for chunk in stream.chunks():
+            for token in chunk.tokens:
+                tokens[token.index].append(token)
+    choices = [
+        Choice(
+            index=index,
+            text="".join(token.text for token in tokens[index]),
+            token_ids=[token.id for token in tokens[index] if token.id is not None],
+            finish_reason=reason or "cancelled",
+            logprobs=None if params.logprobs is None else [token.logprobs for token in tokens[index] if token.logprobs],
+            mean_logprob=_mean([token.logprob for token in tokens[index] if token.logprob is not None]),
+        )
+        for index, reason in enumerate(stream.finish_reasons)
+    ]
+    if params.best_of is not None:
+        choices = _best(choices, params.n)
+    return Completion(
+        prompt_token_ids=stream.prompt_token_ids,
+        choices=choices,
+        usage=stream.usage,
+        prompt_logprobs=stream.prompt_logprobs,
+    )
+
+
+def _mean(logprobs: list[float]) -> float | None:
+    return sum(logprobs) / len(logprobs) if logprobs else None
+
+
+def _best(choices: list[Choice], count: int) -> list[Choice]:
+    """The `count` of the highest mean log-probability, the first of equals first, numbered anew."""
+    ranked = sorted(
+        choices, key=lambda choice: -inf if choice.mean_logprob is None else choice.mean_logprob, reverse=True
+    )
+    return [replace(choice, index=index) for index, choice in enumerate(ranked[:count])]

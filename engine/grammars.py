@@ -1,0 +1,212 @@
+"""`Grammars`: compiles response formats in threads of their own, bounded in number, size and time; samples nothing.
+
+Parsing and masks are llguidance's, which bounds its own work ("fuel") and answers a grammar that is too much with an
+error; docs/sampling.md says how it was chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.engine.errors import GrammarRejected, InvalidParams
+from headrace.engine.opened import Opened
+from headrace.engine.response_format import ResponseFormat
+from headrace.engine.threads import Poster, Worker
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["CompiledGrammar", "Grammars"]
+
+_THREADS: Final = 2
+_QUEUED: Final = 1024
+_SECONDS: Final = 5.0
+_KEPT: Final = 64
+_STATES: Final = 50_000  # of one or two kB each, in one row's lexer
+# Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
+_JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+Done = Callable[["CompiledGrammar | None", BaseException | None], None]
+
+
+class CompiledGrammar:
+    """A grammar that any number of rows may begin; never changed."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        """Keep `matcher`, which has consumed nothing, to be copied."""
+        self._matcher = matcher
+
+    def begin(self, tokens: Sequence[int]) -> _Matcher:
+        """The state after `tokens`; in any one thread at a time."""
+        matcher = self._matcher.deep_copy()
+        matcher.consume_tokens(list(tokens))
+        return _Matcher(matcher)
+
+
+class _Matcher:
+    """Where one row stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def advance(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+    def allowed(self) -> bytes:
+        return b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+
+
+class Grammars:
+    """The compiler of one engine: `_THREADS` threads, started when first needed, and the grammars last used."""
+
+    def __init__(self, post: Poster) -> None:
+        """Compile nothing yet; `post` brings results to the event loop."""
+        self._post = post
+        self._workers: list[Worker] = []
+        self._queued = 0
+        self._turn = 0
+        self._closed = False
+        self._kept: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
+        self._ll_tokenizer: LLTokenizer | None = None
+
+    def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
+        """Compile `wanted` and call `done`, here or later on the event loop, with the grammar or a typed error.
+
+        Args:
+            wanted: The format.
+            opened: The model whose tokens are to keep to it, always the same one.
+            still_wanted: Asked in a thread when its turn comes; if not, nothing is compiled.
+            done: Gets a `CompiledGrammar`, or neither it nor an error where it is no longer wanted; `GrammarRejected`
+                where the format is invalid or too large, takes longer than five seconds, or too many others wait;
+                `InvalidParams` where the model has no token to end with.
+        """
+        grammar = self._kept.get(wanted)
+        if grammar is not None:
+            self._kept.move_to_end(wanted)
+            done(grammar, None)
+            return
+        if not _end_ids(opened):
+            done(None, InvalidParams("response_format: this model has no token to end with", field="response_format"))
+            return
+        if self._queued >= _QUEUED:
+            done(None, _rejected(f"{_QUEUED} others wait to be compiled", wanted, _QUEUED))
+            return
+        deadline = time.monotonic() + _SECONDS
+        self._queued += 1
+
+        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
+            self._queued -= 1
+            if grammar is not None:
+                self._kept[wanted] = grammar
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            done(grammar, error)
+
+        self._worker().submit(lambda: self._compile(wanted, opened, still_wanted, deadline), compiled)
+
+    def close(self) -> None:
+        """Drop what waits and join the threads."""
+        self._closed = True
+        for worker in self._workers:
+            worker.close()
+
+    def _worker(self) -> Worker:
+        self._turn += 1
+        if len(self._workers) < _THREADS:
+            self._workers.append(Worker("headrace-grammar", self._post))
+        return self._workers[self._turn % len(self._workers)]
+
+    # -- in a worker's thread -----------------------------------------------------------------------------------------
+
+    def _compile(
+        self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], deadline: float
+    ) -> CompiledGrammar | None:
+        if self._closed or not still_wanted():
+            return None
+        if time.monotonic() > deadline:
+            raise _rejected(f"it waited {_SECONDS:g} s for others to be compiled", wanted, _SECONDS)
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
+        source: str
+        try:
+            if wanted.kind in ("json_schema", "json_object"):
+                source = LLMatcher.grammar_from_json_schema(wanted.source, overrides=_JSON)
+            elif wanted.kind == "lark":
+                source = LLMatcher.grammar_from_lark(wanted.source)
+            else:
+                source = LLMatcher.grammar_from_regex(wanted.source)
+            matcher = LLMatcher(self._tokens(opened), source, log_level=0, limits=limits)
+        except ValueError as error:
+            raise _rejected(str(error), wanted) from None
+        matcher.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
+        if forced := matcher.compute_ff_tokens():
+            matcher.consume_tokens(forced)
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _rejected(matcher.get_error().partition("\n")[0], wanted)
+        matcher.reset()
+        if time.monotonic() > deadline:
+            raise _rejected(f"it takes longer than {_SECONDS:g} s to compile", wanted, _SECONDS)
+        return CompiledGrammar(matcher)
+
+    def _tokens(self, opened: Opened) -> LLTokenizer:
+        if self._ll_tokenizer is None:
+            from llguidance import LLTokenizer, TokenizerWrapper
+
+            vocabulary = _Vocabulary(opened)
+            self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
+        return self._ll_tokenizer
+
+
+class _Vocabulary:
+    """A token table as llguidance reads one; ids without a token are special, which no grammar can ask for."""
+
+    bos_token_id = None
+
+    def __init__(self, opened: Opened) -> None:
+        tokenizer, vocab_size = opened.tokenizer, opened.info.vocab_size
+        pieces = tokenizer.table.pieces[:vocab_size]
+        pieces = [*pieces, *[b""] * (vocab_size - len(pieces))]
+        self.eos_token_id = _end_ids(opened)[0]
+        special = tokenizer.table.special_ids.union(tokenizer.eos_ids)
+        self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece or token in special]
+        self.tokens = [piece or b"<none %d>" % token for token, piece in enumerate(pieces)]
+        self._tokenizer = tokenizer
+        self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in special}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text that a grammar leaves no choice about, as the tokenizer would cut it within a longer one."""
+        try:
+            ids = self._tokenizer.encode(text.decode())
+            frame = set(self._tokenizer.encode(""))
+        except (UnicodeDecodeError, InvalidParams):
+            return self._longest_first(text)
+        ids = [token for token in ids if token not in frame]
+        same = b"".join(self.tokens[token] for token in ids if token < len(self.tokens)) == text
+        return ids if same else self._longest_first(text)  # many put a space before a text
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        ids = []
+        start = 0
+        while start < len(text):
+            ends = range(min(start + self._longest, len(text)), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:  # a byte that the vocabulary cannot say
+                break
+            ids.append(self._ids[text[start:end]])
+            start = end
+        return ids
+
+
+def _end_ids(opened: Opened) -> list[int]:
+    """End-of-sequence ids that the model can say."""
+    return [token for token in opened.tokenizer.eos_ids if token < opened.info.vocab_size]
+
+
+def _rejected(what: str, wanted: ResponseFormat, limit: object = None) -> GrammarRejected:
+    return GrammarRejected(f"response_format: {what}", field="response_format", value=wanted, limit=limit)

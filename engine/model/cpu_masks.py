@@ -1,0 +1,85 @@
+"""`CpuMasks`: which tokens the grammars of a CPU engine's rows allow next, found in a thread while the model computes.
+
+Owns that thread and each row's place in its grammar; never looks at logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.scheduling.shaping import Grammar, GrammarState
+
+__all__ = ["CpuMasks"]
+
+_Banned = NDArray[np.bool_]
+
+
+class CpuMasks:
+    """The rows that keep to a grammar."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Start with none, and without a thread until there is one."""
+        self._vocab_size = vocab_size
+        self._thread: ThreadPoolExecutor | None = None
+        self._rows: dict[int, _Row] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def begin(self, row: int, grammar: Grammar, tokens: Sequence[int]) -> None:
+        """Let `row`, whose completion is `tokens` so far, keep to `grammar`."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "headrace-masks")
+        self._rows[row] = made = _Row(self._vocab_size)
+        made.banned = self._thread.submit(made.begin, grammar, tokens)
+
+    def banned_V(self, row: int) -> _Banned:
+        """Which tokens may not be chosen next; waits if that is not known yet. All, where the grammar failed."""
+        banned = self._rows[row].banned
+        if banned.exception() is not None:  # the row's own trouble: the step and its other rows go on
+            return np.ones(self._vocab_size, np.bool_)
+        return banned.result()
+
+    def advance(self, row: int, token: int) -> None:
+        """Go on with the token that was chosen."""
+        assert self._thread is not None
+        found = self._rows[row]
+        found.banned = self._thread.submit(found.advance, token)
+
+    def end(self, row: int) -> None:
+        """Forget `row`, if it is known."""
+        self._rows.pop(row, None)
+
+    def close(self) -> None:
+        """Join the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+class _Row:
+    """One row; all but `banned` belongs to the thread."""
+
+    banned: Future[_Banned]
+    _state: GrammarState
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def begin(self, grammar: Grammar, tokens: Sequence[int]) -> _Banned:
+        self._state = grammar.begin(tokens)
+        return self._find()
+
+    def advance(self, token: int) -> _Banned:
+        self._state.advance(token)
+        return self._find()
+
+    def _find(self) -> _Banned:
+        banned_V = np.ones(self._vocab_size, np.bool_)
+        bits = np.unpackbits(np.frombuffer(self._state.allowed(), np.uint8), bitorder="little")
+        known = bits[: self._vocab_size]
+        banned_V[: len(known)] = known == 0
+        return banned_V

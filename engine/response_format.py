@@ -1,0 +1,102 @@
+"""`ResponseFormat`: what the text of a completion must be, checked as far as that goes without compiling it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+
+from headrace.engine.errors import InvalidParams
+
+__all__ = ["ResponseFormat"]
+
+_MAX_LENGTH: Final = 2**16
+_PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$/-#&~")
+_KINDS: Final = ("json_schema", "json_object", "regex", "lark", "choice")
+
+
+class ResponseFormat(BaseModel):
+    """A grammar that a completion keeps to. Frozen, hashable, serialisable; made by one of the methods below.
+
+    Also made from a mapping such as `{"type": "json_schema", "json_schema": {"schema": {...}}}`,
+    `{"type": "json_object"}`, or `{"type": kind, kind: ...}` with another kind.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["json_schema", "json_object", "regex", "lark", "choice"]
+    source: Annotated[str, StringConstraints(min_length=1, max_length=_MAX_LENGTH)]
+    """The schema as JSON, the regular expression or the grammar; a regular expression for a choice."""
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
+        """JSON that this schema admits, with properties in its order.
+
+        Raises:
+            InvalidParams: It is no JSON object.
+        """
+        try:
+            value = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(value, Mapping):
+                raise TypeError("it is no object")
+            text = json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refused(f"the schema is no JSON: {error}", schema) from None
+        return cls._make("json_schema", text)
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls._make("json_object", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that this regular expression (in Rust's syntax) matches as a whole."""
+        return cls._make("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Self:
+        """Text of this context-free grammar, in EBNF as the Lark library writes it, from its rule `start`."""
+        return cls._make("lark", grammar)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Self:
+        """One of these texts.
+
+        Raises:
+            InvalidParams: There is none, or one is empty or no string.
+        """
+        if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts) or not texts:
+            raise _refused("a choice is of at least one text, none of them empty", texts)
+        return cls._make("choice", "|".join(map(_escaped, texts)))
+
+    @classmethod
+    def _make(cls, kind: str, source: Any) -> Self:
+        if not isinstance(source, str) or not 0 < len(source) <= _MAX_LENGTH:
+            raise _refused(f"{kind} must be text of 1 to {_MAX_LENGTH} characters", source, _MAX_LENGTH)
+        return cls(kind=kind, source=source)  # type: ignore[arg-type]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_openai(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or "type" not in value:
+            return value
+        kind = value["type"]
+        given = value.get(kind) if kind in _KINDS else None
+        if kind == "json_object" and len(value) == 1:
+            return cls.json_object().model_dump()
+        if given is None or len(value) != 2:
+            raise _refused(f"type must be one of {', '.join(_KINDS)}, with what it needs under the same name", value)
+        if kind == "json_schema":
+            given = given.get("schema") if isinstance(given, Mapping) else None
+        return getattr(cls, kind)(given).model_dump()
+
+
+def _escaped(text: str) -> str:
+    return "".join("\\" + char if char in _PUNCTUATION else char for char in text)
+
+
+def _refused(what: str, value: object, limit: object = None) -> InvalidParams:
+    return InvalidParams(f"response_format: {what}", field="response_format", value=value, limit=limit)

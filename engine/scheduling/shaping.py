@@ -1,0 +1,100 @@
+"""What a request asks of its logits beyond `Sampling`, and what it is told about them; plain values, never arrays.
+
+Rows that ask for nothing here have None in its place: neither scheduler nor runner does anything for them. The parts
+are shaped for a device that keeps rows in arrays. What never changes while a row lives (bias, masks) is a sparse list
+or a set of ids, sent once with the row; what changes with every token (counts, the end of a bad word) follows from the
+row's own tokens, which the device has, so nothing is sent for a step. Next to read: plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+__all__ = ["Grammar", "GrammarState", "Report", "ReportedTokens", "Reporting", "Shaping"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """How a row's logits are changed before `Sampling` chooses among them, in the order of the fields."""
+
+    bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits and multiplies others, of tokens in the prompt or the completion."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time that the completion holds a token."""
+    presence_penalty: float = 0.0
+    """Subtracted if the completion holds a token."""
+    allowed: tuple[int, ...] | None = None
+    """The only ids that may be chosen."""
+    forbidden: tuple[int, ...] = ()
+    """Ids that may not be chosen."""
+    min_length: int = 0
+    """Tokens of prompt and completion before which nothing of `stops` may be chosen."""
+    stops: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of two ids or more; the last may not be chosen where the others stand before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Which log-probabilities a request wants: how many of the likeliest tokens beside the one that is there."""
+
+    completion: int | None = None
+    """For tokens of the completion; None where none are wanted."""
+    prompt: int | None = None
+    """For tokens of the prompt but the first."""
+
+
+class GrammarState(Protocol):
+    """Where one row stands in its grammar; used by one thread at a time."""
+
+    def advance(self, token: int) -> None:
+        """Go on with a token that was allowed."""
+        ...
+
+    def allowed(self) -> bytes:
+        """Bit `i % 8` of byte `i // 8` for each token id `i` that may come next; empty where the grammar has failed.
+
+        A device that keeps masks packed can copy it as it is: it is a whole number of 32-bit words.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """What the text of a completion must keep to; compiled, and shared by all rows that want it."""
+
+    def begin(self, tokens: Sequence[int]) -> GrammarState:
+        """The state after the tokens of a completion, none for a new one."""
+        ...
+
+
+class Report(NamedTuple):
+    """Log-probabilities at one position, from the logits as the model gave them."""
+
+    logprob: float
+    """Of the token that is there."""
+    rank: int
+    """1 and how many tokens are likelier."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability) of the likeliest tokens, in falling order, lower ids first among equals."""
+
+
+class ReportedTokens(list[int]):
+    """What a step returns where some of its rows want log-probabilities: its token ids, and the reports."""
+
+    def __init__(
+        self, tokens: Iterable[int], chosen: Mapping[int, Report], prompts: Mapping[int, list[Report]]
+    ) -> None:
+        """Hold one id for each work.
+
+        Args:
+            tokens: One id for each work.
+            chosen: Index of a work -> the report on its sampled token.
+            prompts: Index of a work -> reports on the tokens of the prompt from position `start + 1` of the work.
+        """
+        super().__init__(tokens)
+        self.chosen = chosen
+        self.prompts = prompts

@@ -1,0 +1,404 @@
+"""Text keeps to its response format whatever the model wants, hostile formats are refused in time, and nobody waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import jsonschema
+import pytest
+import tiny_models
+from random_schemas import random_schema
+from scripted import CAPACITY, no_leaks
+
+from headrace.engine import (
+    Completion,
+    Engine,
+    EngineStopped,
+    GrammarRejected,
+    InvalidParams,
+    RequestFailed,
+    ResponseFormat,
+    SamplingParams,
+    grammars,
+)
+from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
+from headrace.engine.opened import Opened
+from headrace.engine.stats import EngineInfo
+from headrace.engine.testing import ByteTokenizer, ScriptedEngine
+from headrace.engine.text import Detokenizer, TokenTable
+
+Backend = tuple[str, dict[str, Any]]
+END = 256
+MB = 2**20
+SEEDS = 500
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights that knows single bytes, and its end."""
+    import torch
+    import transformers
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    made = tmp_path_factory.mktemp("bytes")
+    torch.manual_seed(7)
+    config = tiny_models.CONFIG | {"vocab_size": 260, "eos_token_id": END, "max_position_embeddings": 2048}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    model.save_pretrained(made)
+    core = Tokenizer(models.BPE(dict(BYTE_OF_CHAR), []))
+    core.add_special_tokens([AddedToken("<end>", special=True)])
+    core.decoder = decoders.ByteLevel()
+    core.save(str(made / "tokenizer.json"))
+    return made
+
+
+def hot(wanted: Any, seed: int = 0, **fields: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 1.5, "seed": seed, "max_tokens": 800, "response_format": wanted} | fields))
+
+
+def run(folder: Path, asked: list[SamplingParams], **options: Any) -> list[Completion]:
+    async def answer() -> list[Completion]:
+        async with Engine(folder, **({"dtype": "float32", "kv_memory": 8 * MB} | options)) as engine:
+            found: list[Completion] = await engine.generate_many([[65, 66]] * len(asked), asked)
+            return found
+
+    return anyio.run(answer)
+
+
+def test_500_random_schemas_are_kept_at_temperature_1_5(folder: Path) -> None:
+    schemas = [random_schema(seed) for seed in range(SEEDS)]
+    asked = [hot(ResponseFormat.json_schema(schema), seed) for seed, schema in enumerate(schemas)]
+    texts = set()
+    for schema, found in zip(schemas, run(folder, asked), strict=True):
+        choice = found.choices[0]
+        assert choice.finish_reason == "stop", (schema, choice.text)
+        jsonschema.validate(json.loads(choice.text), schema)
+        texts.add(choice.text)
+    assert len(texts) > SEEDS / 3
+
+
+SIMPLE = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 5}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TEXTS = ["yes", "no (not now)", "C++ & C#", "a|b", "wo?", "[x]\n", "\U0001f642 \u00e9", "-", "a^b$"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "check"),
+    [
+        (ResponseFormat.regex(r"[0-9]{3}-(ab|c)+\."), re.compile(r"[0-9]{3}-(ab|c)+\.").fullmatch),
+        (ResponseFormat.choice(TEXTS), TEXTS.__contains__),
+        (ResponseFormat.lark('start: NUMBER | "(" start "+" start ")"\nNUMBER: /[1-9]/'), eval),
+        (ResponseFormat.json_object(), lambda text: isinstance(json.loads(text), dict)),
+        ({"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SIMPLE}}, json.loads),
+        ({"type": "choice", "choice": ["one"]}, "one".__eq__),
+    ],
+    ids=["regex", "choice", "lark", "object", "openai object", "openai schema", "one"],
+)
+def test_every_kind_of_format_is_kept(folder: Path, wanted: Any, check: Callable[[str], object]) -> None:
+    found = run(folder, [hot(wanted, seed, n=2) for seed in range(10)])
+    ended = [choice for each in found for choice in each.choices if choice.finish_reason == "stop"]
+    assert len(ended) >= 8, "an object or a nest of brackets may have no end"
+    for choice in ended:
+        assert check(choice.text), choice.text
+        assert choice.token_ids[-1] == END
+
+
+@pytest.mark.parametrize(
+    ("sizes", "preempts"),
+    [
+        ({"launch_ahead": 3, "max_batched_tokens": 64, "max_rows": 64}, False),
+        ({"kv_memory": 14 * tiny_models.PAGE_BYTES, "max_rows": 8}, True),
+    ],
+)
+def test_each_is_what_it_is_alone_beside_rows_that_keep_to_nothing(
+    folder: Path, sizes: dict[str, Any], preempts: bool
+) -> None:
+    asked = [
+        hot(ResponseFormat.json_schema(random_schema(at)) if at % 2 else None, at, max_tokens=60, frequency_penalty=0.1)
+        for at in range(12)
+    ]
+    alone = [run(folder, [each])[0].choices[0].token_ids for each in asked]
+
+    async def crowd() -> None:
+        async with Engine(folder, **({"dtype": "float32", "kv_memory": 8 * MB} | sizes)) as engine:
+            found = await engine.generate_many([[65, 66]] * len(asked), asked)
+            assert [each.choices[0].token_ids for each in found] == alone
+            assert bool(engine.stats().preemptions) == preempts
+
+    anyio.run(crowd)
+
+
+class Pieces(ByteTokenizer):
+    """A SentencePiece vocabulary: 254 begins every text, which gets a space, and bytes stand in for what is missing."""
+
+    eos_ids = (256, 300)
+
+    def __init__(self) -> None:
+        words = ["{", "}", '"', '{"', '": ', ", ", " ", " {", ' "', "a", "name", " name", "1", "12", "é", " é", "null"]
+        pieces = [bytes([byte]) for byte in range(256)] + [b"</s>"] + [word.encode() for word in words] + [b""]
+        self.table = TokenTable(pieces, special_ids=frozenset({256}), byte_ids=frozenset(range(256)))
+
+    def encode(self, text: str) -> list[int]:
+        return [254, *(" " + text).encode()] if text else [254]
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Pieces()], ids=["bytes", "pieces"])
+def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -> None:
+    """Whatever the vocabulary, as its detokenizer shows the tokens; the logits are wider than it is."""
+    runner: Any = None
+    names = [field.name for field in dataclasses.fields(EngineInfo)]
+    info = EngineInfo(**dict.fromkeys(names, 0) | {"vocab_size": 310})
+    opened = Opened(runner, tokenizer, CAPACITY, info)
+    compiler = grammars.Grammars(lambda call: None)  # type: ignore[arg-type]
+    chance = random.Random(1)
+    for seed in range(60):
+        schema = random_schema(seed)
+        grammar = compiler._compile(ResponseFormat.json_schema(schema), opened, lambda: True, math.inf)
+        assert grammar is not None
+        state, ids = grammar.begin([]), list[int]()
+        while not ids or ids[-1] != END:
+            mask = state.allowed()
+            assert len(mask) % 4 == 0
+            allowed = [token for token in range(310) if mask[token // 8] >> token % 8 & 1]
+            ids.append(END if END in allowed and chance.random() < 0.3 else chance.choice(allowed))
+            state.advance(ids[-1])
+            assert len(ids) < 3000
+        detokenizer = Detokenizer(tokenizer.table)
+        jsonschema.validate(json.loads("".join([*map(detokenizer.feed, ids), detokenizer.flush()])), schema)
+        resumed = grammar.begin(ids[:-1])
+        assert resumed.allowed()[END // 8] >> END % 8 & 1
+
+
+# -- formats that are refused -----------------------------------------------------------------------------------------
+
+
+def deep(levels: int) -> str:
+    return '{"type":"array","items":' * levels + "{}" + "}" * levels
+
+
+def many_properties(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"k{index}": {"type": "string"} for index in range(count)}}
+
+
+HOSTILE: dict[str, Callable[[], ResponseFormat]] = {
+    "deep": lambda: ResponseFormat.json_schema(deep(300)),
+    "recursive": lambda: ResponseFormat.json_schema({"$ref": "#"}),
+    "explosive": lambda: ResponseFormat.json_schema(
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(6)]} for i in range(12)]}
+    ),
+    "wide": lambda: ResponseFormat.json_schema(many_properties(1500)),
+    "unknown type": lambda: ResponseFormat.json_schema({"type": "strin"}),
+    "unsatisfiable": lambda: ResponseFormat.json_schema({"type": "integer", "minimum": 5, "maximum": 3}),
+    "not supported": lambda: ResponseFormat.json_schema({"not": {"type": "string"}}),
+    "open bracket": lambda: ResponseFormat.regex("("),
+    "no start": lambda: ResponseFormat.lark('other: "a"'),
+    "no grammar": lambda: ResponseFormat.lark("start: ("),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(folder: Path, name: str) -> None:
+    async def ask() -> None:
+        async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine, anyio.create_task_group() as tasks:
+            plain = engine.stream([65], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+            seen = []
+
+            async def read() -> None:
+                seen.extend([token.id async for token in plain])
+
+            tasks.start_soon(read)
+            begin = time.perf_counter()
+            with pytest.raises(GrammarRejected) as caught:
+                await engine.generate([65], hot(HOSTILE[name]()))
+            assert time.perf_counter() - begin < 8
+            assert caught.value.field == "response_format" and str(caught.value).startswith("response_format: ")
+            assert len(str(caught.value)) < 1000
+            good = await engine.generate([65], hot(ResponseFormat.choice(["a"])))
+            assert good.choices[0].text == "a"
+        assert len(seen) == 150
+
+    anyio.run(ask)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ResponseFormat.json_schema("{"),
+        lambda: ResponseFormat.json_schema("[1]"),
+        lambda: ResponseFormat.json_schema({"a": object()}),
+        lambda: ResponseFormat.json_schema({"const": float("nan")}),
+        lambda: ResponseFormat.json_schema(deep(100_000)),
+        lambda: ResponseFormat.json_schema(many_properties(10_000)),
+        lambda: ResponseFormat.regex(""),
+        lambda: ResponseFormat.regex("x" * 70_000),
+        lambda: ResponseFormat.choice([]),
+        lambda: ResponseFormat.choice(["a", ""]),
+        lambda: ResponseFormat.choice("abc"),
+        lambda: SamplingParams(response_format={"type": "yaml"}),
+        lambda: SamplingParams(response_format={"type": "json_schema"}),
+        lambda: SamplingParams(response_format={"type": "json_schema", "json_schema": {}}),
+        lambda: SamplingParams(response_format={"type": "regex", "regex": 5}),
+        lambda: SamplingParams(response_format="json"),
+        lambda: SamplingParams(response_format={"kind": "regex", "source": ""}),
+        lambda: SamplingParams(response_format={"type": ["regex"], "regex": "a"}),
+        lambda: SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": {1: {2, 3}}}}),
+    ],
+)
+def test_what_is_no_format_is_refused_at_once(make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidParams) as caught:
+        make()
+    assert str(caught.value.field).startswith("response_format")
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "forbidden_token_ids", "bad_words", "min_tokens", "ignore_eos"])
+def test_masks_of_two_kinds_do_not_go_together(field: str) -> None:
+    values = {
+        "allowed_token_ids": [1],
+        "forbidden_token_ids": [1],
+        "bad_words": "a",
+        "min_tokens": 1,
+        "ignore_eos": True,
+    }
+    with pytest.raises(InvalidParams) as caught:
+        SamplingParams(response_format=ResponseFormat.regex("a"), **{field: values.get(field, [1])})
+    assert caught.value.field == field
+
+
+def test_a_format_is_frozen_hashable_and_survives_json() -> None:
+    assert SamplingParams(response_format={"type": "text"}) == SamplingParams()
+    params = SamplingParams(response_format=ResponseFormat.json_schema(SIMPLE))
+    assert SamplingParams.model_validate_json(params.model_dump_json()) == params
+    assert {params: 1}[SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": SIMPLE}})]
+
+
+def test_a_model_without_an_end_and_a_device_without_masks_refuse(folder: Path, tmp_path: Path) -> None:
+    bare = tiny_models.random_folder(tmp_path)
+
+    async def ask() -> None:
+        async with Engine(bare, load_format="random", dtype="float32", kv_memory=MB) as engine:
+            with pytest.raises(InvalidParams, match="token to end with"):
+                await engine.generate([1], hot(ResponseFormat.regex("a")))
+        async with ScriptedEngine(CAPACITY) as engine:
+            with pytest.raises(InvalidParams, match="response_format"):
+                await engine.generate("a", hot(ResponseFormat.regex("a")))
+
+    anyio.run(ask)
+
+
+# -- time and cancellation --------------------------------------------------------------------------------------------
+
+
+def slow_schema(seed: int) -> ResponseFormat:
+    """Takes more than a tenth of a second to compile."""
+    return ResponseFormat.json_schema(many_properties(2000) | {"description": str(seed)})
+
+
+def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: Backend
+) -> None:
+    monkeypatch.setattr(grammars, "_QUEUED", 64)
+
+    async def ask() -> None:
+        async with no_leaks(), Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            streams = [engine.stream([65], hot(slow_schema(seed))) for seed in range(100)]
+            with pytest.raises(GrammarRejected, match="wait"):
+                await streams[-1].admitted()
+            for stream in streams:
+                stream.cancel()
+            with anyio.fail_after(4):  # all of them would take eight seconds
+                while engine._grammars._queued:  # noqa: ASYNC110 - it has no event
+                    await anyio.sleep(0.01)
+            assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
+
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
+
+
+def test_who_waits_too_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: Backend) -> None:
+    monkeypatch.setattr(grammars, "_SECONDS", 0.05)
+
+    asked = [hot(slow_schema(seed)) for seed in range(10)]
+
+    async def ask() -> None:
+        async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            streams = [engine.stream([65], params) for params in asked]
+            with pytest.raises(GrammarRejected, match="waited 0.05 s") as caught:
+                await streams[-1].admitted()
+            assert caught.value.limit == 0.05
+
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
+
+
+class Panic(BaseException):
+    """What a library in Rust raises where it is broken: no `Exception`."""
+
+
+@pytest.mark.parametrize("place", ["begin", "advance", "allowed"])
+def test_a_grammar_that_breaks_fails_its_own_request_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise Panic
+
+    async def ask() -> None:
+        async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine, anyio.create_task_group() as tasks:
+            seen = []
+
+            async def read() -> None:
+                plain = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+                seen.extend([token.id async for token in engine.stream([65], plain)])
+
+            tasks.start_soon(read)
+            with pytest.raises(RequestFailed, match="no token to choose"):
+                await engine.generate([65], hot(ResponseFormat.regex("[ab]{9}")))
+        assert len(seen) == 100
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars.CompiledGrammar if place == "begin" else grammars._Matcher, place, broken)
+        anyio.run(ask)
+
+
+def test_an_engine_closes_while_grammars_wait(folder: Path, anyio_backend: Backend) -> None:
+    async def ask() -> None:
+        async with no_leaks():
+            async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+                streams = [engine.stream([65], hot(slow_schema(seed))) for seed in range(20)]
+                await anyio.sleep(0.05)
+                begin = time.perf_counter()
+            assert time.perf_counter() - begin < 5
+            for stream in streams:
+                with anyio.fail_after(1), pytest.raises((EngineStopped, GrammarRejected)):
+                    await stream.admitted()
+            with pytest.raises(EngineStopped):
+                await streams[-1].admitted()
+
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
+
+
+def test_a_format_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    compile_one = grammars.Grammars._compile
+    monkeypatch.setattr(
+        grammars.Grammars, "_compile", lambda self, *args: calls.append(args) or compile_one(self, *args)
+    )
+
+    async def ask() -> None:
+        async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            for seed in range(3):
+                await engine.generate([65], hot(ResponseFormat.regex("[ab]{3}"), seed))
+
+    anyio.run(ask)
+    assert len(calls) == 1
