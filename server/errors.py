@@ -6,6 +6,7 @@ field, value and limit; those of failures are fixed sentences, so that no path, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -90,15 +91,24 @@ _TABLE = (
 )
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about `error`; an unknown one is an internal error without detail."""
+def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+    """What a client is told about `error`; an unknown one is an internal error without detail.
+
+    Args:
+        error: What happened.
+        names: What the client calls fields that the engine knows by other names.
+    """
     if isinstance(error, ApiError):
         return error
     for row in _TABLE:
         if isinstance(error, row.error):
             param = getattr(error, "field", None)
             code = "token_out_of_range" if param is not None and param.startswith("prompt[") else row.code
-            return ApiError(row.status, code, row.message or str(error), param=param, headers=row.headers)
+            message = row.message or str(error)
+            for name, written in (names or {}).items():
+                message = re.sub(rf"\b{name}\b", written, message)
+                param = written if param == name else param
+            return ApiError(row.status, code, message, param=param, headers=row.headers)
     return ApiError(500, "internal_error", "the server failed to handle this request")
 
 
