@@ -119,7 +119,7 @@ def shape_error(error: ValidationError) -> ApiError:
     for part in first["loc"]:
         if isinstance(part, int):
             param += f"[{part}]"
-        elif not part.startswith(_UNION_ARMS):  # which pydantic names by type, and clients do not know
+        elif not _UNION_ARM.match(part):  # which pydantic names by type, and clients do not know
             param += f".{part}" if param else part
     kind = first["type"]
     code = "invalid_value"
@@ -132,7 +132,7 @@ def shape_error(error: ValidationError) -> ApiError:
     return ApiError(400, code, f"{param}: {first['msg']}", param=param or None)
 
 
-_UNION_ARMS = ("list[", "str", "int", "tuple[", "constrained-", "function-", "tagged-", "model-", "literal[")
+_UNION_ARM = re.compile(r"(str|int|float|bool)$|(list|dict|tuple|literal)\[|(constrained|function|tagged|model)-")
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

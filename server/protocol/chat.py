@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
@@ -25,6 +26,7 @@ from headrace.server.protocol.forced import check_forcible
 __all__ = ["ChatFields", "ChatMessage", "Offered"]
 
 _MAX_MESSAGES = 10_000
+Result = TypeVar("Result")
 
 
 class CalledFunction(BaseModel):
@@ -147,13 +149,16 @@ class ChatFields(RequestFields):
         """The tools that may be called.
 
         Raises:
-            InvalidParams: There are too many tools, or the choice asks for none of them.
-            ApiError: A tool is malformed.
+            ApiError: A tool is malformed, there are too many, or the choice asks for none of them.
         """
-        tools = check_tools([_tool(value, place) for place, value in enumerate(self.tools or ())])
-        choice = ToolChoice.parse(self.tool_choice)
-        parallel = self.parallel_tool_calls is not False
-        return Offered(choice.allowed(tools), choice, parallel, template_tools(tools, choice))
+        parsed = [
+            _checked(Tool.parse, value, param=f"tools[{place}]", inside=".function")
+            for place, value in enumerate(self.tools or ())
+        ]
+        tools = _checked(check_tools, parsed, param="tools")
+        choice = _checked(ToolChoice.parse, self.tool_choice, param="tool_choice")
+        allowed = _checked(choice.allowed, tools, param="tool_choice")
+        return Offered(allowed, choice, self.parallel_tool_calls is not False, template_tools(tools, choice))
 
 
 class Offered(NamedTuple):
@@ -183,10 +188,13 @@ class Offered(NamedTuple):
         return structure
 
 
-def _tool(value: dict[str, Any], place: int) -> Tool:
+def _checked(check: Callable[[Any], Result], value: Any, *, param: str, inside: str | None = None) -> Result:
+    """What `check` makes of the value of a field; a refusal names that, or with `inside` the field in it."""
     try:
-        return Tool.parse(value)
+        return check(value)
     except InvalidParams as error:
-        part = f"tools[{place}]" if error.field == "tools" else f"tools[{place}].function.{error.field}"
-        detail = str(error).removeprefix(f"{error.field}: ")
-        raise ApiError(400, "invalid_value", f"{part}: {detail}", param=part) from None
+        detail = str(error)
+        if inside is not None and error.field not in (None, "tools"):
+            param += f"{inside}.{error.field}"
+            detail = detail.removeprefix(f"{error.field}: ")
+        raise ApiError(400, "invalid_value", f"{param}: {detail}", param=param) from None
