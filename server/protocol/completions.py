@@ -21,9 +21,8 @@ __all__ = ["CompletionAnswer", "CompletionFields", "Echo", "prompts_of"]
 _DEFAULT_TOKENS = 16  # OpenAI's
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT_SCHEMA = Also(
-    {"anyOf": [_TEXT, _IDS, *({"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS))]}
-)
+_LISTS = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS)]
+_PROMPT_SCHEMA = Also({"anyOf": [_TEXT, _IDS, *_LISTS]})
 
 
 class CompletionFields(RequestFields):
