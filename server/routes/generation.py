@@ -81,7 +81,9 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
     forced = {"skip_special_tokens": False} if offered.allowed and service.keeps_special_tokens() else {}
     params = fields.sampling(max_tokens=fields.limit, logprobs=fields.reports, **forced)
     wanted = None if offered.forced else params.response_format
-    calls = offered.structure(parser_class(service.tool_format), instead=wanted is not None)
+    calls = None
+    if offered.allowed:
+        calls = offered.structure(parser_class(service.tool_format), instead=wanted is not None)
     names = fields.names | ({"response_format": "tool_choice"} if offered.forced else {})
 
     def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:

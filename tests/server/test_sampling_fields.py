@@ -183,8 +183,8 @@ def test_log_probabilities_are_those_of_transformers(server: Serving, smollm2: P
     for place, (logprob, top) in enumerate(zip(found["token_logprobs"], found["top_logprobs"], strict=True)):
         if place:
             likeliest = expected[place - 1].topk(3).values.tolist()
-            assert logprob == pytest.approx(expected[place - 1, tokens[place]].item(), abs=0.05)
-            assert sorted(top.values(), reverse=True)[:3] == pytest.approx(likeliest, abs=0.05)
+            assert logprob == pytest.approx(expected[place - 1, tokens[place]].item(), abs=1e-3)
+            assert sorted(top.values(), reverse=True)[:3] == pytest.approx(likeliest, abs=1e-3)
 
 
 # -- what shapes the tokens -----------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ TOOLS = [tool("length", river={"enum": ["Rhine", "Po"]}), tool("depth", metres={
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "depth"}}])
 def test_forced_calls(server: Serving, choice: Any) -> None:
     body = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 60, "temperature": 1.2, "parallel_tool_calls": False}
-    for seed in range(3):
+    for seed in range(2):
         got = choice_of(server, CHATS, **body, seed=seed)
         assert got["finish_reason"] == "tool_calls", got
         (call,) = got["message"]["tool_calls"]
@@ -319,8 +319,8 @@ def test_forced_calls(server: Serving, choice: Any) -> None:
 
 def test_a_format_or_a_call(server: Serving) -> None:
     """With tools that may be called, content keeps to the format, and what does not is a call."""
-    body = {"tools": TOOLS, "response_format": {"type": "json_object"}, "max_tokens": 100, "temperature": 1.5}
-    for seed in range(4):
+    body = {"tools": TOOLS, "response_format": {"type": "json_object"}, "max_tokens": 60, "temperature": 1.5}
+    for seed in range(2):
         got = choice_of(server, CHATS, **body, seed=seed)
         if got["finish_reason"] == "stop":
             assert isinstance(json.loads(got["message"]["content"]), dict)
@@ -377,6 +377,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
         (CHATS, {"guided_regex": "("}, "guided_regex"),
         (CHATS, {"guided_regex": ""}, "guided_regex"),
         (CHATS, {"guided_choice": []}, "guided_choice"),
+        (CHATS, {"guided_choice": ["a" * 40_000, "b" * 40_000]}, "guided_choice"),
         (CHATS, {"guided_grammar": 'root ::= "a"'}, "guided_grammar"),
         (CHATS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         (CHATS, {"structured_outputs": {}}, "structured_outputs"),
