@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import Serving, check_error, events_of, serving
 
@@ -187,6 +189,19 @@ def test_log_probabilities_are_those_of_transformers(server: Serving, smollm2: P
             assert sorted(top.values(), reverse=True)[:3] == pytest.approx(likeliest, abs=1e-3)
 
 
+def test_the_client_knows_the_shapes(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "scripted", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "logprobs": 2}
+    answer = client.completions.create(**asked)
+    Completion.model_validate(answer.model_dump(), strict=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None and "".join(logprobs.tokens) == answer.choices[0].text
+    chat: Any = {"model": "scripted", "messages": CHAT, "max_tokens": 60, "temperature": 0, "logprobs": True}
+    with client.chat.completions.stream(**chat) as stream:  # raises where an answer was cut
+        gathered = stream.get_final_completion().choices[0]
+    assert gathered.logprobs is not None and gathered.logprobs.content is not None
+    assert "".join(entry.token for entry in gathered.logprobs.content) == gathered.message.content
+
+
 # -- what shapes the tokens -----------------------------------------------------------------------------------------
 
 
@@ -286,6 +301,19 @@ def test_json_objects(client: openai.OpenAI) -> None:
         stop=["}"],
     )
     assert (answer.choices[0].message.content or "").startswith("{")
+
+
+class River(pydantic.BaseModel):
+    name: Literal["Rhine", "Po"]
+    km: Annotated[int, pydantic.Field(ge=0, le=9999)]
+
+
+def test_the_client_parses_into_its_own_models(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "scripted", "messages": CHAT, "temperature": 1.5, "seed": 1, "max_tokens": 60}
+    parsed = client.chat.completions.parse(**asked, response_format=River).choices[0].message.parsed
+    assert parsed is not None and parsed.name in ("Rhine", "Po")
+    with client.chat.completions.stream(**asked, response_format=River) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed
 
 
 # -- calls that are demanded ----------------------------------------------------------------------------------------
