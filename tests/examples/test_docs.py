@@ -1,4 +1,4 @@
-"""Runs every Python block of README.md and of docs/embedding.md, sampling.md and serving.md on the real model.
+"""Runs every Python block of README.md and of the documents on the real model.
 
 A block that awaits, or uses an `engine`, at its top level is a fragment and runs inside an open engine; any other block
 is a program of its own, whose `test_` functions, if it has some, are called too.
