@@ -82,7 +82,8 @@ def _calls(structure: CallStructure) -> list[str]:
 
 
 def _call(shape: CallShape) -> str:
-    return " ".join(part for part in (_literal(shape.before), _json(shape.schema), _literal(shape.after)) if part)
+    arguments = _json({"type": "object", **shape.schema})
+    return " ".join(part for part in (_literal(shape.before), arguments, _literal(shape.after)) if part)
 
 
 def _json(schema: dict[str, Any]) -> str:

@@ -16,8 +16,7 @@ from headrace.server.protocol.forced import answer_format, checked
 
 END = 256
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "find": {
-        "type": "object",
+    "find": {  # whose type goes without saying
         "properties": {"text": {"type": "string", "maxLength": 5}, "deep": {"$ref": "#/$defs/deep"}},
         "required": ["text"],
         "additionalProperties": False,
