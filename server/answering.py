@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import anyio
 
-from headrace.engine import Prompt, SamplingParams, TokenStream
+from headrace.engine import Prompt, SamplingParams, TokenLogprobs, TokenStream
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.limits import Permit
@@ -41,6 +41,10 @@ class Ask:
     cache_salt: str | None = None
     priority: int = 0
     streams: bool = False
+    refine: Callable[[SamplingParams, list[list[int]]], SamplingParams] | None = None
+    """What the prompts, once they are token ids, change about `params`."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the client called fields that the engine knows by other names."""
     make_answer: Callable[[list[list[int]]], Answer]
     """Makes the answer, given the prompts as token ids."""
 
@@ -81,6 +85,10 @@ class Outlet(Protocol):
         ...
 
 
+def _prompt_logprobs(stream: TokenStream) -> list[TokenLogprobs | None] | None:
+    return stream.prompt_logprobs
+
+
 class Answering:
     """One request that is being answered."""
 
@@ -119,7 +127,8 @@ class Answering:
         try:
             span = start_span(figures, ask.prompts, ask.params, service.model)
             service.check_accepting()
-            self._permit = service.limits.admit(self._caller, len(ask.prompts) * ask.params.n)
+            rows = max(ask.params.n, ask.params.beam_width or 1)
+            self._permit = service.limits.admit(self._caller, len(ask.prompts) * rows)
             service.running.add(self)
             self._scope.deadline = anyio.current_time() + self._timeout
             with self._scope:
@@ -146,12 +155,13 @@ class Answering:
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))
         answer = ask.make_answer(prompts)
+        params = ask.params if ask.refine is None else ask.refine(ask.params, prompts)
         self._opening = answer.opening() if ask.streams else b""
         tenant = self._caller.name
         salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared with oneself alone
         async with AsyncExitStack() as stack:
             for ids in prompts:
-                stream = engine.stream(ids, ask.params, tenant=tenant, cache_salt=salt, priority=ask.priority)
+                stream = engine.stream(ids, params, tenant=tenant, cache_salt=salt, priority=ask.priority)
                 self._streams.append(await stack.enter_async_context(stream))
             for stream in self._streams:
                 await stream.admitted()
@@ -167,8 +177,9 @@ class Answering:
         limit, most = self._ask.limit, self._service.engine.info.max_context
         for ids in prompts:
             if limit is not None and len(ids) < most < len(ids) + limit:
-                message = f"the prompt's {len(ids)} tokens and max_tokens {limit} exceed the context of {most}"
-                raise ApiError(400, "context_length_exceeded", message, param="max_tokens")
+                name = self._ask.names.get("max_tokens", "max_tokens")
+                message = f"the prompt's {len(ids)} tokens and {name} {limit} exceed the context of {most}"
+                raise ApiError(400, "context_length_exceeded", message, param=name)
 
     async def _read_all(self, answer: Answer) -> None:
         """Read every prompt's stream to its end."""
@@ -195,13 +206,15 @@ class Answering:
         """Read one stream to its end; its choices count from `first`."""
         ask, permit, pacer = self._ask, self._permit, self._service.pacer
         assert permit is not None
-        arrivals = self.figures.arrivals(stream, ask.params.n)
+        arrivals, prompt = self.figures.arrivals(stream, ask.params.n), None
         while (chunk := await stream.next_chunk()) is not None:
             arrivals.came(len(chunk.tokens))
             permit.started()
+            if ask.params.prompt_logprobs is not None and prompt is None:
+                prompt = await anyio.to_thread.run_sync(_prompt_logprobs, stream)  # up to a second of work
             permit.spend(len(chunk.tokens))
             frames = b""
-            for piece in pieces(chunk, ask.params.n, first):
+            for piece in pieces(chunk, ask.params.n, first, prompt):
                 if piece.finish_reason == "cancelled":
                     raise self._service.shutting_down()  # the engine closed beneath it
                 if ask.streams:
@@ -216,7 +229,7 @@ class Answering:
         arrivals.end()
 
     async def _fail(self, error: Exception) -> None:
-        told = as_api_error(error)
+        told = as_api_error(error, self._ask.names)
         self.figures.reason, self.figures.refused = told.code, told.status < 500
         if told.code == "internal_error":
             logger.error("request %s failed", self._request_id, exc_info=error)

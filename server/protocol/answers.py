@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from headrace.engine import Chunk, FinishReason, Usage
+from headrace.engine import Chunk, FinishReason, Token, TokenLogprobs, Usage
 
 __all__ = ["Answer", "Header", "Piece", "add_usage", "event", "pieces", "usage_body"]
 
@@ -19,6 +19,10 @@ class Piece(NamedTuple):
     choice: int
     text: str
     finish_reason: FinishReason | None
+    tokens: Sequence[Token] = ()
+    """Those whose ids made the text, or will make that of a later piece."""
+    prompt: Sequence[TokenLogprobs | None] | None = None
+    """Log-probabilities of the prompt, where they are wanted; the same in every piece."""
 
 
 class Header(NamedTuple):
@@ -64,19 +68,19 @@ class Answer(Protocol):
         ...
 
 
-def pieces(chunk: Chunk, choices: int, first: int) -> Iterator[Piece]:
+def pieces(
+    chunk: Chunk, choices: int, first: int, prompt: Sequence[TokenLogprobs | None] | None = None
+) -> Iterator[Piece]:
     """The pieces of a chunk, one for each choice in it; choices count from `first`."""
-    tokens = chunk.tokens
     if choices == 1:
-        yield Piece(first, chunk.text, tokens[-1].finish_reason)
+        yield Piece(first, chunk.text, chunk.tokens[-1].finish_reason, chunk.tokens, prompt)
         return
-    texts: dict[int, list[str]] = {}
-    reasons: dict[int, FinishReason | None] = {}
-    for token in tokens:
-        texts.setdefault(token.index, []).append(token.text)
-        reasons[token.index] = token.finish_reason
-    for index, parts in texts.items():
-        yield Piece(first + index, "".join(parts), reasons[index])
+    groups: dict[int, list[Token]] = {}
+    for token in chunk.tokens:
+        groups.setdefault(token.index, []).append(token)
+    for index, tokens in groups.items():
+        text = "".join([token.text for token in tokens])
+        yield Piece(first + index, text, tokens[-1].finish_reason, tokens, prompt)
 
 
 def event(value: Any) -> bytes:

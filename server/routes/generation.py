@@ -7,7 +7,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from headrace.engine.tools import make_parser
+from headrace.engine import Prompt, SamplingParams
+from headrace.engine.tools import make_parser, parser_class
 from headrace.server.answering import Answering, Ask
 from headrace.server.body import ClientGone, read_json
 from headrace.server.connection import Connection
@@ -17,12 +18,19 @@ from headrace.server.observability.telemetry import EXCHANGE
 from headrace.server.protocol.answers import Answer, Header
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.chat_answer import ChatAnswer
-from headrace.server.protocol.completions import CompletionAnswer, CompletionFields, prompts_of
-from headrace.server.protocol.fields import parse
+from headrace.server.protocol.completions import CompletionAnswer, CompletionFields, Echo, prompts_of
+from headrace.server.protocol.fields import RequestFields, parse
+from headrace.server.protocol.forced import answer_format
+from headrace.server.protocol.logprobs import Aligned
+from headrace.server.protocol.ranking import BestOf
 from headrace.server.service import Service
 from headrace.server.sse import TokenEvents
 
 __all__ = ["GenerationRoute", "ask_chat", "ask_completion"]
+
+
+_MAX_ECHOED = 2**17
+"""Log-probabilities of echoed prompts in one answer: a tenth of a second of the event loop."""
 
 
 class GenerationRoute:
@@ -72,32 +80,44 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
     """
     fields: ChatFields = parse(ChatFields, body, service.settings)
     service.check_model(fields.model)
-    allowed, tools = fields.offered()
-    if allowed and service.tool_format is None:
+    offered = fields.offered()
+    if offered.allowed and service.tool_format is None:
         message = "tools: the chat template of this model teaches no known format of tool calls"
         raise ApiError(400, "unsupported_parameter", message, param="tools")
-    forced = {"skip_special_tokens": False} if allowed and service.keeps_special_tokens() else {}
-    params = fields.sampling(max_tokens=fields.limit, **forced)
+    forced = {"skip_special_tokens": False} if offered.allowed and service.keeps_special_tokens() else {}
+    params = fields.sampling(max_tokens=fields.limit, logprobs=fields.reports, **forced)
+    wanted = None if offered.forced else params.response_format
+    calls = None
+    if offered.allowed:
+        calls = offered.structure(parser_class(service.tool_format), instead=wanted is not None)
+    names = fields.names | ({"response_format": "tool_choice"} if offered.forced else {})
+
+    def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
+        answer = answer_format(wanted, calls, service.reasoning(prompts[0]))
+        others = params.model_dump(exclude={"response_format"}, exclude_unset=True)
+        return SamplingParams(**others, response_format=answer)  # made anew, since not all goes with a format
 
     def make_answer(prompts: list[list[int]]) -> Answer:
         reasoning = service.reasoning(prompts[0])
-        tool_format = service.tool_format if allowed else None
+        tool_format = service.tool_format if offered.allowed else None
         parses = tool_format is not None or reasoning != "none"
         return ChatAnswer(
             Header.new("chatcmpl", service.now(), fields.model, service.fingerprint),
             params.n,
             include_usage=fields.include_usage,
             make_parser=(lambda: make_parser(tool_format, reasoning)) if parses else None,
+            make_aligned=_aligned(service, params) if params.logprobs is not None else None,
+            parallel_calls=offered.parallel,
         )
 
-    return Ask(
+    return _ask(
+        fields,
+        params,
         prompts=[fields.chat()],
-        params=params,
-        tools=tools,
+        tools=offered.template,
         limit=fields.limit,
-        cache_salt=fields.cache_salt,
-        priority=fields.priority or 0,
-        streams=fields.streams,
+        refine=refine if wanted is not None or calls is not None else None,
+        names=names,
         make_answer=make_answer,
     )
 
@@ -108,25 +128,92 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
     Raises:
         ApiError: The body asks for nothing that can be done.
     """
-    fields: CompletionFields = parse(CompletionFields, body, service.settings, {"logprobs": ()})
+    fields: CompletionFields = parse(CompletionFields, body, service.settings)
     service.check_model(fields.model)
     prompts = prompts_of(fields.prompt, service.settings.max_prompts)
-    params = fields.sampling(max_tokens=fields.limit)
+    reports = {"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if fields.echo else None}
+    params = fields.sampling(max_tokens=fields.limit, **reports)
+
+    def refine(params: SamplingParams, ids: list[list[int]]) -> SamplingParams:
+        _check_echo(params, ids)
+        return params
 
     def make_answer(ids: list[list[int]]) -> Answer:
-        echoes: list[str] = []
+        echoes: list[Echo] = []
         if fields.echo:
-            texts = [prompt if isinstance(prompt, str) else service.engine.detokenize(prompt) for prompt in prompts]
-            echoes = [text for text in texts for _ in range(params.n)]
-        header = Header.new("cmpl", service.now(), fields.model, service.fingerprint)
-        return CompletionAnswer(header, len(ids) * params.n, include_usage=fields.include_usage, echoes=echoes)
+            detokenize = service.engine.detokenize
+            for prompt, tokens in zip(prompts, ids, strict=True):
+                text = prompt if isinstance(prompt, str) else detokenize(tokens)
+                first = detokenize(tokens[:1], skip_special_tokens=False)
+                echoes += [Echo(text, tokens, first)] * params.n
+        return CompletionAnswer(
+            Header.new("cmpl", service.now(), fields.model, service.fingerprint),
+            len(ids) * params.n,
+            include_usage=fields.include_usage,
+            echoes=echoes,
+            only_echoes=fields.max_tokens == 0,
+            logprobs=fields.logprobs,
+            make_aligned=_aligned(service, params),
+        )
+
+    return _ask(
+        fields,
+        params,
+        prompts=list(prompts),
+        limit=fields.max_tokens,
+        refine=refine,
+        names=fields.names,
+        make_answer=make_answer,
+    )
+
+
+def _ask(
+    fields: RequestFields,
+    params: SamplingParams,
+    *,
+    prompts: list[Prompt],
+    names: dict[str, str],
+    make_answer: Callable[[list[list[int]]], Answer],
+    **more: Any,
+) -> Ask:
+    """What both endpoints make of their fields; with `best_of`, more choices are asked for than `make_answer` knows."""
+    returned, best_of = params.n, params.best_of
+    if best_of is not None:
+        if params.logprobs is None:
+            names = names | {"logprobs": "best_of"}
+        more_choices = {"n": best_of, "best_of": None, "logprobs": params.logprobs or 0}
+        params = params.model_copy(update=more_choices)
+
+    def make_ranked(ids: list[list[int]]) -> Answer:
+        answer = make_answer(ids)
+        return answer if best_of is None else BestOf(answer, len(ids), params.n, returned)
 
     return Ask(
-        prompts=list(prompts),
+        prompts=prompts,
         params=params,
-        limit=fields.max_tokens,
         cache_salt=fields.cache_salt,
         priority=fields.priority or 0,
         streams=fields.streams,
-        make_answer=make_answer,
+        names=names,
+        make_answer=make_ranked,
+        **more,
     )
+
+
+def _check_echo(params: SamplingParams, prompts: list[list[int]]) -> None:
+    """Refuse an echo whose log-probabilities would hold up the event loop while they are written."""
+    if params.prompt_logprobs is None:
+        return
+    count = sum(map(len, prompts)) * params.n * (1 + params.prompt_logprobs)
+    if count > _MAX_ECHOED:
+        message = f"logprobs: with echo at most {_MAX_ECHOED} in one answer, over all prompts and choices; got {count}"
+        raise ApiError(400, "invalid_value", message, param="logprobs")
+
+
+def _aligned(service: Service, params: SamplingParams) -> Callable[[], Aligned]:
+    """Makes what places the tokens of a choice in its text."""
+
+    def hides(token: int) -> bool:
+        return not service.engine.detokenize([token], skip_special_tokens=params.skip_special_tokens)
+
+    return lambda: Aligned(hides)
