@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import anyio
@@ -40,6 +40,8 @@ class Ask:
     cache_salt: str | None = None
     priority: int = 0
     streams: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the client calls fields whose names here are others, for errors."""
     make_answer: Callable[[list[list[int]]], Answer]
     """Makes the answer, given the prompts as token ids."""
 
@@ -66,8 +68,8 @@ class Outlet(Protocol):
         """Send an answer that was not to be streamed."""
         ...
 
-    async def fail(self, error: ApiError) -> None:
-        """Tell the client of the error, which is the end."""
+    async def fail(self, error: ApiError, frames: bytes) -> None:
+        """Tell the client of the error, which is the end; `frames` are the events that say so in a stream."""
         ...
 
     async def ping(self, silent: float) -> None:
@@ -91,6 +93,7 @@ class Answering:
         self._timeout = longest if timeout is None else min(timeout, longest)
         self._scope = anyio.CancelScope()
         self._streams: list[TokenStream] = []
+        self._answer: Answer | None = None
         self._opening = b""
         self._began = time.monotonic()
         self._ended_by: ApiError | None = None
@@ -129,7 +132,7 @@ class Answering:
         prompts = [await engine.tokenize(prompt, tools=ask.tools) for prompt in ask.prompts]
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))
-        answer = ask.make_answer(prompts)
+        answer = self._answer = ask.make_answer(prompts)
         self._opening = answer.opening() if ask.streams else b""
         tenant = self._caller.name
         salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared with oneself alone
@@ -197,10 +200,11 @@ class Answering:
                 await pacer.turn()
 
     async def _fail(self, error: Exception) -> None:
-        told = as_api_error(error)
+        told = as_api_error(error).renamed(self._ask.names)
         if told.code == "internal_error":
             logger.error("request %s failed", self._request_id, exc_info=error)
-        await self._outlet.fail(told)
+        answer = self._answer if self._ask.streams else None
+        await self._outlet.fail(told, b"" if answer is None else answer.failing(told))
 
     # -- time -------------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.server.auth import ANYBODY, Caller, Keyring
-from headrace.server.errors import ApiError, as_api_error, error_response
+from headrace.server.errors import ERROR_BODY, ApiError, as_api_error, error_response, messages_error_body
 from headrace.server.settings import ServerSettings
 
-__all__ = ["ADMIN_PREFIX", "CALLER", "PUBLIC_PATHS", "REQUEST_ID", "Gate"]
+__all__ = ["ADMIN_PREFIX", "CALLER", "MESSAGES_PATH", "PUBLIC_PATHS", "REQUEST_ID", "Gate"]
 
 logger = logging.getLogger("headrace.server")
 
@@ -26,6 +26,8 @@ CALLER: Final = "headrace.caller"
 REQUEST_ID: Final = "headrace.request_id"
 PUBLIC_PATHS: Final = frozenset({"/health/live", "/health/ready"})
 ADMIN_PREFIX: Final = "/v1/admin/"
+MESSAGES_PATH: Final = "/v1/messages"
+"""Anthropic's endpoint, with errors and a header of the request id as its clients know them."""
 
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PORT: Final = re.compile(rb":\d{1,5}$")
@@ -50,6 +52,11 @@ class Gate:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         identity = _request_id(headers)
         scope[REQUEST_ID] = identity.decode()
+        path = _path(scope)
+        more = [(b"x-request-id", identity)]
+        if path == MESSAGES_PATH:
+            scope[ERROR_BODY] = messages_error_body
+            more.append((b"request-id", identity))
 
         started = False
 
@@ -58,22 +65,22 @@ class Gate:
             if message["type"] in _STARTS:
                 started = True
                 message.setdefault("headers", [])
-                message["headers"] = [*message["headers"], (b"x-request-id", identity)]
+                message["headers"] = [*message["headers"], *more]
             await send(message)
 
         try:
             self._check_sizes(scope, headers)
             self._check_host(headers)
-            scope[CALLER] = self._caller(scope, headers)
+            scope[CALLER] = self._caller(scope["type"], path, headers)
         except ApiError as refusal:
-            await error_response(refusal)(scope, receive, send_with_id)
+            await error_response(refusal, scope)(scope, receive, send_with_id)
             return
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             logger.error("request %s failed", scope[REQUEST_ID], exc_info=error)
             if not started:
-                await error_response(as_api_error(error))(scope, receive, send_with_id)
+                await error_response(as_api_error(error), scope)(scope, receive, send_with_id)
 
     def _check_sizes(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> None:
         settings = self._settings
@@ -92,29 +99,47 @@ class Gate:
             if name == b"origin" and value.lower() not in self._origins:
                 raise ApiError(403, "origin_not_allowed", "pages of that Origin may not ask this server")
 
-    def _caller(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> Caller:
-        path = scope["path"]
-        root = scope.get("root_path", "")
-        if root and path.startswith(root):
-            path = path[len(root) :]
+    def _caller(self, kind: str, path: str, headers: list[tuple[bytes, bytes]]) -> Caller:
         if self._keys.empty:
             if path.startswith(ADMIN_PREFIX):
                 raise ApiError(403, "admin_only", "this needs an admin key, and the server has none")
             return ANYBODY
-        if path in PUBLIC_PATHS and scope["type"] == "http":
+        if path in PUBLIC_PATHS and kind == "http":
             return ANYBODY
-        given = [value for name, value in headers if name == b"authorization"]
-        scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        caller = self._keys.caller(secret.strip()) if scheme.lower() == b"bearer" else None
+        given = [_secret(name, value) for name, value in headers if name in _KEY_HEADERS]
+        caller = self._keys.caller(given[0]) if len(given) == 1 else None
         if caller is None:
             challenge = {"www-authenticate": "Bearer"}
-            raise ApiError(401, "invalid_api_key", "give a valid key as `Authorization: Bearer KEY`", headers=challenge)
+            raise ApiError(
+                401,
+                "invalid_api_key",
+                "give one valid key, as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                headers=challenge,
+            )
         if path.startswith(ADMIN_PREFIX) and not caller.admin:
             raise ApiError(403, "admin_only", "this needs an admin key")
         return caller
 
 
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
+
+
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+
+
+def _secret(name: bytes, value: bytes) -> bytes:
+    """The secret in a header; an empty one, which no key has, where it holds something else."""
+    if name == b"x-api-key":
+        return value.strip()
+    scheme, _, secret = value.partition(b" ")
+    return secret.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _path(scope: Scope) -> str:
+    """The path below where the application is mounted."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root) else path
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -1,16 +1,17 @@
-"""What chats and completions share on the way back: ids, usage, events and pieces; never sends anything."""
+"""What all answers share on the way back: ids, usage, events and pieces; never sends anything."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from headrace.engine import Chunk, FinishReason, Usage
+from headrace.engine import Chunk, FinishReason, Token, Usage
+from headrace.server.errors import ApiError
 
-__all__ = ["Answer", "Header", "Piece", "add_usage", "event", "pieces", "usage_body"]
+__all__ = ["Answer", "Header", "Piece", "add_usage", "event", "pieces", "typed_event", "usage_body"]
 
 
 class Piece(NamedTuple):
@@ -19,6 +20,7 @@ class Piece(NamedTuple):
     choice: int
     text: str
     finish_reason: FinishReason | None
+    tokens: Sequence[Token] = ()
 
 
 class Header(NamedTuple):
@@ -53,6 +55,10 @@ class Answer(Protocol):
         """Events after the last token, without the final mark."""
         ...
 
+    def failing(self, error: ApiError) -> bytes:
+        """Events of a stream that cannot end well; nothing follows them."""
+        ...
+
     def keep(self, piece: Piece) -> None:
         """Take a piece in for `whole`, where nothing is streamed."""
         ...
@@ -66,20 +72,23 @@ def pieces(chunk: Chunk, choices: int, first: int) -> Iterator[Piece]:
     """The pieces of a chunk, one for each choice in it; choices count from `first`."""
     tokens = chunk.tokens
     if choices == 1:
-        yield Piece(first, chunk.text, tokens[-1].finish_reason)
+        yield Piece(first, chunk.text, tokens[-1].finish_reason, tokens)
         return
-    texts: dict[int, list[str]] = {}
-    reasons: dict[int, FinishReason | None] = {}
+    by_choice: dict[int, list[Token]] = {}
     for token in tokens:
-        texts.setdefault(token.index, []).append(token.text)
-        reasons[token.index] = token.finish_reason
-    for index, parts in texts.items():
-        yield Piece(first + index, "".join(parts), reasons[index])
+        by_choice.setdefault(token.index, []).append(token)
+    for index, part in by_choice.items():
+        yield Piece(first + index, "".join([token.text for token in part]), part[-1].finish_reason, part)
 
 
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def typed_event(value: dict[str, Any]) -> bytes:
+    """One server-sent event that has its `type` as name, too."""
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), orjson.dumps(value))
 
 
 def add_usage(parts: list[Usage]) -> Usage:

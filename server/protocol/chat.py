@@ -12,9 +12,26 @@ from headrace.engine.tools import Tool, ToolChoice, check_tools, template_tools
 from headrace.server.errors import ApiError
 from headrace.server.protocol.fields import RequestFields
 
-__all__ = ["ChatFields", "ChatMessage"]
+__all__ = ["ChatFields", "ChatMessage", "joined_parts"]
 
 _MAX_MESSAGES = 10_000
+
+
+def joined_parts(value: object, *kinds: str) -> object:
+    """The text of a list of parts of these types, a line each; what is no list is left for pydantic to judge.
+
+    Raises:
+        PydanticCustomError: A part is of another type.
+    """
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            message = "part {index} must be text; others are not supported"
+            raise PydanticCustomError("text_part", message, {"index": index})
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 class CalledFunction(BaseModel):
@@ -39,21 +56,14 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, Field(strict=True)] | None = None
+    reasoning_content: Annotated[str, Field(strict=True)] | None = None
     tool_calls: Annotated[tuple[ToolCallFields, ...], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(strict=True, max_length=256)] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
     def _parts_are_joined(cls, value: object) -> object:
-        if not isinstance(value, list):
-            return value
-        texts = []
-        for index, part in enumerate(value):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                message = "part {index} must be text; others are not supported"
-                raise PydanticCustomError("text_part", message, {"index": index})
-            texts.append(part["text"])
-        return "\n".join(texts)
+        return joined_parts(value, "text")
 
     @model_validator(mode="after")
     def _content_where_one_belongs(self) -> ChatMessage:
@@ -76,6 +86,8 @@ class ChatMessage(BaseModel):
         if self.tool_calls:
             param = f"messages[{place}].tool_calls"
             message["tool_calls"] = [_call(call, f"{param}[{index}]") for index, call in enumerate(self.tool_calls)]
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message

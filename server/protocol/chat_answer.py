@@ -18,7 +18,9 @@ from headrace.engine.tools import (
     ToolParser,
     collect,
 )
+from headrace.server.errors import ApiError, error_event
 from headrace.server.protocol.answers import Header, Piece, event, usage_body
+from headrace.server.protocol.blocks import read_piece
 
 __all__ = ["ChatAnswer"]
 
@@ -62,7 +64,7 @@ class ChatAnswer:
 
     def feed(self, piece: Piece) -> bytes:
         """The chunks that a piece means."""
-        index, text, reason = piece
+        index, text, reason, _ = piece
         if not self._parsers:
             frames = self._heads[index] + orjson.dumps(text) + self._tail if text else b""
         else:
@@ -77,10 +79,12 @@ class ChatAnswer:
             return b""
         return event(self._header.body("chat.completion.chunk") | {"choices": [], "usage": usage_body(usage)})
 
+    def failing(self, error: ApiError) -> bytes:
+        """The error, which ends the stream."""
+        return error_event(error)
+
     def _parse(self, piece: Piece) -> list[Event]:
-        parser = self._parsers[piece.choice]
-        events = parser.feed(piece.text)
-        return events if piece.finish_reason is None else [*events, *parser.finish()]
+        return read_piece(self._parsers[piece.choice], piece)
 
     def _of_event(self, index: int, each: Event) -> bytes:
         if isinstance(each, Content):

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from headrace.engine import Usage
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, error_event
 from headrace.server.protocol.answers import Header, Piece, event, usage_body
 from headrace.server.protocol.fields import Bool, RequestFields
 
@@ -81,7 +81,7 @@ class CompletionAnswer:
 
     def feed(self, piece: Piece) -> bytes:
         """The chunk that a piece means."""
-        index, text, reason = piece
+        index, text, reason, _ = piece
         if reason is None:
             return self._chunk(index, text, b"null") if text else b""
         return self._chunk(index, text, b'"%b"' % reason.encode())
@@ -91,6 +91,10 @@ class CompletionAnswer:
         if not self._include_usage:
             return b""
         return event(self._header.body("text_completion") | {"choices": [], "usage": usage_body(usage)})
+
+    def failing(self, error: ApiError) -> bytes:
+        """The error, which ends the stream."""
+        return error_event(error)
 
     def _chunk(self, index: int, text: str, reason: bytes) -> bytes:
         return b"".join(

@@ -134,16 +134,19 @@ def parse(
         shape: Of the endpoint.
         body: As it came.
         settings: For `strict_fields` and `max_choices`.
-        neutral: Values of refused fields that ask for nothing, where they differ from `REFUSED`.
+        neutral: Of the endpoint's own refused fields, and of those in `REFUSED` for which they differ there, the
+            values that ask for nothing.
 
     Raises:
         ApiError: A field is missing, malformed, out of range, or not supported.
     """
-    for name in body.keys() & REFUSED.keys() - shape.model_fields.keys():
-        if not _asks_nothing(body[name], (neutral or REFUSED).get(name, REFUSED[name])):
+    own = neutral or {}
+    refused = {**REFUSED, **own}
+    for name in body.keys() & (REFUSED.keys() - shape.model_fields.keys() | own.keys()):
+        if not _asks_nothing(body[name], refused[name]):
             raise ApiError(400, "unsupported_parameter", f"{name}: this server does not support it", param=name)
     if settings.strict_fields:
-        unknown = sorted(body.keys() - REFUSED.keys() - shape.model_fields.keys())
+        unknown = sorted(body.keys() - refused.keys() - shape.model_fields.keys())
         if unknown:
             raise ApiError(400, "unknown_parameter", f"{unknown[0]}: unknown field", param=unknown[0])
     try:

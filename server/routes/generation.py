@@ -1,17 +1,21 @@
-"""POST /v1/chat/completions and /v1/completions: from a body to an `Ask`; the answering is answering.py's."""
+"""POST /v1/chat/completions and /v1/completions: from a body to an `Ask`; the answering is answering.py's.
+
+Other forms of chats become an `Ask` through `chat_ask` as well: messages.py and responses.py beside this file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from headrace.engine.tools import make_parser
+from headrace.engine.tools import ToolParser, make_parser
 from headrace.server.answering import Answering, Ask
 from headrace.server.body import ClientGone, read_json
 from headrace.server.connection import Connection
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, error_response
 from headrace.server.gate import CALLER, REQUEST_ID
 from headrace.server.protocol.answers import Answer, Header
 from headrace.server.protocol.chat import ChatFields
@@ -19,17 +23,21 @@ from headrace.server.protocol.chat_answer import ChatAnswer
 from headrace.server.protocol.completions import CompletionAnswer, CompletionFields, prompts_of
 from headrace.server.protocol.fields import parse
 from headrace.server.service import Service
-from headrace.server.sse import TokenEvents
+from headrace.server.sse import DATA, Framing, TokenEvents
 
-__all__ = ["GenerationRoute", "ask_chat", "ask_completion"]
+__all__ = ["GenerationRoute", "MakeParser", "ask_chat", "ask_completion", "chat_ask"]
+
+MakeParser = Callable[[], ToolParser]
+"""Makes what reads the tool calls and the reasoning of one choice."""
 
 
 class GenerationRoute:
     """An endpoint that generates, as an ASGI application."""
 
-    def __init__(self, ask: Callable[[Service, dict[str, Any]], Ask]) -> None:
-        """Serve what `ask` makes of a body."""
+    def __init__(self, ask: Callable[[Service, dict[str, Any]], Ask], framing: Framing = DATA) -> None:
+        """Serve what `ask` makes of a body, in streams of that framing."""
         self._ask = ask
+        self._framing = framing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -43,7 +51,8 @@ class GenerationRoute:
         ask, timeout = self._ask(service, body), _timeout(scope)
         settings = service.settings
         connection = Connection(receive, send, stall_timeout=settings.stall_timeout)
-        events = TokenEvents(connection, ping_seconds=settings.ping_seconds)
+        refuse = partial(error_response, scope=scope)
+        events = TokenEvents(connection, refuse, framing=self._framing, ping_seconds=settings.ping_seconds)
         answering = Answering(service, ask, events, scope[CALLER], scope[REQUEST_ID], timeout)
         await connection.run(answering.answer, answering.tick)
 
@@ -70,6 +79,32 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
     """
     fields: ChatFields = parse(ChatFields, body, service.settings)
     service.check_model(fields.model)
+
+    def make_answer(prompt: list[int], parser: MakeParser | None) -> Answer:
+        header = Header.new("chatcmpl", service.now(), fields.model)
+        return ChatAnswer(header, fields.n or 1, include_usage=fields.include_usage, make_parser=parser)
+
+    return chat_ask(service, fields, make_answer)
+
+
+def chat_ask(
+    service: Service,
+    fields: ChatFields,
+    make_answer: Callable[[list[int], MakeParser | None], Answer],
+    names: Mapping[str, str] | None = None,
+) -> Ask:
+    """What a chat asks for, whatever its answer looks like.
+
+    Args:
+        service: The server.
+        fields: The chat.
+        make_answer: Makes the answer, given the prompt as token ids, and what reads tool calls and reasoning where
+            there may be some.
+        names: What the client calls fields whose names here are others.
+
+    Raises:
+        ApiError: It asks for nothing that can be done.
+    """
     allowed, tools = fields.offered()
     if allowed and service.tool_format is None:
         message = "tools: the chat template of this model teaches no known format of tool calls"
@@ -77,16 +112,11 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
     forced = {"skip_special_tokens": False} if allowed and service.keeps_special_tokens() else {}
     params = fields.sampling(max_tokens=fields.limit, **forced)
 
-    def make_answer(prompts: list[list[int]]) -> Answer:
+    def answer_to(prompts: list[list[int]]) -> Answer:
         reasoning = service.reasoning(prompts[0])
         tool_format = service.tool_format if allowed else None
         parses = tool_format is not None or reasoning != "none"
-        return ChatAnswer(
-            Header.new("chatcmpl", service.now(), fields.model),
-            params.n,
-            include_usage=fields.include_usage,
-            make_parser=(lambda: make_parser(tool_format, reasoning)) if parses else None,
-        )
+        return make_answer(prompts[0], partial(make_parser, tool_format, reasoning) if parses else None)
 
     return Ask(
         prompts=[fields.chat()],
@@ -96,7 +126,8 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
         cache_salt=fields.cache_salt,
         priority=fields.priority or 0,
         streams=fields.streams,
-        make_answer=make_answer,
+        names=names or {},
+        make_answer=answer_to,
     )
 
 
