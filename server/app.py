@@ -1,4 +1,4 @@
-"""`create_app`: an engine as a Starlette application with the endpoints of OpenAI and Anthropic; owns routes and lifespan.
+"""`create_app`: an engine as a Starlette application with OpenAI's and Anthropic's endpoints; owns routes and lifespan.
 
 It may be mounted under another application, whose lifespan then opens the engine.
 """

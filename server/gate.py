@@ -110,12 +110,8 @@ class Gate:
         caller = self._keys.caller(given[0]) if len(given) == 1 else None
         if caller is None:
             challenge = {"www-authenticate": "Bearer"}
-            raise ApiError(
-                401,
-                "invalid_api_key",
-                "give one valid key, as `Authorization: Bearer KEY` or `x-api-key: KEY`",
-                headers=challenge,
-            )
+            message = "give one valid key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise ApiError(401, "invalid_api_key", message, headers=challenge)
         if path.startswith(ADMIN_PREFIX) and not caller.admin:
             raise ApiError(403, "admin_only", "this needs an admin key")
         return caller

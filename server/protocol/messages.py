@@ -1,4 +1,4 @@
-"""Anthropic's messages: the request as it comes in, and as the chat that it means; its answer is messages_answer.py's."""
+"""Anthropic's messages: the request as it comes in, and the chat that it means; messages_answer.py has the answer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ Block = Annotated[
     Discriminator(
         _kind,
         custom_error_type="block",
-        custom_error_message="must be a block of type text, thinking, tool_use or tool_result; others are not supported",
+        custom_error_message="must be a block of text, thinking, tool_use or tool_result; others are not supported",
     ),
 ]
 
@@ -95,12 +95,12 @@ class Turn(_Part):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[tuple[Block, ...], Field(max_length=_MAX_BLOCKS)]
+    content: Annotated[list[Block], Field(max_length=_MAX_BLOCKS)]
 
     @field_validator("content", mode="before")
     @classmethod
     def _a_text_is_a_block(cls, value: object) -> object:
-        return ({"type": "text", "text": value},) if isinstance(value, str) else value
+        return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
     def chat(self, param: str) -> list[dict[str, Any]]:
         """The messages of a chat that it means: an assistant's is one, results of tools are one each.
@@ -190,7 +190,7 @@ class ThinkingFields(_Part):
 class MessageFields(RequestFields):
     """Body of POST /v1/messages."""
 
-    messages: Annotated[tuple[Turn, ...], Field(min_length=1, max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)]
     system: Text | None = None
     stop_sequences: Annotated[tuple[Stop, ...], Field(max_length=16)] | None = None

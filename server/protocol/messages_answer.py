@@ -34,7 +34,12 @@ class MessageAnswer:
             prompt_tokens: Of the request.
             parser: Reads tool calls and reasoning; None where there are none.
         """
-        self._body = {"id": f"msg_{secrets.token_hex(16)}", "type": "message", "role": "assistant", "model": model}
+        self._body: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(16)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
         self._prompt_tokens = prompt_tokens
         self._reader = BlockReader(parser)
 

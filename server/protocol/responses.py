@@ -164,7 +164,7 @@ class TextOptions(_Item):
 class ResponseFields(RequestFields):
     """Body of POST /v1/responses."""
 
-    input: Annotated[tuple[Item, ...], Field(min_length=1, max_length=_MAX_ITEMS)]
+    input: Annotated[list[Item], Field(min_length=1, max_length=_MAX_ITEMS)]
     instructions: Annotated[str, Field(strict=True)] | None = None
     max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -180,7 +180,7 @@ class ResponseFields(RequestFields):
     @field_validator("input", mode="before")
     @classmethod
     def _a_text_is_a_message(cls, value: object) -> object:
-        return ({"role": "user", "content": value},) if isinstance(value, str) else value
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
     def chat(self) -> dict[str, Any]:
         """The body of the chat completion that asks for the same.

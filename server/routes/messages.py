@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.engine import HeadraceError
 from headrace.server.answering import Ask
-from headrace.server.errors import as_api_error
+from headrace.server.errors import ApiError, as_api_error
 from headrace.server.protocol.answers import Answer
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.fields import parse
@@ -32,5 +33,5 @@ def ask_message(service: Service, body: dict[str, Any]) -> Ask:
     try:
         chat: ChatFields = parse(ChatFields, fields.chat(reasons=service.reasons), service.settings)
         return chat_ask(service, chat, make_answer, MESSAGE_NAMES)
-    except Exception as error:
+    except (ApiError, HeadraceError) as error:
         raise as_api_error(error).renamed(MESSAGE_NAMES) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from headrace.engine import HeadraceError
 from headrace.server.answering import Ask
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.protocol.answers import Answer
@@ -37,7 +38,7 @@ def ask_response(service: Service, body: dict[str, Any]) -> Ask:
     try:
         chat: ChatFields = parse(ChatFields, fields.chat(), service.settings)
         return chat_ask(service, chat, make_answer, RESPONSE_NAMES)
-    except Exception as error:
+    except (ApiError, HeadraceError) as error:
         raise as_api_error(error).renamed(RESPONSE_NAMES) from error
 
 

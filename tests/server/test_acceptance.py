@@ -190,7 +190,9 @@ def test_08_unknown_endpoints_and_methods(server: Serving) -> None:
         {"authorization": f"Bearer Bearer {KEY}"},
         {"authorization": "Bearer"},
         {"authorization": ""},
-        {"x-api-key": KEY},
+        {"x-api-key": f"Bearer {KEY}"},
+        {"x-api-key": ""},
+        [("x-api-key", KEY), ("authorization", f"Bearer {KEY}")],
         [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")],
     ],
 )
