@@ -54,7 +54,7 @@ class Gate:
         scope[REQUEST_ID] = identity.decode()
         path = _path(scope)
         more = [(b"x-request-id", identity)]
-        if path == MESSAGES_PATH:
+        if path.startswith(MESSAGES_PATH):
             scope[ERROR_BODY] = messages_error_body
             more.append((b"request-id", identity))
 
