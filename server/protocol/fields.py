@@ -105,6 +105,11 @@ class RequestFields(BaseModel):
         """Whether a stream ends with usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def shared(self) -> dict[str, Any]:
+        """The fields of this class that the request sets, as another endpoint's body has them."""
+        names = RequestFields.model_fields.keys() - {"metadata", "stream_options"}
+        return self.model_dump(include=names, exclude_unset=True, by_alias=True)
+
     def sampling(self, *, max_tokens: int | None, **forced: Any) -> SamplingParams:
         """What the engine is asked for; `forced` wins over what the request says.
 

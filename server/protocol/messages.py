@@ -19,6 +19,7 @@ _MAX_BLOCKS = 10_000
 MESSAGE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "container": (),
     "context_management": (),
+    "logprobs": (False,),
     "mcp_servers": ([],),
     "n": (1,),
     "output_config": ({},),
@@ -26,6 +27,7 @@ MESSAGE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "speed": ("standard",),
     "stop": (),
     "stream_options": (),
+    "top_logprobs": (0,),
 }
 """What this endpoint refuses besides `REFUSED`, each with the values that ask for nothing."""
 
@@ -219,8 +221,7 @@ class MessageFields(RequestFields):
         if self.messages[-1].role == "assistant":
             message = "messages: the last one must not be the assistant's; this server cannot continue an answer"
             raise ApiError(400, "unsupported_parameter", message, param="messages")
-        own = MessageFields.model_fields.keys() - RequestFields.model_fields.keys()
-        body = self.model_dump(exclude=set(own), exclude_none=True)
+        body = self.shared()
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for place, turn in enumerate(self.messages):
             messages += turn.chat(f"messages[{place}]")

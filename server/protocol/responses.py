@@ -21,12 +21,14 @@ RESPONSE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
+    "logprobs": (False,),
     "max_tokens": (),
     "max_tool_calls": (),
     "moderation": (),
     "n": (1,),
     "previous_response_id": (),
     "prompt": (),
+    "response_format": (),
     "store": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -193,8 +195,7 @@ class ResponseFields(RequestFields):
             raise _unsupported(f"reasoning.{wanted[0]}")
         if any(each != _ENCRYPTED for each in self.include or ()):
             raise _unsupported("include")
-        own = ResponseFields.model_fields.keys() - RequestFields.model_fields.keys()
-        body = self.model_dump(exclude={*own, "metadata", "stream_options"}, exclude_none=True)
+        body = self.shared()
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
