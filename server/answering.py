@@ -40,8 +40,10 @@ class Ask:
     cache_salt: str | None = None
     priority: int = 0
     streams: bool = False
+    refine: Callable[[SamplingParams, list[list[int]]], SamplingParams] | None = None
+    """What the prompts, once they are token ids, change about `params`."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the client calls fields whose names here are others, for errors."""
+    """What the client called fields that the engine knows by other names."""
     make_answer: Callable[[list[list[int]]], Answer]
     """Makes the answer, given the prompts as token ids."""
 
@@ -133,12 +135,13 @@ class Answering:
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))
         answer = self._answer = ask.make_answer(prompts)
+        params = ask.params if ask.refine is None else ask.refine(ask.params, prompts)
         self._opening = answer.opening() if ask.streams else b""
         tenant = self._caller.name
         salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared with oneself alone
         async with AsyncExitStack() as stack:
             for ids in prompts:
-                stream = engine.stream(ids, ask.params, tenant=tenant, cache_salt=salt, priority=ask.priority)
+                stream = engine.stream(ids, params, tenant=tenant, cache_salt=salt, priority=ask.priority)
                 self._streams.append(await stack.enter_async_context(stream))
             for stream in self._streams:
                 await stream.admitted()
@@ -154,8 +157,9 @@ class Answering:
         limit, most = self._ask.limit, self._service.engine.info.max_context
         for ids in prompts:
             if limit is not None and len(ids) < most < len(ids) + limit:
-                message = f"the prompt's {len(ids)} tokens and max_tokens {limit} exceed the context of {most}"
-                raise ApiError(400, "context_length_exceeded", message, param="max_tokens")
+                name = self._ask.names.get("max_tokens", "max_tokens")
+                message = f"the prompt's {len(ids)} tokens and {name} {limit} exceed the context of {most}"
+                raise ApiError(400, "context_length_exceeded", message, param=name)
 
     async def _read_all(self, answer: Answer) -> None:
         """Read every prompt's stream to its end."""
@@ -182,11 +186,13 @@ class Answering:
         """Read one stream to its end; its choices count from `first`."""
         ask, permit, pacer = self._ask, self._permit, self._service.pacer
         assert permit is not None
+        prompt = None
         while (chunk := await stream.next_chunk()) is not None:
             permit.started()
+            prompt = prompt or stream.prompt_logprobs
             permit.spend(len(chunk.tokens))
             frames = b""
-            for piece in pieces(chunk, ask.params.n, first):
+            for piece in pieces(chunk, ask.params.n, first, prompt):
                 if piece.finish_reason == "cancelled":
                     raise self._service.shutting_down()  # the engine closed beneath it
                 if ask.streams:
@@ -200,7 +206,7 @@ class Answering:
                 await pacer.turn()
 
     async def _fail(self, error: Exception) -> None:
-        told = as_api_error(error).renamed(self._ask.names)
+        told = as_api_error(error, self._ask.names).renamed(self._ask.names)
         if told.code == "internal_error":
             logger.error("request %s failed", self._request_id, exc_info=error)
         answer = self._answer if self._ask.streams else None

@@ -118,15 +118,24 @@ _TABLE = (
 )
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about `error`; an unknown one is an internal error without detail."""
+def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+    """What a client is told about `error`; an unknown one is an internal error without detail.
+
+    Args:
+        error: What happened.
+        names: What the client calls fields that the engine knows by other names.
+    """
     if isinstance(error, ApiError):
         return error
     for row in _TABLE:
         if isinstance(error, row.error):
             param = getattr(error, "field", None)
             code = "token_out_of_range" if param is not None and param.startswith("prompt[") else row.code
-            return ApiError(row.status, code, row.message or str(error), param=param, headers=row.headers)
+            message = row.message or str(error)
+            for name, written in (names or {}).items():
+                message = re.sub(rf"\b{name}\b", written, message)
+                param = written if param == name else param
+            return ApiError(row.status, code, message, param=param, headers=row.headers)
     return ApiError(500, "internal_error", "the server failed to handle this request")
 
 
@@ -137,7 +146,7 @@ def shape_error(error: ValidationError) -> ApiError:
     for part in first["loc"]:
         if isinstance(part, int):
             param += f"[{part}]"
-        elif not part.startswith(_UNION_ARMS):  # which pydantic names by type, and clients do not know
+        elif not _UNION_ARM.match(part):  # which pydantic names by type, and clients do not know
             param += f".{part}" if param else part
     kind = first["type"]
     code = "invalid_value"
@@ -150,7 +159,7 @@ def shape_error(error: ValidationError) -> ApiError:
     return ApiError(400, code, f"{param}: {first['msg']}", param=param or None)
 
 
-_UNION_ARMS = ("list[", "str", "int", "tuple[", "constrained-", "function-", "tagged-", "model-", "literal[")
+_UNION_ARM = re.compile(r"(str|int|float|bool)$|(list|dict|tuple|literal)\[|(constrained|function|tagged|model)-")
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

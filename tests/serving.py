@@ -109,7 +109,7 @@ def serving(engine: Engine, settings: ServerSettings | None = None) -> Iterator[
     with start_blocking_portal(backend_options={"use_uvloop": False}) as portal:
         here = portal.call(lambda: _make(portal, engine, settings or ServerSettings()))
         running = portal.start_task_soon(here.run)
-        until(lambda: here.server.started or running.done())
+        until(lambda: here.server.started or running.done(), 60.0)  # a real model loads meanwhile
         try:
             yield here
         finally:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from headrace.engine import Chunk, FinishReason, Token, Usage
+from headrace.engine import Chunk, FinishReason, Token, TokenLogprobs, Usage
 from headrace.server.errors import ApiError
 
 __all__ = ["Answer", "Header", "Piece", "add_usage", "event", "pieces", "typed_event", "usage_body"]
@@ -21,6 +21,9 @@ class Piece(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     tokens: Sequence[Token] = ()
+    """Those whose ids made the text, or will make that of a later piece."""
+    prompt: Sequence[TokenLogprobs | None] | None = None
+    """Log-probabilities of the prompt, where they are wanted; the same in every piece."""
 
 
 class Header(NamedTuple):
@@ -68,17 +71,19 @@ class Answer(Protocol):
         ...
 
 
-def pieces(chunk: Chunk, choices: int, first: int) -> Iterator[Piece]:
+def pieces(
+    chunk: Chunk, choices: int, first: int, prompt: Sequence[TokenLogprobs | None] | None = None
+) -> Iterator[Piece]:
     """The pieces of a chunk, one for each choice in it; choices count from `first`."""
-    tokens = chunk.tokens
     if choices == 1:
-        yield Piece(first, chunk.text, tokens[-1].finish_reason, tokens)
+        yield Piece(first, chunk.text, chunk.tokens[-1].finish_reason, chunk.tokens, prompt)
         return
-    by_choice: dict[int, list[Token]] = {}
-    for token in tokens:
-        by_choice.setdefault(token.index, []).append(token)
-    for index, part in by_choice.items():
-        yield Piece(first + index, "".join([token.text for token in part]), part[-1].finish_reason, part)
+    groups: dict[int, list[Token]] = {}
+    for token in chunk.tokens:
+        groups.setdefault(token.index, []).append(token)
+    for index, tokens in groups.items():
+        text = "".join([token.text for token in tokens])
+        yield Piece(first + index, text, tokens[-1].finish_reason, tokens, prompt)
 
 
 def event(value: Any) -> bytes:

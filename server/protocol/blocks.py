@@ -15,10 +15,20 @@ from headrace.server.protocol.answers import Piece
 __all__ = ["Block", "BlockReader", "Step", "read_piece"]
 
 
-def read_piece(parser: ToolParser, piece: Piece) -> list[Event]:
-    """What `parser` finds in the next piece of its choice, to the end if that is the last one."""
+_OF_CALLS = (ToolCallStart, ToolCallArguments, ToolCallEnd)
+
+
+def read_piece(parser: ToolParser, piece: Piece, *, parallel: bool = True) -> list[Event]:
+    """What `parser` finds in the next piece of its choice, to the end if that is the last one.
+
+    Without `parallel`, calls after the first are left out.
+    """
     events = parser.feed(piece.text)
-    return events if piece.finish_reason is None else [*events, *parser.finish()]
+    if piece.finish_reason is not None:
+        events = [*events, *parser.finish()]
+    if parallel:
+        return events
+    return [each for each in events if not isinstance(each, _OF_CALLS) or each.index == 0]
 
 
 @dataclass(slots=True)
@@ -53,14 +63,15 @@ class Step(NamedTuple):
 class BlockReader:
     """Reads the pieces of one choice."""
 
-    def __init__(self, parser: ToolParser | None) -> None:
-        """Read with `parser`; without, everything is text."""
+    def __init__(self, parser: ToolParser | None, *, parallel: bool = True) -> None:
+        """Read with `parser`; without, everything is text. Without `parallel`, there is one call at most."""
         self.blocks: list[Block] = []
         self.finish_reason: FinishReason = "stop"
         """Once the last piece has been read."""
         self.stop_string: str | None = None
         """Which stop string ended the answer."""
         self._parser = parser
+        self._parallel = parallel
         self._open: Block | None = None
         self._lengths: list[int] = []  # of the texts of the tokens, until the reasoning is over
         self._reasoned = 0  # characters of the completion, from its start, that are reasoning
@@ -97,7 +108,7 @@ class BlockReader:
     def _parse(self, parser: ToolParser, piece: Piece, steps: list[Step]) -> None:
         if not self.blocks or self.blocks[-1].kind == "reasoning":
             self._lengths += [len(token.text) for token in piece.tokens]
-        for event in read_piece(parser, piece):
+        for event in read_piece(parser, piece, parallel=self._parallel):
             if isinstance(event, Content):
                 self._add("text", event.text, steps)
             elif isinstance(event, Reasoning):

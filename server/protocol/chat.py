@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from headrace.engine.tools import Tool, ToolChoice, check_tools, template_tools
+from headrace.engine import InvalidParams
+from headrace.engine.tools import (
+    CallStructure,
+    Tool,
+    ToolChoice,
+    ToolParser,
+    call_structure,
+    check_tools,
+    template_tools,
+)
 from headrace.server.errors import ApiError
-from headrace.server.protocol.fields import RequestFields
+from headrace.server.protocol.fields import Bool, RequestFields
+from headrace.server.protocol.forced import check_forcible
 
-__all__ = ["ChatFields", "ChatMessage", "joined_parts"]
+__all__ = ["ChatFields", "ChatMessage", "Offered", "joined_parts"]
 
 _MAX_MESSAGES = 10_000
+Result = TypeVar("Result")
 
 
 def joined_parts(value: object, *kinds: str) -> object:
@@ -111,6 +123,30 @@ class ChatFields(RequestFields):
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Bool | None = None
+    logprobs: Bool | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+
+    @property
+    def reports(self) -> int | None:
+        """How many of the likeliest tokens are wanted with each token; None is no log-probabilities.
+
+        Raises:
+            ApiError: Some are, and log-probabilities are not.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "invalid_value", "top_logprobs: only with logprobs", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called fields that the engine knows by other names."""
+        names = super().names
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.reports:
+            names["logprobs"] = "top_logprobs"
+        return names
 
     @property
     def limit(self) -> int | None:
@@ -121,17 +157,56 @@ class ChatFields(RequestFields):
         """The messages as chat templates read them."""
         return [message.for_template(place) for place, message in enumerate(self.messages)]
 
-    def offered(self) -> tuple[tuple[Tool, ...], list[dict[str, Any]] | None]:
-        """The tools that may be called, and how the template is told of them.
+    def offered(self) -> Offered:
+        """The tools that may be called.
 
         Raises:
-            InvalidParams: A tool or the choice is malformed.
-            ApiError: A call is demanded, which this server cannot force.
+            ApiError: A tool is malformed, there are too many, or the choice asks for none of them.
         """
-        tools = check_tools(self.tools or ())
-        choice = ToolChoice.parse(self.tool_choice)
-        allowed = choice.allowed(tools)
-        if choice.mode in ("required", "named"):
-            message = "tool_choice: this server cannot force a call; use auto or none"
-            raise ApiError(400, "unsupported_parameter", message, param="tool_choice")
-        return allowed, template_tools(tools, choice)
+        parsed = [
+            _checked(Tool.parse, value, param=f"tools[{place}]", inside=".function")
+            for place, value in enumerate(self.tools or ())
+        ]
+        tools = _checked(check_tools, parsed, param="tools")
+        choice = _checked(ToolChoice.parse, self.tool_choice, param="tool_choice")
+        allowed = _checked(choice.allowed, tools, param="tool_choice")
+        return Offered(allowed, choice, self.parallel_tool_calls is not False, template_tools(tools, choice))
+
+
+class Offered(NamedTuple):
+    """What a model may call, and must."""
+
+    allowed: tuple[Tool, ...]
+    choice: ToolChoice
+    parallel: bool
+    """Several calls may be made."""
+    template: list[dict[str, Any]] | None
+    """How the chat template is told of them."""
+
+    @property
+    def forced(self) -> bool:
+        """A call is demanded."""
+        return self.choice.mode in ("required", "named")
+
+    def structure(self, parser: type[ToolParser], *, instead: bool) -> CallStructure | None:
+        """How the demanded calls are written, or, with `instead`, those that may stand in place of content.
+
+        Raises:
+            InvalidParams: The format of `parser` cannot be forced.
+        """
+        choice = ToolChoice(mode="required") if instead and self.choice.mode == "auto" and self.allowed else self.choice
+        structure = call_structure(parser, self.allowed, choice, self.parallel)
+        check_forcible(structure, "tool_choice" if self.forced else "response_format")
+        return structure
+
+
+def _checked(check: Callable[[Any], Result], value: Any, *, param: str, inside: str | None = None) -> Result:
+    """What `check` makes of the value of a field; a refusal names that, or with `inside` the field in it."""
+    try:
+        return check(value)
+    except InvalidParams as error:
+        detail = str(error)
+        if inside is not None and error.field not in (None, "tools"):
+            param += f"{inside}.{error.field}"
+            detail = detail.removeprefix(f"{error.field}: ")
+        raise ApiError(400, "invalid_value", f"{param}: {detail}", param=param) from None

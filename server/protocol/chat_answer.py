@@ -21,6 +21,7 @@ from headrace.engine.tools import (
 from headrace.server.errors import ApiError, error_event
 from headrace.server.protocol.answers import Header, Piece, event, usage_body
 from headrace.server.protocol.blocks import read_piece
+from headrace.server.protocol.logprobs import Aligned, Placed, chat_logprobs
 
 __all__ = ["ChatAnswer"]
 
@@ -32,7 +33,14 @@ class ChatAnswer:
     """
 
     def __init__(
-        self, header: Header, choices: int, *, include_usage: bool, make_parser: Callable[[], ToolParser] | None
+        self,
+        header: Header,
+        choices: int,
+        *,
+        include_usage: bool,
+        make_parser: Callable[[], ToolParser] | None,
+        make_aligned: Callable[[], Aligned] | None = None,
+        parallel_calls: bool = True,
     ) -> None:
         """Start empty.
 
@@ -41,13 +49,18 @@ class ChatAnswer:
             choices: How many choices there will be.
             include_usage: A stream ends with usage.
             make_parser: Makes what reads tool calls and reasoning of one choice; None where there are none.
+            make_aligned: Makes what holds the log-probabilities of one choice; None where none are wanted.
+            parallel_calls: Otherwise calls behind the first one are left out.
         """
         self._header = header
         self._include_usage = include_usage
         self._parsers = [make_parser() for _ in range(choices)] if make_parser is not None else []
+        self._aligned = [make_aligned() for _ in range(choices)] if make_aligned is not None else []
+        self._parallel_calls = parallel_calls
         self._called = [False] * choices
         self._events: list[list[Event]] = [[] for _ in range(choices)]
         self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._placed: list[list[Placed]] = [[] for _ in range(choices)]
         self._reasons: list[str] = ["stop"] * choices
         start = orjson.dumps(header.body("chat.completion.chunk"))[:-1]
         self._heads = [
@@ -64,7 +77,9 @@ class ChatAnswer:
 
     def feed(self, piece: Piece) -> bytes:
         """The chunks that a piece means."""
-        index, text, reason, _ = piece
+        index, text, reason = piece[:3]
+        if self._aligned:
+            return self._with_logprobs(piece)
         if not self._parsers:
             frames = self._heads[index] + orjson.dumps(text) + self._tail if text else b""
         else:
@@ -72,6 +87,26 @@ class ChatAnswer:
         if reason is None:
             return frames
         return frames + self._chunk(index, {}, self._reason(index, reason))
+
+    def _with_logprobs(self, piece: Piece) -> bytes:
+        """The same chunks, of which the first has the log-probabilities of all tokens that they hold."""
+        index, text, reason = piece[:3]
+        deltas = [self._delta(index, each) for each in self._parse(piece)] if self._parsers else [{"content": text}]
+        deltas = [delta for delta in deltas if delta is not None and delta.get("content") != ""]
+        found = chat_logprobs(self._align(piece))
+        if not deltas and found is not None:
+            deltas = [{"content": ""}]
+        frames = b""
+        for delta in deltas:
+            frames += self._chunk(index, delta, logprobs=found)
+            found = None
+        return frames if reason is None else frames + self._chunk(index, {}, self._reason(index, reason))
+
+    def _align(self, piece: Piece) -> list[Placed]:
+        """The tokens whose text the choice has shown, or its parser has read, with this piece."""
+        aligned, reason = self._aligned[piece.choice], piece.finish_reason
+        aligned.take(piece.text, piece.tokens)
+        return aligned.shown(cut=reason == "stop", over=reason is not None)
 
     def closing(self, usage: Usage) -> bytes:
         """The chunk with usage, if it was asked for."""
@@ -84,24 +119,32 @@ class ChatAnswer:
         return error_event(error)
 
     def _parse(self, piece: Piece) -> list[Event]:
-        return read_piece(self._parsers[piece.choice], piece)
+        return read_piece(self._parsers[piece.choice], piece, parallel=self._parallel_calls)
 
     def _of_event(self, index: int, each: Event) -> bytes:
         if isinstance(each, Content):
             return self._heads[index] + orjson.dumps(each.text) + self._tail if each.text else b""
+        delta = self._delta(index, each)
+        return b"" if delta is None else self._chunk(index, delta)
+
+    def _delta(self, index: int, each: Event) -> dict[str, Any] | None:
+        """What an event adds; None where that is nothing."""
+        if isinstance(each, Content):
+            return {"content": each.text}
         if isinstance(each, Reasoning):
-            return self._chunk(index, {"reasoning_content": each.text})
+            return {"reasoning_content": each.text}
         if isinstance(each, ToolCallStart):
             self._called[index] = True
             function = {"name": each.name, "arguments": ""}
-            call = {"index": each.index, "id": each.id, "type": "function", "function": function}
-            return self._chunk(index, {"tool_calls": [call]})
+            return {"tool_calls": [{"index": each.index, "id": each.id, "type": "function", "function": function}]}
         if isinstance(each, ToolCallArguments):
-            return self._chunk(index, {"tool_calls": [{"index": each.index, "function": {"arguments": each.text}}]})
-        return b""
+            return {"tool_calls": [{"index": each.index, "function": {"arguments": each.text}}]}
+        return None
 
-    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         body = self._header.body("chat.completion.chunk") | {"choices": [choice]}
         return event(body | {"usage": None} if self._include_usage else body)
 
@@ -119,13 +162,20 @@ class ChatAnswer:
             self._events[index] += events
         else:
             self._texts[index].append(piece.text)
+        if self._aligned:
+            self._placed[index] += self._align(piece)
         if piece.finish_reason is not None:
             self._reasons[index] = self._reason(index, piece.finish_reason)
 
     def whole(self, usage: Usage) -> bytes:
         """The finished answer."""
         choices = [
-            {"index": index, "message": self._message(index), "logprobs": None, "finish_reason": reason}
+            {
+                "index": index,
+                "message": self._message(index),
+                "logprobs": chat_logprobs(self._placed[index]),
+                "finish_reason": reason,
+            }
             for index, reason in enumerate(self._reasons)
         ]
         return orjson.dumps(self._header.body("chat.completion") | {"choices": choices, "usage": usage_body(usage)})

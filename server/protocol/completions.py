@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
 
 import orjson
+from pydantic import Field
 
 from headrace.engine import Usage
 from headrace.server.errors import ApiError, error_event
 from headrace.server.protocol.answers import Header, Piece, event, usage_body
 from headrace.server.protocol.fields import Bool, RequestFields
+from headrace.server.protocol.logprobs import Aligned, Placed, completion_logprobs
 
-__all__ = ["CompletionAnswer", "CompletionFields", "prompts_of"]
+__all__ = ["CompletionAnswer", "CompletionFields", "Echo", "prompts_of"]
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -22,11 +25,26 @@ class CompletionFields(RequestFields):
 
     prompt: Any
     echo: Bool | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @property
     def limit(self) -> int:
-        """Tokens of each choice, at most."""
-        return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+        """Tokens of each choice, at most; the engine makes one where the prompt alone is wanted.
+
+        Raises:
+            ApiError: None are wanted, and no echo either.
+        """
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(
+                400, "invalid_value", "max_tokens: must be at least 1 without echo, got 0", param="max_tokens"
+            )
+        return _DEFAULT_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called fields that the engine knows by other names."""
+        return super().names | {"prompt_logprobs": "logprobs"}
 
 
 def prompts_of(value: Any, most: int) -> list[str | list[int]]:
@@ -50,6 +68,15 @@ def prompts_of(value: Any, most: int) -> list[str | list[int]]:
     return prompts
 
 
+class Echo(NamedTuple):
+    """A prompt that its choices repeat."""
+
+    text: str
+    ids: list[int]
+    first: str
+    """Text of the first id, which has no log-probability."""
+
+
 def _malformed(param: str) -> ApiError:
     return ApiError(400, "invalid_type", f"{param}: must be text, token ids, or a list of either", param=param)
 
@@ -57,7 +84,17 @@ def _malformed(param: str) -> ApiError:
 class CompletionAnswer:
     """All choices of all prompts of one completions request."""
 
-    def __init__(self, header: Header, choices: int, *, include_usage: bool, echoes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        header: Header,
+        choices: int,
+        *,
+        include_usage: bool,
+        echoes: Sequence[Echo] = (),
+        only_echoes: bool = False,
+        logprobs: int | None = None,
+        make_aligned: Callable[[], Aligned],
+    ) -> None:
         """Start empty.
 
         Args:
@@ -65,52 +102,113 @@ class CompletionAnswer:
             choices: Prompts times choices of each.
             include_usage: A stream ends with usage.
             echoes: What each choice starts with; empty if nothing is echoed.
+            only_echoes: Leave out what is generated.
+            logprobs: How many of the likeliest tokens are told with each; None tells no log-probabilities.
+            make_aligned: Makes what holds the log-probabilities of one choice.
         """
         self._header = header
         self._include_usage = include_usage
         self._echoes = echoes
-        self._texts: list[list[str]] = [[echo] for echo in echoes] or [[] for _ in range(choices)]
+        self._only_echoes = only_echoes
+        self._top = logprobs
+        self._aligned = [make_aligned() for _ in range(choices)] if logprobs is not None else []
+        self._unechoed = set(range(len(echoes)))
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._placed: list[list[Placed]] = [[] for _ in range(choices)]
         self._reasons = ["length"] * choices
         start = orjson.dumps(header.body("text_completion"))[:-1]
         self._heads = [b'data: %b,"choices":[{"index":%d,"text":' % (start, index) for index in range(choices)]
         self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
 
     def opening(self) -> bytes:
-        """What is echoed."""
-        return b"".join(self._chunk(index, echo, b"null") for index, echo in enumerate(self._echoes))
+        """What is echoed, unless its log-probabilities come with it later."""
+        if self._aligned:
+            return b""
+        return b"".join(self._chunk(index, echo.text, b"null") for index, echo in enumerate(self._echoes))
 
     def feed(self, piece: Piece) -> bytes:
-        """The chunk that a piece means."""
-        index, text, reason, _ = piece
-        if reason is None:
-            return self._chunk(index, text, b"null") if text else b""
-        return self._chunk(index, text, b'"%b"' % reason.encode())
+        """The chunks that a piece means."""
+        index, text, reason = piece[:3]
+        frames = b""
+        logprobs = b"null"
+        if self._aligned:
+            if echo := self._echo(piece):
+                frames = self._chunk(index, echo, b"null", self._logprobs(index))
+            self._take(piece)
+            logprobs = self._logprobs(index)
+        if self._only_echoes:
+            text = ""
+        if reason is not None:
+            return frames + self._chunk(index, text, b'"%b"' % self._reason(reason).encode(), logprobs)
+        if text or logprobs != b"null":
+            frames += self._chunk(index, text, b"null", logprobs)
+        return frames
 
     def closing(self, usage: Usage) -> bytes:
         """The chunk with usage, if it was asked for."""
         if not self._include_usage:
             return b""
-        return event(self._header.body("text_completion") | {"choices": [], "usage": usage_body(usage)})
+        body = usage_body(self._counted(usage))
+        return event(self._header.body("text_completion") | {"choices": [], "usage": body})
 
     def failing(self, error: ApiError) -> bytes:
         """The error, which ends the stream."""
         return error_event(error)
 
-    def _chunk(self, index: int, text: str, reason: bytes) -> bytes:
-        return b"".join(
-            [self._heads[index], orjson.dumps(text), b',"logprobs":null,"finish_reason":', reason, b"}]", self._tail]
-        )
+    def _chunk(self, index: int, text: str, reason: bytes, logprobs: bytes = b"null") -> bytes:
+        parts = [self._heads[index], orjson.dumps(text), b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]"]
+        return b"".join([*parts, self._tail])
+
+    def _reason(self, reason: str) -> str:
+        return "length" if self._only_echoes else reason
+
+    def _counted(self, usage: Usage) -> Usage:
+        return replace(usage, completion_tokens=0) if self._only_echoes else usage
+
+    # -- log-probabilities ------------------------------------------------------------------------------------------
+
+    def _echo(self, piece: Piece) -> str:
+        """What a choice's text begins with, once, at its first piece; its tokens are taken in."""
+        index = piece.choice
+        if index not in self._unechoed:
+            return ""
+        self._unechoed.remove(index)
+        echo = self._echoes[index]
+        self._aligned[index].echo(echo.ids, piece.prompt or [None] * len(echo.ids), echo.first, len(echo.text))
+        return echo.text
+
+    def _take(self, piece: Piece) -> None:
+        if not self._only_echoes:
+            self._aligned[piece.choice].take(piece.text, piece.tokens)
+
+    def _logprobs(self, index: int) -> bytes:
+        """Of the tokens that were taken in since the last look."""
+        return orjson.dumps(completion_logprobs(self._aligned[index].all(), self._top or 0))
+
+    # -- as one body ------------------------------------------------------------------------------------------------
 
     def keep(self, piece: Piece) -> None:
         """Take a piece in, for `whole`."""
-        self._texts[piece.choice].append(piece.text)
+        index = piece.choice
+        if self._aligned:
+            self._echo(piece)
+            self._take(piece)
+            self._placed[index] += self._aligned[index].all()
+        if not self._only_echoes:
+            self._texts[index].append(piece.text)
         if piece.finish_reason is not None:
-            self._reasons[piece.choice] = piece.finish_reason
+            self._reasons[index] = self._reason(piece.finish_reason)
 
     def whole(self, usage: Usage) -> bytes:
         """The finished answer."""
         choices = [
-            {"index": index, "text": "".join(texts), "logprobs": None, "finish_reason": reason}
+            {
+                "index": index,
+                "text": (self._echoes[index].text if self._echoes else "") + "".join(texts),
+                "logprobs": None if self._top is None else completion_logprobs(self._placed[index], self._top),
+                "finish_reason": reason,
+            }
             for index, (texts, reason) in enumerate(zip(self._texts, self._reasons, strict=True))
         ]
-        return orjson.dumps(self._header.body("text_completion") | {"choices": choices, "usage": usage_body(usage)})
+        body = {"choices": choices, "usage": usage_body(self._counted(usage))}
+        return orjson.dumps(self._header.body("text_completion") | body)

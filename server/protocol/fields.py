@@ -1,58 +1,64 @@
 """Fields that requests share, and the one table from them to `SamplingParams`; never knows an endpoint.
 
-A field that the engine gains is added here: a line in `Sampling`, and its name taken out of the refused ones.
+A field that the engine gains is added here: a line in `RequestFields`, and its name taken out of the refused ones.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
-from headrace.engine import SamplingParams
-from headrace.server.errors import ApiError, shape_error
+from headrace.engine import InvalidParams, SamplingParams
+from headrace.server.errors import ApiError, as_api_error, shape_error
+from headrace.server.protocol.formats import (
+    FORMAT_FIELDS,
+    Choices,
+    FormatFields,
+    Schema,
+    StructuredOutputs,
+    Text,
+    format_of,
+)
 from headrace.server.settings import ServerSettings
 
 __all__ = ["REFUSED", "RequestFields", "StreamOptions", "parse"]
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Word = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
 Int = Annotated[int, Field(strict=True)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Bool = Annotated[bool, Field(strict=True)]
 _INT64: Final = 2**63
+_TOKEN: Final = re.compile(r"[0-9]{1,10}")
+_MAX_BIASES: Final = 1024
+_MAX_BEAMS: Final = 16
 _GREEDY: Final = 1e-5  # logits divided by less than this overflow; the likeliest token is all that is left
 
 REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
-    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "custom_logit_processor": (),
     "documents": (),
-    "frequency_penalty": (0, 0.0),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "logit_bias": ({},),
+    "guided_whitespace_pattern": (),
     "logits_processors": (),
-    "logprobs": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "prediction": (),
-    "presence_penalty": (0, 0.0),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    "structural_tag": (),
     "suffix": ("",),
     "top_logprobs": (0,),
-    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
 }
 """Fields that change the answer and are not built, each with the values that ask for nothing; so does null."""
 
@@ -83,6 +89,25 @@ class RequestFields(BaseModel):
     include_stop_str_in_output: Bool | None = None
     skip_special_tokens: Bool | None = None
     ignore_eos: Bool | None = None
+    spaces_between_special_tokens: Bool | None = None
+    best_of: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=2**15)] | None = None
+    forbidden_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=2**15)] | None = None
+    bad_words: Annotated[tuple[Word, ...], Field(max_length=64)] | None = None
+    use_beam_search: Bool | None = None
+    length_penalty: Annotated[float, Field(strict=True, ge=-10, le=10)] | None = None
+    early_stopping: Literal["never"] | Bool | None = None
+    response_format: FormatFields | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[ -~]+$")] | None = None
     priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] | None = None
     user: Annotated[str, Field(strict=True, max_length=512)] | None = None
@@ -94,6 +119,20 @@ class RequestFields(BaseModel):
     @classmethod
     def _one_string_is_a_list_of_one(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _biases_of_tokens(cls, value: object) -> object:
+        """Check all of it here, so that the field is named and not one of its keys."""
+        if isinstance(value, dict):
+            if len(value) > _MAX_BIASES:
+                raise PydanticCustomError("too_long", "at most {most} tokens", {"most": _MAX_BIASES})
+            for key, bias in value.items():
+                if not _TOKEN.fullmatch(key):
+                    raise PydanticCustomError("key", "keys must be token ids in digits, got {key}", {"key": key[:40]})
+                if type(bias) not in (int, float) or not -100 <= bias <= 100:
+                    raise PydanticCustomError("bias", "the bias of {key} must be from -100 to 100", {"key": key})
+        return value
 
     @property
     def streams(self) -> bool:
@@ -110,28 +149,63 @@ class RequestFields(BaseModel):
         names = RequestFields.model_fields.keys() - {"metadata", "stream_options"}
         return self.model_dump(include=names, exclude_unset=True, by_alias=True)
 
+    @property
+    def choices(self) -> int:
+        """Choices that are generated for a prompt; more than `n` where the best are returned."""
+        return max(self.best_of or 1, self.n or 1)
+
+    @property
+    def format_field(self) -> str | None:
+        """The field that says what the text must be, as the client named it.
+
+        Raises:
+            ApiError: There are several.
+        """
+        named = [name for name in FORMAT_FIELDS if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ApiError(400, "invalid_value", f"{named[1]}: cannot go with {named[0]}", param=named[1])
+        return named[0] if named else None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called fields that the engine knows by other names."""
+        return {"beam_width": "use_beam_search", "response_format": self.format_field or "response_format"}
+
     def sampling(self, *, max_tokens: int | None, **forced: Any) -> SamplingParams:
         """What the engine is asked for; `forced` wins over what the request says.
 
         Raises:
-            InvalidParams: A value is out of the engine's range.
+            ApiError: A value is out of the engine's range, or two do not go together.
         """
         values = {name: value for name in _PASSED if (value := getattr(self, name)) is not None}
         if values.get("top_k") == -1:
             values["top_k"] = 0
+        if values.get("best_of") == (self.n or 1):  # all of them are the best
+            del values["best_of"]
         if values.get("temperature", 1.0) < _GREEDY:
             values["temperature"] = 0.0
-        return SamplingParams(**{**values, **forced, "max_tokens": max_tokens})
+        if self.use_beam_search:
+            values.pop("best_of", None)
+            values["beam_width"] = self.choices
+        field = self.format_field
+        try:
+            if field is not None:
+                values["response_format"] = format_of(field, getattr(self, field))
+            return SamplingParams(**{**values, **forced, "max_tokens": max_tokens})
+        except InvalidParams as error:
+            raise as_api_error(error, self.names) from None
 
 
-_PASSED: Final = tuple(RequestFields.model_fields.keys() & (SamplingParams.model_fields.keys() - {"max_tokens"}))
+_PASSED: Final = tuple(
+    RequestFields.model_fields.keys() & (SamplingParams.model_fields.keys() - {"max_tokens", "response_format"})
+)
 
 
 def parse(
     shape: type[RequestFields],
     body: dict[str, Any],
     settings: ServerSettings,
-    neutral: Mapping[str, tuple[Any, ...]] | None = None,
+    own: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Any:
     """Check a body against its shape.
 
@@ -139,15 +213,13 @@ def parse(
         shape: Of the endpoint.
         body: As it came.
         settings: For `strict_fields` and `max_choices`.
-        neutral: Of the endpoint's own refused fields, and of those in `REFUSED` for which they differ there, the
-            values that ask for nothing.
+        own: What this endpoint refuses besides `REFUSED`, each with the values that ask for nothing.
 
     Raises:
         ApiError: A field is missing, malformed, out of range, or not supported.
     """
-    own = neutral or {}
-    refused = {**REFUSED, **own}
-    for name in body.keys() & (REFUSED.keys() - shape.model_fields.keys() | own.keys()):
+    refused = {**REFUSED, **(own or {})}
+    for name in body.keys() & (REFUSED.keys() - shape.model_fields.keys() | (own or {}).keys()):
         if not _asks_nothing(body[name], refused[name]):
             raise ApiError(400, "unsupported_parameter", f"{name}: this server does not support it", param=name)
     if settings.strict_fields:
@@ -160,9 +232,23 @@ def parse(
         raise shape_error(error) from None
     if fields.stream_options is not None and not fields.streams:
         raise ApiError(400, "invalid_value", "stream_options: only with stream", param="stream_options")
-    if fields.n is not None and fields.n > settings.max_choices:
-        raise ApiError(400, "invalid_value", f"n: at most {settings.max_choices} here, got {fields.n}", param="n")
+    most = min(settings.max_choices, _MAX_BEAMS) if fields.use_beam_search else settings.max_choices
+    for name, count in (("n", fields.n), ("best_of", fields.best_of)):
+        if count is not None and count > most:
+            raise ApiError(400, "invalid_value", f"{name}: at most {most} here, got {count}", param=name)
+    _check_best_of(fields)
     return fields
+
+
+def _check_best_of(fields: RequestFields) -> None:
+    best_of, choices = fields.best_of, fields.n or 1
+    if best_of is None or best_of == choices:
+        return
+    if best_of < choices:
+        raise ApiError(400, "invalid_value", f"best_of: must be at least n ({choices}), got {best_of}", param="best_of")
+    if fields.streams and not fields.use_beam_search:
+        message = "best_of: is ranked when all is generated and cannot be streamed"
+        raise ApiError(400, "invalid_value", message, param="best_of")
 
 
 def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -9,7 +9,6 @@ import orjson
 from pydantic_core import from_json
 
 from headrace.engine import Usage
-from headrace.engine.tools import ToolParser
 from headrace.server.errors import ApiError, messages_error_body
 from headrace.server.protocol.answers import Piece, typed_event
 from headrace.server.protocol.blocks import Block, BlockReader, Step
@@ -26,13 +25,13 @@ _DELTAS = {
 class MessageAnswer:
     """One message: a content block for each block of the answer."""
 
-    def __init__(self, model: str, prompt_tokens: int, parser: ToolParser | None) -> None:
+    def __init__(self, model: str, prompt_tokens: int, reader: BlockReader) -> None:
         """Start empty.
 
         Args:
             model: What the client calls it.
             prompt_tokens: Of the request.
-            parser: Reads tool calls and reasoning; None where there are none.
+            reader: Of the one choice.
         """
         self._body: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(16)}",
@@ -41,7 +40,7 @@ class MessageAnswer:
             "model": model,
         }
         self._prompt_tokens = prompt_tokens
-        self._reader = BlockReader(parser)
+        self._reader = reader
 
     # -- as a stream ------------------------------------------------------------------------------------------------
 

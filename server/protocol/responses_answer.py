@@ -8,7 +8,6 @@ from typing import Any, Final
 import orjson
 
 from headrace.engine import Usage
-from headrace.engine.tools import ToolParser
 from headrace.server.errors import ApiError
 from headrace.server.protocol.answers import Piece, typed_event
 from headrace.server.protocol.blocks import Block, BlockReader, Step
@@ -29,15 +28,15 @@ class ResponseAnswer:
     An event that only adds text is put together from bytes made once a block.
     """
 
-    def __init__(self, body: dict[str, Any], parser: ToolParser | None) -> None:
+    def __init__(self, body: dict[str, Any], reader: BlockReader) -> None:
         """Start empty.
 
         Args:
             body: The response's fields that are known beforehand.
-            parser: Reads tool calls and reasoning; None where there are none.
+            reader: Of the one choice.
         """
         self._body = body
-        self._reader = BlockReader(parser)
+        self._reader = reader
         self._number = 0  # of the next event
         self._ids: list[str] = []  # of the items
         self._head = b""  # of the events that add to the open item

@@ -7,28 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
-from headrace.engine.tools import ToolParser, make_parser
+from headrace.engine import Prompt, SamplingParams
+from headrace.engine.tools import ToolParser, make_parser, parser_class
 from headrace.server.answering import Answering, Ask
 from headrace.server.body import ClientGone, read_json
 from headrace.server.connection import Connection
 from headrace.server.errors import ApiError, error_response
 from headrace.server.gate import CALLER, REQUEST_ID
 from headrace.server.protocol.answers import Answer, Header
+from headrace.server.protocol.blocks import BlockReader
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.chat_answer import ChatAnswer
-from headrace.server.protocol.completions import CompletionAnswer, CompletionFields, prompts_of
-from headrace.server.protocol.fields import parse
+from headrace.server.protocol.completions import CompletionAnswer, CompletionFields, Echo, prompts_of
+from headrace.server.protocol.fields import RequestFields, parse
+from headrace.server.protocol.forced import answer_format
+from headrace.server.protocol.logprobs import Aligned
+from headrace.server.protocol.ranking import BestOf
 from headrace.server.service import Service
 from headrace.server.sse import DATA, Framing, TokenEvents
 
-__all__ = ["GenerationRoute", "MakeParser", "ask_chat", "ask_completion", "chat_ask"]
+__all__ = ["GenerationRoute", "Reading", "ask_chat", "ask_completion", "chat_ask"]
 
-MakeParser = Callable[[], ToolParser]
-"""Makes what reads the tool calls and the reasoning of one choice."""
+
+class Reading(NamedTuple):
+    """How the text of a choice is read."""
+
+    make_parser: Callable[[], ToolParser] | None
+    """Makes what finds tool calls and reasoning; None where there are none."""
+    parallel_calls: bool
+    """There may be several calls."""
+
+    def blocks(self) -> BlockReader:
+        """A reader of blocks."""
+        parser = self.make_parser() if self.make_parser is not None else None
+        return BlockReader(parser, parallel=self.parallel_calls)
 
 
 class GenerationRoute:
@@ -80,9 +96,15 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
     fields: ChatFields = parse(ChatFields, body, service.settings)
     service.check_model(fields.model)
 
-    def make_answer(prompt: list[int], parser: MakeParser | None) -> Answer:
-        header = Header.new("chatcmpl", service.now(), fields.model)
-        return ChatAnswer(header, fields.n or 1, include_usage=fields.include_usage, make_parser=parser)
+    def make_answer(prompt: list[int], params: SamplingParams, reading: Reading) -> Answer:
+        return ChatAnswer(
+            Header.new("chatcmpl", service.now(), fields.model),
+            params.n,
+            include_usage=fields.include_usage,
+            make_parser=reading.make_parser,
+            make_aligned=_aligned(service, params) if params.logprobs is not None else None,
+            parallel_calls=reading.parallel_calls,
+        )
 
     return chat_ask(service, fields, make_answer)
 
@@ -90,7 +112,7 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
 def chat_ask(
     service: Service,
     fields: ChatFields,
-    make_answer: Callable[[list[int], MakeParser | None], Answer],
+    make_answer: Callable[[list[int], SamplingParams, Reading], Answer],
     names: Mapping[str, str] | None = None,
 ) -> Ask:
     """What a chat asks for, whatever its answer looks like.
@@ -98,35 +120,42 @@ def chat_ask(
     Args:
         service: The server.
         fields: The chat.
-        make_answer: Makes the answer, given the prompt as token ids, and what reads tool calls and reasoning where
-            there may be some.
+        make_answer: Makes the answer, given the prompt as token ids, what the engine is asked for and how to read it.
         names: What the client calls fields whose names here are others.
 
     Raises:
         ApiError: It asks for nothing that can be done.
     """
-    allowed, tools = fields.offered()
-    if allowed and service.tool_format is None:
+    offered = fields.offered()
+    if offered.allowed and service.tool_format is None:
         message = "tools: the chat template of this model teaches no known format of tool calls"
         raise ApiError(400, "unsupported_parameter", message, param="tools")
-    forced = {"skip_special_tokens": False} if allowed and service.keeps_special_tokens() else {}
-    params = fields.sampling(max_tokens=fields.limit, **forced)
+    forced = {"skip_special_tokens": False} if offered.allowed and service.keeps_special_tokens() else {}
+    params = fields.sampling(max_tokens=fields.limit, logprobs=fields.reports, **forced)
+    wanted = None if offered.forced else params.response_format
+    calls = offered.structure(parser_class(service.tool_format), instead=wanted is not None)
+    known = fields.names | dict(names or {}) | ({"response_format": "tool_choice"} if offered.forced else {})
+
+    def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
+        answer = answer_format(wanted, calls, service.reasoning(prompts[0]))
+        others = params.model_dump(exclude={"response_format"}, exclude_unset=True)
+        return SamplingParams(**others, response_format=answer)  # made anew, since not all goes with a format
 
     def answer_to(prompts: list[list[int]]) -> Answer:
         reasoning = service.reasoning(prompts[0])
-        tool_format = service.tool_format if allowed else None
+        tool_format = service.tool_format if offered.allowed else None
         parses = tool_format is not None or reasoning != "none"
-        return make_answer(prompts[0], partial(make_parser, tool_format, reasoning) if parses else None)
+        parser = partial(make_parser, tool_format, reasoning) if parses else None
+        return make_answer(prompts[0], params, Reading(parser, offered.parallel))
 
-    return Ask(
+    return _ask(
+        fields,
+        params,
         prompts=[fields.chat()],
-        params=params,
-        tools=tools,
+        tools=offered.template,
         limit=fields.limit,
-        cache_salt=fields.cache_salt,
-        priority=fields.priority or 0,
-        streams=fields.streams,
-        names=names or {},
+        refine=refine if wanted is not None or calls is not None else None,
+        names=known,
         make_answer=answer_to,
     )
 
@@ -137,25 +166,77 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
     Raises:
         ApiError: The body asks for nothing that can be done.
     """
-    fields: CompletionFields = parse(CompletionFields, body, service.settings, {"logprobs": ()})
+    fields: CompletionFields = parse(CompletionFields, body, service.settings)
     service.check_model(fields.model)
     prompts = prompts_of(fields.prompt, service.settings.max_prompts)
-    params = fields.sampling(max_tokens=fields.limit)
+    reports = {"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if fields.echo else None}
+    params = fields.sampling(max_tokens=fields.limit, **reports)
 
     def make_answer(ids: list[list[int]]) -> Answer:
-        echoes: list[str] = []
+        echoes: list[Echo] = []
         if fields.echo:
-            texts = [prompt if isinstance(prompt, str) else service.engine.detokenize(prompt) for prompt in prompts]
-            echoes = [text for text in texts for _ in range(params.n)]
-        header = Header.new("cmpl", service.now(), fields.model)
-        return CompletionAnswer(header, len(ids) * params.n, include_usage=fields.include_usage, echoes=echoes)
+            detokenize = service.engine.detokenize
+            for prompt, tokens in zip(prompts, ids, strict=True):
+                text = prompt if isinstance(prompt, str) else detokenize(tokens)
+                first = detokenize(tokens[:1], skip_special_tokens=False)
+                echoes += [Echo(text, tokens, first)] * params.n
+        return CompletionAnswer(
+            Header.new("cmpl", service.now(), fields.model),
+            len(ids) * params.n,
+            include_usage=fields.include_usage,
+            echoes=echoes,
+            only_echoes=fields.max_tokens == 0,
+            logprobs=fields.logprobs,
+            make_aligned=_aligned(service, params),
+        )
+
+    return _ask(
+        fields,
+        params,
+        prompts=list(prompts),
+        limit=fields.max_tokens,
+        names=fields.names,
+        make_answer=make_answer,
+    )
+
+
+def _ask(
+    fields: RequestFields,
+    params: SamplingParams,
+    *,
+    prompts: list[Prompt],
+    names: dict[str, str],
+    make_answer: Callable[[list[list[int]]], Answer],
+    **more: Any,
+) -> Ask:
+    """What both endpoints make of their fields; with `best_of`, more choices are asked for than `make_answer` knows."""
+    returned, best_of = params.n, params.best_of
+    if best_of is not None:
+        if params.logprobs is None:
+            names = names | {"logprobs": "best_of"}
+        more_choices = {"n": best_of, "best_of": None, "logprobs": params.logprobs or 0}
+        params = params.model_copy(update=more_choices)
+
+    def make_ranked(ids: list[list[int]]) -> Answer:
+        answer = make_answer(ids)
+        return answer if best_of is None else BestOf(answer, len(ids), params.n, returned)
 
     return Ask(
-        prompts=list(prompts),
+        prompts=prompts,
         params=params,
-        limit=fields.max_tokens,
         cache_salt=fields.cache_salt,
         priority=fields.priority or 0,
         streams=fields.streams,
-        make_answer=make_answer,
+        names=names,
+        make_answer=make_ranked,
+        **more,
     )
+
+
+def _aligned(service: Service, params: SamplingParams) -> Callable[[], Aligned]:
+    """Makes what places the tokens of a choice in its text."""
+
+    def hides(token: int) -> bool:
+        return not service.engine.detokenize([token], skip_special_tokens=params.skip_special_tokens)
+
+    return lambda: Aligned(hides)

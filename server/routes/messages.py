@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.engine import HeadraceError
+from headrace.engine import HeadraceError, SamplingParams
 from headrace.server.answering import Ask
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.protocol.answers import Answer
@@ -12,7 +12,7 @@ from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.fields import parse
 from headrace.server.protocol.messages import MESSAGE_NAMES, MESSAGE_REFUSED, MessageFields
 from headrace.server.protocol.messages_answer import MessageAnswer
-from headrace.server.routes.generation import MakeParser, chat_ask
+from headrace.server.routes.generation import Reading, chat_ask
 from headrace.server.service import Service
 
 __all__ = ["ask_message"]
@@ -27,8 +27,8 @@ def ask_message(service: Service, body: dict[str, Any]) -> Ask:
     fields: MessageFields = parse(MessageFields, body, service.settings, MESSAGE_REFUSED)
     service.check_model(fields.model)
 
-    def make_answer(prompt: list[int], parser: MakeParser | None) -> Answer:
-        return MessageAnswer(fields.model, len(prompt), parser() if parser is not None else None)
+    def make_answer(prompt: list[int], params: SamplingParams, reading: Reading) -> Answer:
+        return MessageAnswer(fields.model, len(prompt), reading.blocks())
 
     try:
         chat: ChatFields = parse(ChatFields, fields.chat(reasons=service.reasons), service.settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from headrace.engine import HeadraceError
+from headrace.engine import HeadraceError, SamplingParams
 from headrace.server.answering import Ask
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.protocol.answers import Answer
@@ -13,7 +13,7 @@ from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.fields import parse
 from headrace.server.protocol.responses import RESPONSE_NAMES, RESPONSE_REFUSED, ResponseFields
 from headrace.server.protocol.responses_answer import ResponseAnswer
-from headrace.server.routes.generation import MakeParser, chat_ask
+from headrace.server.routes.generation import Reading, chat_ask
 from headrace.server.service import Service
 
 __all__ = ["ask_response"]
@@ -32,8 +32,8 @@ def ask_response(service: Service, body: dict[str, Any]) -> Ask:
     fields: ResponseFields = parse(ResponseFields, body, service.settings, RESPONSE_REFUSED)
     service.check_model(fields.model)
 
-    def make_answer(prompt: list[int], parser: MakeParser | None) -> Answer:
-        return ResponseAnswer(_known(fields, service.now()), parser() if parser is not None else None)
+    def make_answer(prompt: list[int], params: SamplingParams, reading: Reading) -> Answer:
+        return ResponseAnswer(_known(fields, service.now()), reading.blocks())
 
     try:
         chat: ChatFields = parse(ChatFields, fields.chat(), service.settings)

@@ -263,7 +263,7 @@ def test_a_response_is_the_chat_that_it_means(server: Serving) -> None:
         ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "[]"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"temperature": 3}, "temperature"),

@@ -1,0 +1,134 @@
+"""Grammars of forced calls: whatever a model writes within one is read as calls that satisfy the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from headrace.engine import InvalidParams, ResponseFormat
+from headrace.engine.tools import ReasoningMode, Tool, ToolChoice, call_structure, parse, parser_class
+from headrace.server.protocol.forced import answer_format, check_forcible
+
+END = 256
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "find": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "maxLength": 5}, "deep": {"$ref": "#/$defs/deep"}},
+        "required": ["text"],
+        "additionalProperties": False,
+        "$defs": {"deep": {"enum": ["a\n", "é\\u00e9", "</tool_call>", None]}},
+    },
+    "wait-2": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+TOOLS = [Tool(name=name, parameters=schema) for name, schema in SCHEMAS.items()]
+FORMATS = ["hermes", "llama3_json", "mistral", "mistral_args"]
+
+
+class Bytes:
+    """A vocabulary of single bytes and an end."""
+
+    bos_token_id, eos_token_id, special_token_ids = None, END, [END]
+    tokens = [bytes([value]) for value in range(256)] + [b"<end>"]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+TOKENIZER = LLTokenizer(TokenizerWrapper(Bytes()))
+
+
+def matcher_of(wanted: ResponseFormat | None) -> LLMatcher:
+    assert wanted is not None and wanted.kind == "lark"
+    matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(wanted.source), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def takes(wanted: ResponseFormat | None, text: str) -> bool:
+    """Whether `text` may be a whole answer."""
+    matcher = matcher_of(wanted)
+    return bool(matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting())
+
+
+def walk(wanted: ResponseFormat | None, rng: random.Random, before: str) -> str:
+    """A random answer that begins with `before`."""
+    matcher = matcher_of(wanted)
+    written = list(before.encode())
+    assert matcher.try_consume_tokens(written) == len(written)
+    while True:
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(END + 1) if mask[token // 8] >> (token % 8) & 1]
+        token = END if END in allowed and (rng.random() < 0.3 or len(written) > 400) else rng.choice(allowed)
+        if token == END:
+            return bytes(written).decode()
+        written.append(token)
+        assert matcher.consume_token(token)
+
+
+@pytest.mark.parametrize("reasoning", ["none", "tagged", "opened"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("choice", [ToolChoice(mode="required"), ToolChoice(mode="named", name="find")])
+def test_whatever_is_written_is_a_call(name: str, choice: ToolChoice, reasoning: ReasoningMode) -> None:
+    rng = random.Random(f"{name} {reasoning} {choice.mode}")
+    calls = 0
+    for parallel in (True, False):
+        structure = call_structure(parser_class(name), TOOLS, choice, parallel)
+        wanted = answer_format(None, structure, reasoning)
+        for _ in range(8):
+            before = {"none": "", "tagged": "<think>Hm.</think>", "opened": "Hm.</think>\n\n"}[reasoning]
+            parsed = parse(walk(wanted, rng, before), name, reasoning)
+            assert not parsed.content and parsed.reasoning == ("" if reasoning == "none" else "Hm.")
+            for call in parsed.tool_calls:
+                jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+                assert call.complete and (choice.mode == "required" or call.name == "find")
+            calls += len(parsed.tool_calls)
+            assert len(parsed.tool_calls) == 1 or (parallel and choice.mode == "required" and parsed.tool_calls)
+    assert calls > 16 or choice.mode == "named"
+
+
+def test_reasoning_comes_first_where_the_prompt_has_begun_it() -> None:
+    structure = call_structure(parser_class("hermes"), TOOLS, ToolChoice(mode="named", name="wait-2"))
+    call = '<tool_call>\n{"name": "wait-2", "arguments": {}}\n</tool_call>'
+    expected = {"none": (True, False, False), "tagged": (True, True, False), "opened": (False, True, True)}
+    mode: Any
+    for mode, answers in expected.items():
+        wanted = answer_format(None, structure, mode)
+        texts = (call, f"<think>a</think>{call}", f"a <b\n</think>\n\n{call}")
+        assert tuple(takes(wanted, text) for text in texts) == answers, mode
+        assert not takes(wanted, f"Well. {call}") and not takes(wanted, f"{call} ")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        (ResponseFormat.json_schema({"type": "array", "items": {"type": "integer"}}), "[1, 2]", "[1,2]"),
+        (ResponseFormat.json_object(), '{"a": {}}', "[]"),
+        (ResponseFormat.regex(r"a/b\/[\n/]c|\\"), "a/b/\nc", "a/bc"),
+        (ResponseFormat.regex(r"a/b\/[\n/]c|\\"), "\\", "/"),
+        (ResponseFormat.regex("x\ny"), "x\ny", "xny"),
+        (ResponseFormat.choice(["a/b", "\\n", "né\n"]), "\\n", "\n"),
+        (ResponseFormat.choice(["a/b", "\\n", "né\n"]), "né\n", "nén"),
+    ],
+)
+def test_content_behind_reasoning_or_beside_calls(wanted: ResponseFormat, good: str, bad: str) -> None:
+    assert answer_format(wanted, None, "none") is wanted
+    opened = answer_format(wanted, None, "opened")
+    assert takes(opened, f"So</think>{good}") and not takes(opened, f"So</think>{bad}") and not takes(opened, good)
+    structure = call_structure(parser_class("hermes"), TOOLS, ToolChoice(mode="required"))
+    beside = answer_format(wanted, structure, "none")
+    assert takes(beside, good) and not takes(beside, bad)
+    assert takes(beside, '<tool_call>\n{"name": "wait-2", "arguments": {}}\n</tool_call>')
+
+
+def test_what_no_grammar_can_say() -> None:
+    structure = call_structure(parser_class("pythonic"), TOOLS, ToolChoice(mode="required"))
+    with pytest.raises(InvalidParams) as refused:
+        check_forcible(structure, "tool_choice")
+    assert refused.value.field == "tool_choice"
+    with pytest.raises(InvalidParams):
+        answer_format(ResponseFormat.lark('start: "a"'), None, "tagged")
