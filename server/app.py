@@ -24,6 +24,7 @@ from headrace.server.routes.generation import GenerationRoute, ask_chat, ask_com
 from headrace.server.routes.health import live, ready
 from headrace.server.routes.messages import ask_message
 from headrace.server.routes.models import list_models, show_model
+from headrace.server.routes.openapi import openapi
 from headrace.server.routes.responses import ask_response
 from headrace.server.routes.tokens import detokenize, tokenize
 from headrace.server.service import Service
@@ -56,6 +57,7 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/health/ready", ready, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", show_limits, methods=["GET"]),

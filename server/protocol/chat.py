@@ -20,12 +20,23 @@ from headrace.engine.tools import (
     template_tools,
 )
 from headrace.server.errors import ApiError
+from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 from headrace.server.protocol.forced import check_forcible
 
 __all__ = ["ChatFields", "ChatMessage", "Offered", "joined_parts"]
 
 _MAX_MESSAGES = 10_000
+_PARTS_SCHEMA = Also(
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            "required": ["type", "text"],
+        },
+    }
+)
 Result = TypeVar("Result")
 
 
@@ -67,7 +78,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, Field(strict=True)] | None = None
+    content: Annotated[Annotated[str, Field(strict=True)] | None, _PARTS_SCHEMA] = None
     reasoning_content: Annotated[str, Field(strict=True)] | None = None
     tool_calls: Annotated[tuple[ToolCallFields, ...], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(strict=True, max_length=256)] | None = None

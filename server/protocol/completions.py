@@ -12,18 +12,23 @@ from pydantic import Field
 from headrace.engine import Usage
 from headrace.server.errors import ApiError, error_event
 from headrace.server.protocol.answers import Header, Piece, event, usage_body
+from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 from headrace.server.protocol.logprobs import Aligned, Placed, completion_logprobs
 
 __all__ = ["CompletionAnswer", "CompletionFields", "Echo", "prompts_of"]
 
 _DEFAULT_TOKENS = 16  # OpenAI's
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_LISTS = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS)]
+_PROMPT_SCHEMA = Also({"anyOf": [_TEXT, _IDS, *_LISTS]})
 
 
 class CompletionFields(RequestFields):
     """Body of POST /v1/completions."""
 
-    prompt: Any
+    prompt: Annotated[Any, _PROMPT_SCHEMA]
     echo: Bool | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from headrace.engine import InvalidParams, SamplingParams
 from headrace.server.errors import ApiError, as_api_error, shape_error
+from headrace.server.protocol.documented import Also
 from headrace.server.protocol.formats import (
     FORMAT_FIELDS,
     Choices,
@@ -32,6 +33,7 @@ Word = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=12
 Int = Annotated[int, Field(strict=True)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Bool = Annotated[bool, Field(strict=True)]
+_STOP_SCHEMA: Final = Also({"type": "string", "minLength": 1, "maxLength": 256})
 _INT64: Final = 2**63
 _TOKEN: Final = re.compile(r"[0-9]{1,10}")
 _MAX_BIASES: Final = 1024
@@ -84,7 +86,7 @@ class RequestFields(BaseModel):
     top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[tuple[Stop, ...], Field(max_length=4)] | None = None
+    stop: Annotated[Annotated[tuple[Stop, ...], Field(max_length=4)] | None, _STOP_SCHEMA] = None
     stop_token_ids: Annotated[tuple[Int, ...], Field(max_length=16)] | None = None
     include_stop_str_in_output: Bool | None = None
     skip_special_tokens: Bool | None = None

@@ -14,7 +14,7 @@ from headrace.server.errors import ApiError, shape_error
 from headrace.server.protocol.chat import ChatMessage
 from headrace.server.service import Service
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["DetokenizeFields", "TokenizeFields", "detokenize", "tokenize"]
 
 
 class TokenizeFields(BaseModel):
