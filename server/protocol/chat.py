@@ -24,20 +24,17 @@ from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 from headrace.server.protocol.forced import check_forcible
 
-__all__ = ["ChatFields", "ChatMessage", "Offered", "joined_parts"]
+__all__ = ["ChatFields", "ChatMessage", "Offered", "joined_parts", "parts_schema"]
 
 _MAX_MESSAGES = 10_000
-_PARTS_SCHEMA = Also(
-    {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-            "required": ["type", "text"],
-        },
-    }
-)
 Result = TypeVar("Result")
+
+
+def parts_schema(*kinds: str) -> Also:
+    """Says that a field takes what `joined_parts` does."""
+    properties = {"type": {"enum": list(kinds)}, "text": {"type": "string"}}
+    items = {"type": "object", "properties": properties, "required": ["type", "text"]}
+    return Also({"type": "array", "items": items})
 
 
 def joined_parts(value: object, *kinds: str) -> object:
@@ -78,7 +75,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[str, Field(strict=True)] | None, _PARTS_SCHEMA] = None
+    content: Annotated[Annotated[str, Field(strict=True)] | None, parts_schema("text")] = None
     reasoning_content: Annotated[str, Field(strict=True)] | None = None
     tool_calls: Annotated[tuple[ToolCallFields, ...], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(strict=True, max_length=256)] | None = None

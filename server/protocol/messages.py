@@ -8,7 +8,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator
 
 from headrace.server.errors import ApiError
-from headrace.server.protocol.chat import joined_parts
+from headrace.server.protocol.chat import joined_parts, parts_schema
+from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields, Stop
 
 __all__ = ["MESSAGE_NAMES", "MESSAGE_REFUSED", "MessageFields"]
@@ -46,18 +47,21 @@ class _Part(BaseModel):
 class TextBlock(_Part):
     """Text of either side."""
 
+    type: Literal["text"]
     text: Text
 
 
 class ThinkingBlock(_Part):
     """What the model wrote to itself in an earlier turn."""
 
+    type: Literal["thinking"]
     thinking: Text
 
 
 class ToolUseBlock(_Part):
     """A call that the model made in an earlier turn."""
 
+    type: Literal["tool_use"]
     id: CallId
     name: ToolName
     input: dict[str, Any]
@@ -66,8 +70,9 @@ class ToolUseBlock(_Part):
 class ToolResultBlock(_Part):
     """What a tool that was called gave."""
 
+    type: Literal["tool_result"]
     tool_use_id: CallId
-    content: Text = ""
+    content: Annotated[Text, parts_schema("text")] = ""
 
     @field_validator("content", mode="before")
     @classmethod
@@ -97,7 +102,7 @@ class Turn(_Part):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Field(max_length=_MAX_BLOCKS)]
+    content: Annotated[Annotated[list[Block], Field(max_length=_MAX_BLOCKS)], Also({"type": "string"})]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -194,7 +199,7 @@ class MessageFields(RequestFields):
 
     messages: Annotated[list[Turn], Field(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)]
-    system: Text | None = None
+    system: Annotated[Text | None, parts_schema("text")] = None
     stop_sequences: Annotated[tuple[Stop, ...], Field(max_length=16)] | None = None
     tools: Annotated[tuple[ToolFields, ...], Field(max_length=128)] | None = None
     tool_choice: ChoiceFields | None = None

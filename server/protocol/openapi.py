@@ -8,9 +8,11 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from headrace.server.protocol import bodies
+from headrace.server.protocol import bodies, form_bodies
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.completions import CompletionFields
+from headrace.server.protocol.messages import MessageFields
+from headrace.server.protocol.responses import ResponseFields
 from headrace.server.settings import KeyLimits
 
 __all__ = ["Operation", "document"]
@@ -49,6 +51,10 @@ class Operation(NamedTuple):
     """Statuses besides those that every endpoint, or every one with a body, may answer with."""
     public: bool = False
     """Needs no key."""
+    error: type[BaseModel] = bodies.Error
+    """What its errors look like."""
+    ends: str = "the last is `[DONE]`, or an Error where it ends badly"
+    """How its events end."""
 
 
 def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[Operation]:
@@ -74,6 +80,27 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
             bodies.CompletionChunk,
             generates,
         ),
+        Operation(
+            "post",
+            "/v1/responses",
+            "Answer a chat, as a response that is not stored.",
+            form_bodies.ResponseBody,
+            ResponseFields,
+            form_bodies.ResponseEvent,
+            generates,
+            ends="the last has the type response.completed, response.incomplete or response.failed",
+        ),
+        Operation(
+            "post",
+            "/v1/messages",
+            "Answer a chat, in the form of Anthropic's API.",
+            form_bodies.MessageBody,
+            MessageFields,
+            form_bodies.MessageEvent,
+            generates,
+            error=form_bodies.MessageError,
+            ends="the last has the type message_stop, or error where it ends badly",
+        ),
         Operation("get", "/v1/models", "Models that are served.", bodies.ModelList, errors=(503,)),
         Operation("get", "/v1/models/{model}", "One model.", bodies.ModelCard, errors=(404, 503)),
         Operation("post", "/tokenize", "Token ids of a text or a chat.", bodies.TokenIds, tokenize, errors=(404, 503)),
@@ -94,7 +121,7 @@ def document(endpoints: Sequence[Operation], *, root: str, keys: bool) -> dict[s
         root: Path under which the application is mounted; empty where it stands alone.
         keys: Whether requests need one.
     """
-    models: set[type[BaseModel]] = {bodies.Error}
+    models: set[type[BaseModel]] = {each.error for each in endpoints}
     for each in endpoints:
         models.update(model for model in (each.answer, each.takes, each.streams) if model is not None)
     schemas = models_json_schema(
@@ -132,7 +159,7 @@ def _responses(each: Operation, keys: bool) -> dict[str, Any]:
     content: dict[str, Any] = _json(each.answer)
     if each.streams is not None:
         name = each.streams.__name__
-        said = f"Server-sent events. Data of each is a {name}; the last is `[DONE]`, or an Error where it ends badly."
+        said = f"Server-sent events. Data of each is a {name}; {each.ends}."
         schema = {"type": "string", "description": said, "x-event": _ref(each.streams)}
         content["text/event-stream"] = {"schema": schema}
     statuses = {*_ALWAYS, *each.errors, *(_OF_BODIES if each.takes is not None else ())}
@@ -140,7 +167,7 @@ def _responses(each: Operation, keys: bool) -> dict[str, Any]:
         statuses.discard(401)
     responses: dict[str, Any] = {"200": {"description": each.summary, "content": content}}
     for status in sorted(statuses):
-        responses[str(status)] = {"description": _ERRORS[status], "content": _json(bodies.Error)}
+        responses[str(status)] = {"description": _ERRORS[status], "content": _json(each.error)}
     if each.answer is bodies.Health:
         responses["503"] = {"description": "Not ready.", "content": _json(bodies.Health)}
     return responses

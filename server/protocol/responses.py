@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstrai
 from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError
-from headrace.server.protocol.chat import joined_parts
+from headrace.server.protocol.chat import joined_parts, parts_schema
+from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 
 __all__ = ["RESPONSE_NAMES", "RESPONSE_REFUSED", "ResponseFields"]
@@ -53,8 +54,9 @@ class _Item(BaseModel):
 class MessageItem(_Item):
     """A message of either side."""
 
+    type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, Field(strict=True)]
+    content: Annotated[Annotated[str, Field(strict=True)], parts_schema("input_text", "output_text")]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -73,6 +75,7 @@ class MessageItem(_Item):
 class CallItem(_Item):
     """A function call that the model made in an earlier turn."""
 
+    type: Literal["function_call"]
     call_id: CallId
     name: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
     arguments: Annotated[str, Field(strict=True)]
@@ -98,8 +101,9 @@ class CallItem(_Item):
 class OutputItem(_Item):
     """What a function that was called gave."""
 
+    type: Literal["function_call_output"]
     call_id: CallId
-    output: Annotated[str, Field(strict=True)]
+    output: Annotated[Annotated[str, Field(strict=True)], parts_schema("input_text")]
 
     @field_validator("output", mode="before")
     @classmethod
@@ -114,8 +118,9 @@ class OutputItem(_Item):
 class ReasoningItem(_Item):
     """What the model wrote to itself in an earlier turn."""
 
-    content: Annotated[str, Field(strict=True)] | None = None
-    summary: Annotated[str, Field(strict=True)] | None = None
+    type: Literal["reasoning"]
+    content: Annotated[Annotated[str, Field(strict=True)] | None, parts_schema("reasoning_text")] = None
+    summary: Annotated[Annotated[str, Field(strict=True)] | None, parts_schema("summary_text")] = None
 
     @field_validator("content", "summary", mode="before")
     @classmethod
@@ -166,7 +171,7 @@ class TextOptions(_Item):
 class ResponseFields(RequestFields):
     """Body of POST /v1/responses."""
 
-    input: Annotated[list[Item], Field(min_length=1, max_length=_MAX_ITEMS)]
+    input: Annotated[Annotated[list[Item], Field(min_length=1, max_length=_MAX_ITEMS)], Also({"type": "string"})]
     instructions: Annotated[str, Field(strict=True)] | None = None
     max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     tools: list[dict[str, Any]] | None = None
