@@ -114,7 +114,8 @@ class Answering:
         service, ask = self._service, self._ask
         try:
             service.check_accepting()
-            self._permit = service.limits.admit(self._caller, len(ask.prompts) * ask.params.n)
+            rows = max(ask.params.n, ask.params.beam_width or 1)
+            self._permit = service.limits.admit(self._caller, len(ask.prompts) * rows)
             service.running.add(self)
             self._scope.deadline = anyio.current_time() + self._timeout
             with self._scope:

@@ -134,7 +134,7 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
             message = row.message or str(error)
             for name, written in (names or {}).items():
                 message = re.sub(rf"\b{name}\b", written, message)
-                param = written if param == name else param
+                param = None if param is None else re.sub(rf"^{name}\b", written, param)
             return ApiError(row.status, code, message, param=param, headers=row.headers)
     return ApiError(500, "internal_error", "the server failed to handle this request")
 

@@ -14,6 +14,7 @@ from headrace.engine import InvalidParams, ResponseFormat
 
 __all__ = ["FORMAT_FIELDS", "FormatFields", "JsonSchema", "StructuredOutputs", "format_of"]
 
+_MAX_CHOICES_LENGTH: Final = 2**16
 Schema = dict[str, Any] | Annotated[str, Field(strict=True)]
 Choices = Annotated[tuple[Annotated[str, Field(strict=True, min_length=1)], ...], Field(min_length=1, max_length=4096)]
 Text = Annotated[str, Field(strict=True, min_length=1)]
@@ -97,6 +98,9 @@ def _made(kind: str, value: Any) -> ResponseFormat:
     if kind == "regex":
         return ResponseFormat.regex(value)
     if kind == "choice":
+        if sum(map(len, value)) > _MAX_CHOICES_LENGTH:
+            message = f"response_format: the choices may have {_MAX_CHOICES_LENGTH} characters together"
+            raise InvalidParams(message, field="response_format", value=None, limit=_MAX_CHOICES_LENGTH)
         return ResponseFormat.choice(value)
     if kind == "grammar":
         if "::=" in value:

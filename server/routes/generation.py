@@ -133,7 +133,9 @@ def chat_ask(
     forced = {"skip_special_tokens": False} if offered.allowed and service.keeps_special_tokens() else {}
     params = fields.sampling(max_tokens=fields.limit, logprobs=fields.reports, **forced)
     wanted = None if offered.forced else params.response_format
-    calls = offered.structure(parser_class(service.tool_format), instead=wanted is not None)
+    calls = None
+    if offered.allowed:
+        calls = offered.structure(parser_class(service.tool_format), instead=wanted is not None)
     known = fields.names | dict(names or {}) | ({"response_format": "tool_choice"} if offered.forced else {})
 
     def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:

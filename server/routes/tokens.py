@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.engine import Prompt
+from headrace.engine import InvalidParams, Prompt
 from headrace.server.body import read_json
-from headrace.server.errors import ApiError, shape_error
+from headrace.server.errors import ApiError, as_api_error, shape_error
 from headrace.server.protocol.chat import ChatMessage
 from headrace.server.service import Service
 
@@ -55,7 +55,10 @@ async def detokenize(request: Request) -> Response:
     """Text of token ids."""
     service: Service = request.app.state.service
     fields = await _fields(request, DetokenizeFields)
-    return JSONResponse({"prompt": service.engine.detokenize(fields.tokens)})
+    try:
+        return JSONResponse({"prompt": service.engine.detokenize(fields.tokens)})
+    except InvalidParams as error:
+        raise as_api_error(error, {"prompt": "tokens"}) from None
 
 
 async def _fields(request: Request, shape: type[BaseModel]) -> Any:

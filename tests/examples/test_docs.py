@@ -1,4 +1,4 @@
-"""Runs every Python block of README.md and of docs/embedding.md, sampling.md and serving.md on the real model.
+"""Runs every Python block of README.md and of the documents on the real model.
 
 A block that awaits, or uses an `engine`, at its top level is a fragment and runs inside an open engine; any other block
 is a program of its own, whose `test_` functions, if it has some, are called too.
@@ -18,6 +18,8 @@ import pytest
 from headrace.engine import Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ["README.md", "docs/embedding.md", "docs/serving.md"]
+FRAGMENTS = ["docs/sampling.md", "docs/embedding.md"]
 
 
 def blocks(document: str) -> list[tuple[str, str]]:
@@ -48,7 +50,12 @@ def run_program(code: CodeType) -> None:
             value()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/embedding.md", "docs/serving.md"])
+def test_every_document_with_python_is_run() -> None:
+    documents = {path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+    assert {document for document in documents if blocks(document)} == {*PROGRAMS, *FRAGMENTS}
+
+
+@pytest.mark.parametrize("document", PROGRAMS)
 def test_programs_run(document: str, smollm2: Path) -> None:
     programs, _ = split(document, smollm2)
     assert programs
@@ -57,7 +64,9 @@ def test_programs_run(document: str, smollm2: Path) -> None:
 
 
 def test_fragments_run_and_leave_nothing_behind(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fragments = [*split("docs/sampling.md", smollm2)[1], *split("docs/embedding.md", smollm2)[1]]
+    parts = {document: split(document, smollm2) for document in FRAGMENTS}
+    assert all(fragments for _, fragments in parts.values()) and not parts["docs/sampling.md"][0]
+    fragments = [code for document in FRAGMENTS for code in parts[document][1]]
     closing = [code for code in fragments if "aclose" in code.co_names]
     assert len(closing) == 1 and len(fragments) > 5
 
