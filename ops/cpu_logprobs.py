@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["Logprobs", "logprobs"]
@@ -20,7 +21,7 @@ class Logprobs(NamedTuple):
 
 
 def logprobs(logits_SV: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """Natural-log softmax at each position.
+    """Natural-log softmax at each position; of no use, but no error, where logits are not finite.
 
     Args:
         logits_SV: float [positions, vocabulary].
@@ -31,22 +32,22 @@ def logprobs(logits_SV: Tensor, tokens: Sequence[int], counts: Sequence[int]) ->
         For each position the token's log-probability, its rank (1 and how many are likelier), and the likeliest tokens
         in falling order, lower ids first among equals.
     """
-    if not len(tokens):
-        return []
-    logits_SV = logits_SV.float()
-    normaliser_S1 = torch.logsumexp(logits_SV, dim=-1, keepdim=True)
-    own_S1 = logits_SV.gather(1, torch.tensor(tokens)[:, None])
-    ranks = ((logits_SV > own_S1).sum(-1) + 1).tolist()
-    own = (own_S1 - normaliser_S1)[:, 0].tolist()
-    tops: list[tuple[tuple[int, float], ...]] = []
-    for index, count in enumerate(counts):
-        tops.append(_top(logits_SV[index], count, normaliser_S1[index]) if count else ())
-    return [Logprobs(*values) for values in zip(own, ranks, tops, strict=True)]
+    rows = logits_SV.float().numpy()  # whose passes over one row take a fraction of torch's
+    with np.errstate(all="ignore"):
+        return [_of_row(*each) for each in zip(rows, tokens, counts, strict=True)]
 
 
-def _top(logits_V: Tensor, count: int, normaliser_1: Tensor) -> tuple[tuple[int, float], ...]:
-    least = torch.topk(logits_V, min(count, len(logits_V))).values[-1]
-    ids = (logits_V >= least).nonzero()[:, 0]  # ascending, and with all equals of the last
-    values, order = torch.sort(logits_V[ids], descending=True, stable=True)
-    found = zip(ids[order].tolist(), (values - normaliser_1).tolist(), strict=True)
-    return tuple(found)[:count]
+def _of_row(logits_V: NDArray[np.float32], token: int, count: int) -> Logprobs:
+    most = logits_V.max()
+    normaliser = most + np.log(np.exp(logits_V - most).sum())
+    rank = 1 + int(np.count_nonzero(logits_V > logits_V[token]))
+    return Logprobs(float(logits_V[token] - normaliser), rank, _top(logits_V, min(count, len(logits_V)), normaliser))
+
+
+def _top(logits_V: NDArray[np.float32], count: int, normaliser: np.float32) -> tuple[tuple[int, float], ...]:
+    if not count:
+        return ()
+    least = np.partition(logits_V, -count)[-count]
+    ids = np.flatnonzero(logits_V >= least)  # ascending, and with all equals of the last
+    ids = ids[np.argsort(-logits_V[ids], kind="stable")][:count]
+    return tuple(zip(ids.tolist(), (logits_V[ids] - normaliser).tolist(), strict=True))

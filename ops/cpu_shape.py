@@ -68,9 +68,10 @@ class Shaper:
         """
         if not math.isfinite(logits_V.max()):
             return True
-        logits_V[self._bias_ids] += self._bias
-        if self._penalties is not None:
-            self._penalties.apply(logits_V)
+        with np.errstate(over="ignore"):  # which sampling tells, as it does what is not finite
+            logits_V[self._bias_ids] += self._bias
+            if self._penalties is not None:
+                self._penalties.apply(logits_V)
         if self._banned_V is not None:
             np.copyto(logits_V, -np.inf, where=self._banned_V)
         logits_V[self._forbidden] = -np.inf

@@ -299,10 +299,10 @@ def choose(rows: int, context: int, *, fp8: bool = False, even: bool = False) ->
 
     `"fused"` is `cuda_decode.FusedDecode`, `"even"` is `cuda_even.EvenDecode`, if the caller says that it can run.
     Measured on an H200 in whole chains of layers, where FA2 overlaps with its neighbours and XQA does not: apart from
-    them XQA looks better than it is. An fp8 cache is fastest through XQA.
+    them XQA looks better than it is.
     """
     if rows <= 4 and rows * context <= 4096:
         return "fused"
-    if even:
+    if even and rows >= (8 if fp8 else 4):
         return "even"
     return "xqa" if fp8 or rows < 4 else "fa2"

@@ -32,14 +32,15 @@ _HOPPER = 9
 
 
 @functools.cache
-def _module(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Any:
-    """The kernels for (head_dim, kv_heads, group, page_size), compiled unless a cache has them."""
+def _module(shape: tuple[int, int, int, int], dtype: torch.dtype, fp8: bool = False) -> Any:
+    """The kernels for (head_dim, kv_heads, group, page_size), compiled unless kept; `fp8`: keys and values."""
     dim, kv_heads, group, page = shape
     version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]  # a cache may hold an older one
     kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     defines = {"HEAD_DIM": dim, "KV_HEADS": kv_heads, "GROUP": group, "PAGE": page, "ELEMENT_F16": int(kind == "f16")}
+    defines["KV_FP8"] = int(fp8)
     spec = gen_jit_spec(
-        f"headrace_even_decode_{kind}_d{dim}_k{kv_heads}_g{group}_p{page}_{version}",
+        f"headrace_even_decode_{kind}{'_fp8' if fp8 else ''}_d{dim}_k{kv_heads}_g{group}_p{page}_{version}",
         [_SOURCE],
         extra_cuda_cflags=[f"-D{name}={value}" for name, value in defines.items()],
     )
@@ -57,8 +58,7 @@ class EvenDecode:
         """
         self._shape, self._pdl = shape, pdl
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        key = (shape.head_dim, shape.kv_heads, shape.heads // shape.kv_heads, shape.page_size)
-        self._module = _module(key, shape.dtype)
+        self._module = self.build(shape)
         parts, heads = self._module.most_parts(self._blocks, max_rows), shape.heads
         words = self._module.plan_words(self._blocks, max_rows)
         self._plan = torch.zeros(words, dtype=torch.int32, device=device)
@@ -67,14 +67,26 @@ class EvenDecode:
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
 
     @staticmethod
+    def build(shape: HeadShape) -> Any:
+        """The compiled kernels for heads of `shape`; takes seconds and a compiler the first time.
+
+        Raises:
+            RuntimeError: They cannot be compiled.
+            OSError: There is nothing to compile them with.
+        """
+        key = (shape.head_dim, shape.kv_heads, shape.heads // shape.kv_heads, shape.page_size)
+        return _module(key, shape.dtype, fp8=shape.kv_dtype != shape.dtype)
+
+    @staticmethod
     def supports(shape: HeadShape, device: torch.device) -> bool:
         """Whether the kernel can be compiled for heads of `shape` on `device`."""
-        page_bytes = 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        page_bytes = 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
+        fp8 = shape.kv_dtype == torch.float8_e4m3fn
         return (
             torch.cuda.get_device_capability(device)[0] >= _HOPPER
             and shape.dtype in (torch.bfloat16, torch.float16)
-            and shape.kv_dtype == shape.dtype
-            and shape.head_dim in (64, 128)
+            and (fp8 or shape.kv_dtype == shape.dtype)
+            and shape.head_dim in ((128,) if fp8 else (64, 128))
             and shape.kv_heads <= _MOST_KV_HEADS
             and shape.heads // shape.kv_heads <= _TILE
             and shape.page_size % _TILE == 0

@@ -8,6 +8,7 @@ to read: ../../ops/cuda.py, what a graph is made of.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from headrace.ops.cuda_sample import SampleScratch, sample
 
 __all__ = ["DecodeGraphs", "buckets"]
 
+logger = logging.getLogger("headrace.engine")
+
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 _STRIDE = 64
 _PLANNED_AHEAD = 64  # tokens: how often FA2's split of the work is made anew, and how uneven it may get
@@ -37,6 +40,18 @@ def buckets(max_rows: int) -> list[int]:
     """The batch sizes that get graphs: few, and each at most a third larger than the one before past 64 rows."""
     sizes = [*_SIZES, *range(_SIZES[-1] + _STRIDE, max_rows + _STRIDE, _STRIDE)]
     return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+def _can_be_even(shape: HeadShape, device: torch.device) -> bool:
+    """Whether decodes may attend by equal shares of pages: FlashInfer's wheels of compiled kernels lack that one."""
+    if not EvenDecode.supports(shape, device):
+        return False
+    try:
+        EvenDecode.build(shape)
+    except (RuntimeError, OSError) as error:
+        logger.warning("decodes attend through FlashInfer, which is slower: a kernel was not compiled: %s", error)
+        return False
+    return True
 
 
 class _Key(NamedTuple):
@@ -102,7 +117,7 @@ class DecodeGraphs:
         self._workspace: Tensor | None = None
         self._int_workspaces: dict[int | None, Tensor] = {}
         self._even: dict[int | None, EvenDecode] = {}
-        self._supports_even = EvenDecode.supports(self._shape, self._device)
+        self._is_even = attention == "auto" and _can_be_even(self._shape, self._device)
         self._scratch: dict[bool, SampleScratch] = {}
 
     def bucket(self, rows: int) -> int:
@@ -166,7 +181,7 @@ class DecodeGraphs:
         if self._choice != "auto":
             return self._choice
         fp8 = self._shape.kv_dtype != self._shape.dtype
-        way = choose(bucket, context, fp8=fp8, even=self._supports_even)
+        way = choose(bucket, context, fp8=fp8, even=self._is_even)
         return "fa2" if way == "fused" and self._shape.head_dim not in FusedDecode.HEAD_DIMS else way
 
     def _graph(self, key: _Key) -> torch.cuda.CUDAGraph:

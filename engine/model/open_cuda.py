@@ -112,7 +112,7 @@ def _find(name: str) -> torch.device:
 def _check_attention(config: EngineConfig, ops: CudaOps, device: torch.device) -> None:
     if config.decode_attention == "even" and not EvenDecode.supports(ops.shape, device):
         raise InvalidParams(
-            "decode_attention: even needs Hopper, 16-bit pages, and heads of 64 or 128 in up to 8 groups of 16",
+            "decode_attention: even needs Hopper, and heads of 128 (or 64, in 16 bits) in up to 8 groups of 16",
             field="decode_attention",
             value="even",
             limit="auto",

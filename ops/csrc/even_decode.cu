@@ -1,7 +1,8 @@
 // Decode attention that deals out the pages of all rows in equal parts among multiprocessors (sm_90).
 //
 // Owns one launch and its division of the work; never writes keys or values. Compiled once for each shape of heads:
-// HEAD_DIM, KV_HEADS, GROUP (query heads of a kv head), PAGE (tokens), ELEMENT_F16 (0: bf16, 1: fp16).
+// HEAD_DIM, KV_HEADS, GROUP (query heads of a kv head), PAGE (tokens), ELEMENT_F16 (queries and outputs; 0: bf16, 1: fp16)
+// and KV_FP8 (keys and values; 0: as queries, 1: e4m3, multiplied as fp16).
 //
 // A page's keys, and likewise its values, of all heads are one contiguous piece of memory. One warp streams these pieces
 // into a ring in shared memory with bulk copies; every other warp takes one kv head of each piece. Rows that no single
@@ -29,32 +30,36 @@ namespace {
 
 #if ELEMENT_F16
 using Element = __half;
-using Pair = __half2;
-#define MMA_KIND "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 #else
 using Element = __nv_bfloat16;
-using Pair = __nv_bfloat162;
+#endif
+#if ELEMENT_F16 || KV_FP8
+#define MMA_KIND "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
 #define MMA_KIND "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 #endif
 
 constexpr int kHeads = KV_HEADS * GROUP;
-constexpr int kTile = 16;                                    // tokens of one round of products
-constexpr int kPieceBytes = PAGE * KV_HEADS * HEAD_DIM * 2;  // the keys or the values of one page
-constexpr int kSubs = KV_HEADS >= 8 ? 1 : 8 / KV_HEADS;      // warps of one kv head; they take turns at pages
+constexpr int kTile = 16;                                // tokens of one round of products
+constexpr int kSubs = KV_HEADS >= 8 ? 1 : 8 / KV_HEADS;  // warps of one kv head; they take turns at pages
 constexpr int kWarps = KV_HEADS * kSubs;
 constexpr int kThreads = 32 * (kWarps + 1);
+constexpr int kHeadBytes = HEAD_DIM * (KV_FP8 ? 1 : 2);  // of one key or value
+constexpr int kTokenBytes = KV_HEADS * kHeadBytes;
+constexpr int kPieceBytes = PAGE * kTokenBytes;  // the keys or the values of one page
 constexpr int kRingBytes = 96 * 1024;
 // A slot is always read by the same warps: one that skipped a filling could not tell it from the next but one.
 constexpr int kTurns = kSubs == 1 ? 1 : 2 * kSubs;
 constexpr int kWantedSlots = kRingBytes / kPieceBytes < 32 ? kRingBytes / kPieceBytes : 32;
 constexpr int kSlots = (kWantedSlots + kTurns - 1) / kTurns * kTurns;
-constexpr int kTokenBytes = KV_HEADS * HEAD_DIM * 2;
-constexpr int kBlocks32 = HEAD_DIM / 32;  // 32 dims: two steps of mma's inner dimension
-constexpr int kChunks = HEAD_DIM / 64;    // pieces of 8 dims of a value that one lane reads
+constexpr int kDims = KV_FP8 ? 16 : 8;             // that a lane reads at once, 16 bytes
+constexpr int kBlocks = HEAD_DIM / (4 * kDims);    // parts of a key that four lanes read at once
+constexpr int kReads = HEAD_DIM / (8 * kDims);     // times that a lane reads of one value
+constexpr int kTiles = HEAD_DIM / 8;               // of 8 dims: what mma sums of values
 constexpr int kPlanThreads = 1024;
 constexpr float kLowest = -1e30f;  // below any score; unlike infinity it can be subtracted from itself
 
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128);
+static_assert(HEAD_DIM == 128 || (HEAD_DIM == 64 && !KV_FP8));
 static_assert(PAGE % kTile == 0 && KV_HEADS <= 8 && GROUP <= 16 && kSlots >= 3);
 
 // One block's pages [first, last), counted over the pages of all rows; the row of the first, and where that row begins.
@@ -82,7 +87,7 @@ struct Plan {
 
 struct Arguments {
   const Element* q;    // [rows, heads, dim]
-  const Element* kv;   // [pages, 2, PAGE, KV_HEADS, dim]
+  const uint8_t* kv;   // [pages, 2, PAGE, KV_HEADS, dim]
   Element* out;        // [rows, heads, dim]
   const int* pages;    // [rows, columns]
   const int* lengths;  // [rows], the current token included
@@ -90,7 +95,7 @@ struct Arguments {
   float* partial;  // [rows + blocks, kSubs, KV_HEADS, GROUP, dim]
   float2* stats;   // the same without dim: (maximum, sum)
   int* arrived;    // [rows, KV_HEADS], zeros: parts handed in
-  int64_t page_stride;
+  int64_t page_bytes;
   int columns, window;
   float scale_log2, out_scale;
 };
@@ -155,14 +160,39 @@ __device__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ uint32_t packed(float low, float high) {
-#if ELEMENT_F16
-  Pair pair = __floats2half2_rn(low, high);
-#else
-  Pair pair = __floats2bfloat162_rn(low, high);
-#endif
-  return *reinterpret_cast<uint32_t*>(&pair);
+__device__ uint32_t as_half(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
+
+__device__ uint32_t as_bfloat16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ uint32_t as_elements(float low, float high) {
+  return ELEMENT_F16 ? as_half(low, high) : as_bfloat16(low, high);
+}
+
+__device__ uint32_t as_operands(float low, float high) {
+  return ELEMENT_F16 || KV_FP8 ? as_half(low, high) : as_bfloat16(low, high);
+}
+
+// Two elements of a query as operands.
+__device__ uint32_t operands_of(uint32_t elements) {
+  if (ELEMENT_F16 || !KV_FP8) return elements;
+  const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&elements));
+  return as_half(fminf(fmaxf(pair.x, -65504.f), 65504.f), fminf(fmaxf(pair.y, -65504.f), 65504.f));
+}
+
+// The low or the high two of four e4m3 numbers.
+__device__ uint32_t low_e4m3(uint32_t four) {
+  uint32_t halves;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(halves) : "r"(four));
+  return halves;
+}
+
+__device__ uint32_t high_e4m3(uint32_t four) { return low_e4m3(four >> 16); }
 
 template <int kCount>
 __device__ void load_floats(float (&to)[kCount], const float* from) {
@@ -195,9 +225,10 @@ __device__ float quad_sum(float x) {
 // The state of the softmax of up to 16 query heads: lane (g, c) holds heads g and g + 8.
 struct Heads {
   static constexpr int kHalves = GROUP > 8 ? 2 : 1;
-  uint4 query[kHalves][kBlocks32];  // inner dimension permuted: a lane's 16 bytes are dims 32 t + 8 c to 32 t + 8 c + 7
+  // Inner dimension permuted: in block t a lane's words are dims kDims (4 t + c) and on, as a lane reads keys.
+  uint32_t query[kHalves][kBlocks][kDims / 2];
   float most[kHalves], total[kHalves];
-  float sums[8 * kChunks][4];  // tile (s, i), column n: dim 8 (n kChunks + s) + i
+  float sums[kTiles][4];  // tile i, column n: dim kTiles n + i
 
   __device__ void start(const Element* q, int g, int c) {
 #pragma unroll
@@ -206,35 +237,42 @@ struct Heads {
       total[half] = 0.f;
       const int member = g + 8 * half;
 #pragma unroll
-      for (int t = 0; t < kBlocks32; ++t) {
-        query[half][t] = make_uint4(0, 0, 0, 0);
-        if (member < GROUP) query[half][t] = *reinterpret_cast<const uint4*>(q + member * HEAD_DIM + 32 * t + 8 * c);
+      for (int t = 0; t < kBlocks; ++t) {
+        const auto* words = reinterpret_cast<const uint32_t*>(q + member * HEAD_DIM + kDims * (4 * t + c));
+#pragma unroll
+        for (int i = 0; i < kDims / 2; ++i) query[half][t][i] = member < GROUP ? operands_of(words[i]) : 0;
       }
     }
 #pragma unroll
     for (auto& tile : sums) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
   }
 
-  // Scores of 8 tokens at `keys`: columns 2c and 2c + 1 are tokens. Neighbouring lanes of odd and even g read the two
-  // halves of 64 dims in opposite order, so that they meet in no bank.
+  // Scores of 8 tokens at `keys`: columns 2c and 2c + 1 are tokens. Neighbouring lanes of odd and even g read two blocks in
+  // opposite order, so that they meet in no bank.
   __device__ void score(float (&scores)[4], const uint8_t* keys, int g, int c) const {
     const uint8_t* line = keys + g * kTokenBytes + 16 * c;
     const bool odd = g & 1;
     scores[0] = scores[1] = scores[2] = scores[3] = 0.f;
 #pragma unroll
-    for (int t = 0; t < kBlocks32; t += 2) {
+    for (int t = 0; t < kBlocks; t += 2) {
       uint4 x = *reinterpret_cast<const uint4*>(line + 64 * (t + odd));
       uint4 y = *reinterpret_cast<const uint4*>(line + 64 * (t + !odd));
       swap_if(odd, x, y);
-      step(scores, t, x);
-      step(scores, t + 1, y);
+      multiply(scores, t, x);
+      multiply(scores, t + 1, y);
     }
   }
 
-  __device__ void step(float (&scores)[4], int t, const uint4& key) const {
-    const uint4 low = query[0][t], high = kHalves > 1 ? query[kHalves - 1][t] : make_uint4(0, 0, 0, 0);
-    mma(scores, low.x, high.x, low.y, high.y, key.x, key.y);
-    mma(scores, low.z, high.z, low.w, high.w, key.z, key.w);
+  __device__ void multiply(float (&scores)[4], int t, const uint4& key) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(&key);
+#pragma unroll
+    for (int i = 0; i < kDims / 4; ++i) {
+      const uint32_t b0 = KV_FP8 ? low_e4m3(words[i]) : words[2 * i % 4];
+      const uint32_t b1 = KV_FP8 ? high_e4m3(words[i]) : words[(2 * i + 1) % 4];
+      const uint32_t a1 = kHalves > 1 ? query[kHalves - 1][t][2 * i] : 0;
+      const uint32_t a3 = kHalves > 1 ? query[kHalves - 1][t][2 * i + 1] : 0;
+      mma(scores, query[0][t][2 * i], a1, query[0][t][2 * i + 1], a3, b0, b1);
+    }
   }
 
   // Turns the scores of 16 tokens into weights, in place, and rescales what was summed before.
@@ -265,31 +303,41 @@ struct Heads {
     }
   }
 
-  // Adds 16 weighted tokens at `values`. A lane reads 8 dims of a token at once; pairs of tokens are packed by bytes.
+  // Adds 16 weighted tokens at `values`. A lane reads 16 bytes of a token at once; pairs of tokens are packed by bytes.
   __device__ void add(const float (&weights)[2][4], const uint8_t* values, int g, int c) {
-    const uint32_t a0 = packed(weights[0][0], weights[0][1]), a2 = packed(weights[1][0], weights[1][1]);
-    const uint32_t a1 = kHalves > 1 ? packed(weights[0][2], weights[0][3]) : 0;
-    const uint32_t a3 = kHalves > 1 ? packed(weights[1][2], weights[1][3]) : 0;
-    const uint8_t* line = values + 2 * c * kTokenBytes + 16 * kChunks * g;
-    const bool odd = kChunks > 1 && (c & 1);
-    uint4 read[kChunks][4];
+    const uint32_t a0 = as_operands(weights[0][0], weights[0][1]), a2 = as_operands(weights[1][0], weights[1][1]);
+    const uint32_t a1 = kHalves > 1 ? as_operands(weights[0][2], weights[0][3]) : 0;
+    const uint32_t a3 = kHalves > 1 ? as_operands(weights[1][2], weights[1][3]) : 0;
+    const uint8_t* line = values + 2 * c * kTokenBytes + 16 * kReads * g;
+    const bool odd = kReads > 1 && (c & 1);
+    uint4 read[kReads][4];
 #pragma unroll
     for (int token = 0; token < 4; ++token) {
       const uint8_t* at = line + ((token & 1) + 8 * (token >> 1)) * kTokenBytes;
       read[0][token] = *reinterpret_cast<const uint4*>(at + 16 * odd);
-      if (kChunks > 1) {
-        read[kChunks - 1][token] = *reinterpret_cast<const uint4*>(at + 16 * !odd);
-        swap_if(odd, read[0][token], read[kChunks - 1][token]);
+      if (kReads > 1) {
+        read[kReads - 1][token] = *reinterpret_cast<const uint4*>(at + 16 * !odd);
+        swap_if(odd, read[0][token], read[kReads - 1][token]);
       }
     }
 #pragma unroll
-    for (int s = 0; s < kChunks; ++s) {
+    for (int s = 0; s < kReads; ++s) {
       const auto* words = reinterpret_cast<const uint32_t(*)[4]>(&read[s][0]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t x0 = words[0][i], x1 = words[1][i], x2 = words[2][i], x3 = words[3][i];
-        mma(sums[8 * s + 2 * i], a0, a1, a2, a3, __byte_perm(x0, x1, 0x5410), __byte_perm(x2, x3, 0x5410));
-        mma(sums[8 * s + 2 * i + 1], a0, a1, a2, a3, __byte_perm(x0, x1, 0x7632), __byte_perm(x2, x3, 0x7632));
+        float(*tile)[4] = sums + kDims * s + kDims / 4 * i;
+        if constexpr (KV_FP8) {
+          const uint32_t first = __byte_perm(x0, x1, 0x5140), second = __byte_perm(x2, x3, 0x5140);
+          const uint32_t third = __byte_perm(x0, x1, 0x7362), fourth = __byte_perm(x2, x3, 0x7362);
+          mma(tile[0], a0, a1, a2, a3, low_e4m3(first), low_e4m3(second));
+          mma(tile[1], a0, a1, a2, a3, high_e4m3(first), high_e4m3(second));
+          mma(tile[2], a0, a1, a2, a3, low_e4m3(third), low_e4m3(fourth));
+          mma(tile[3], a0, a1, a2, a3, high_e4m3(third), high_e4m3(fourth));
+        } else {
+          mma(tile[0], a0, a1, a2, a3, __byte_perm(x0, x1, 0x5410), __byte_perm(x2, x3, 0x5410));
+          mma(tile[1], a0, a1, a2, a3, __byte_perm(x0, x1, 0x7632), __byte_perm(x2, x3, 0x7632));
+        }
       }
     }
   }
@@ -320,7 +368,7 @@ __device__ void fetch_share(const Arguments& with, const Share& share, const Rin
         waited = true;
       }
       if (lane == 0) {
-        const auto* source = reinterpret_cast<const uint8_t*>(with.kv + next * with.page_stride);
+        const uint8_t* source = with.kv + next * with.page_bytes;
         ring.fetch(piece, source);
         ring.fetch(piece + 1, source + kPieceBytes);
       }
@@ -337,17 +385,18 @@ __device__ void write_out(const Arguments& with, const Heads& heads, int row, in
     Element* line = with.out + (static_cast<int64_t>(row) * kHeads + head * GROUP + member) * HEAD_DIM;
     if (member >= GROUP) continue;
 #pragma unroll
-    for (int s = 0; s < kChunks; ++s) {
+    for (int column = 0; column < 2; ++column) {
+      auto* target = reinterpret_cast<uint4*>(line + kTiles * (2 * c + column));
 #pragma unroll
-      for (int column = 0; column < 2; ++column) {
+      for (int i = 0; i < kTiles; i += 8) {
         uint4 words;
         auto* word = reinterpret_cast<uint32_t*>(&words);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float(*tile)[4] = heads.sums + 8 * s + 2 * i;
-          word[i] = packed(tile[0][2 * half + column] * factor, tile[1][2 * half + column] * factor);
+        for (int k = 0; k < 8; k += 2) {
+          const int at = 2 * half + column;
+          word[k / 2] = as_elements(heads.sums[i + k][at] * factor, heads.sums[i + k + 1][at] * factor);
         }
-        *reinterpret_cast<uint4*>(line + 8 * ((2 * c + column) * kChunks + s)) = words;
+        target[i / 8] = words;
       }
     }
   }
@@ -361,14 +410,12 @@ __device__ void write_part(const Arguments& with, const Heads& heads, int64_t pa
     if (member >= GROUP) continue;
     float* line = with.partial + (part * GROUP + member) * HEAD_DIM;
 #pragma unroll
-    for (int s = 0; s < kChunks; ++s) {
+    for (int column = 0; column < 2; ++column) {
+      auto* target = reinterpret_cast<float4*>(line + kTiles * (2 * c + column));
+      const int at = 2 * half + column;
 #pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        auto* target = reinterpret_cast<float4*>(line + 8 * ((2 * c + column) * kChunks + s));
-        const float(*tile)[4] = heads.sums + 8 * s;
-        const int at = 2 * half + column;
-        target[0] = make_float4(tile[0][at], tile[1][at], tile[2][at], tile[3][at]);
-        target[1] = make_float4(tile[4][at], tile[5][at], tile[6][at], tile[7][at]);
+      for (int i = 0; i < kTiles; i += 4) {
+        target[i / 4] = make_float4(heads.sums[i][at], heads.sums[i + 1][at], heads.sums[i + 2][at], heads.sums[i + 3][at]);
       }
     }
     if (c == 0) with.stats[part * GROUP + member] = make_float2(heads.most[half], total);
@@ -408,7 +455,7 @@ __device__ void merge(const Arguments& with, int64_t first, int parts, int begin
     const float factor = with.out_scale / total[member];
     auto* words = reinterpret_cast<uint32_t*>(out + (begin + member) * HEAD_DIM + kEach * lane);
 #pragma unroll
-    for (int i = 0; i < kEach; i += 2) words[i / 2] = packed(sums[member][i] * factor, sums[member][i + 1] * factor);
+    for (int i = 0; i < kEach; i += 2) words[i / 2] = as_elements(sums[member][i] * factor, sums[member][i + 1] * factor);
   }
 }
 
@@ -467,8 +514,8 @@ struct Attender {
 
   // The page whose keys are piece `at` and whose first token is `start`, of which those in [oldest, length) are seen.
   __device__ void add_page(Heads& heads, int at, int start, int oldest, int length, int g, int c) {
-    const uint8_t* keys = ring.slot(at) + head * HEAD_DIM * 2;
-    const uint8_t* values = ring.slot(at + 1) + head * HEAD_DIM * 2;
+    const uint8_t* keys = ring.slot(at) + head * kHeadBytes;
+    const uint8_t* values = ring.slot(at + 1) + head * kHeadBytes;
 #pragma unroll
     for (int tile = 0; tile < PAGE; tile += kTile) {
       const int first = start + tile;
@@ -601,7 +648,7 @@ void run_even_decode(TensorView q, TensorView kv, TensorView out, TensorView pag
   require(counters.numel() >= rows * KV_HEADS, "the counters are too small");
   Arguments with{};
   with.q = static_cast<const Element*>(q.data_ptr());
-  with.kv = static_cast<const Element*>(kv.data_ptr());
+  with.kv = static_cast<const uint8_t*>(kv.data_ptr());
   with.out = static_cast<Element*>(out.data_ptr());
   with.pages = static_cast<const int*>(pages.data_ptr());
   with.lengths = static_cast<const int*>(lengths.data_ptr());
@@ -609,7 +656,7 @@ void run_even_decode(TensorView q, TensorView kv, TensorView out, TensorView pag
   with.partial = static_cast<float*>(partial.data_ptr());
   with.stats = static_cast<float2*>(stats.data_ptr());
   with.arrived = static_cast<int*>(counters.data_ptr());
-  with.page_stride = kv.stride(0);
+  with.page_bytes = kv.stride(0) * (KV_FP8 ? 1 : 2);
   with.columns = static_cast<int>(pages.size(1));
   with.window = static_cast<int>(window);
   with.scale_log2 = static_cast<float>(scale * 1.4426950408889634);

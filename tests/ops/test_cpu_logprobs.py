@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -32,6 +34,12 @@ def test_reduced_precision_is_widened_before_anything_is_summed() -> None:
     logits_SV = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = log_softmax(logits_SV[0].tolist())
     assert logprobs(logits_SV, [7], [0])[0].logprob == pytest.approx(exact[7], abs=1e-5)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_broken_rows_raise_and_warn_nothing_and_their_neighbours_are_right(broken: float) -> None:
+    found = logprobs(torch.tensor([[broken] * 4, [0.0] * 4]), [1, 1], [2, 2])
+    assert found[1].logprob == pytest.approx(math.log(1 / 4)) and found[1].rank == 1
 
 
 def test_the_logits_are_left_as_they_are() -> None:

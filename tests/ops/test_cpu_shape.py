@@ -128,6 +128,12 @@ def test_a_broken_row_stays_broken_for_sampling_to_tell(broken: float) -> None:
     assert not math.isfinite(values.max())
 
 
+def test_logits_that_a_penalty_makes_infinite_warn_nobody() -> None:
+    values = np.array([3e38, 1.0, 0, 0, 0, 0, 0, 0], np.float32)
+    assert shaper(Shaping(repetition_penalty=0.01), [0], 1).shape(values, np.array([0]))
+    assert values[0] == math.inf
+
+
 def test_masks_that_leave_nothing_are_told() -> None:
     assert not shaper(Shaping(allowed=(2,), bad_words=((5, 2),)), [5], 1).shape(
         np.zeros(VOCAB, np.float32), np.array([5])

@@ -17,6 +17,7 @@ from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write
 
 GPU = torch.device("cuda")
 PAGE = 16
+FP8 = torch.float8_e4m3fn
 if torch.cuda.get_device_capability(GPU)[0] < 9:
     pytest.skip("needs Hopper or newer", allow_module_level=True)
 
@@ -32,7 +33,10 @@ SHAPES = {
     "8 kv heads of 4, narrow": HeadShape(heads=32, kv_heads=8, head_dim=64),
     "a window": HeadShape(heads=32, kv_heads=8, head_dim=128, window=100),
     "a window and turns": HeadShape(heads=9, kv_heads=3, head_dim=64, window=37),
-    "scales": HeadShape(heads=32, kv_heads=8, head_dim=128, scale=0.2, k_scale=0.5, v_scale=0.25),
+    "a scale": HeadShape(heads=32, kv_heads=8, head_dim=128, scale=0.2),
+    "8 bits": HeadShape(heads=32, kv_heads=8, head_dim=128, kv_dtype=FP8, k_scale=0.5, v_scale=0.25),
+    "8 bits, 4 kv heads of 16": HeadShape(heads=64, kv_heads=4, head_dim=128, kv_dtype=FP8, k_scale=0.02, v_scale=0.01),
+    "8 bits and a window": HeadShape(heads=16, kv_heads=8, head_dim=128, kv_dtype=FP8, window=100),
 }
 BATCHES = {
     "one token": [1],
@@ -52,7 +56,8 @@ class Cache:
         self.shape, self.lengths = shape, lengths
         used = [-(-length // PAGE) for length in lengths]
         size = (sum(used) + 3, 2, PAGE, shape.kv_heads, shape.head_dim)
-        self.kv = torch.randn(size, dtype=torch.bfloat16, device=GPU)
+        scales = torch.tensor([shape.k_scale, shape.v_scale], device=GPU).view(2, 1, 1, 1)
+        self.kv = (torch.randn(size, device=GPU) / scales).clamp(-448, 448).to(shape.kv_dtype)
         order = iter(torch.randperm(sum(used) + 3).tolist())
         self.pages = torch.full((len(lengths), max(used) + 2), -1, dtype=torch.int32)  # -1: no one may look there
         for row, many in enumerate(used):
@@ -161,13 +166,13 @@ def test_a_row_of_no_numbers_stays_alone() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        HeadShape(heads=32, kv_heads=8, head_dim=128, kv_dtype=torch.float8_e4m3fn),
+        HeadShape(heads=32, kv_heads=8, head_dim=64, kv_dtype=FP8),
         HeadShape(heads=16, kv_heads=16, head_dim=128),
         HeadShape(heads=8, kv_heads=4, head_dim=256),
         HeadShape(heads=40, kv_heads=2, head_dim=128),
         HeadShape(heads=8, kv_heads=8, head_dim=128, page_size=8),
     ],
-    ids=["8 bits", "too many kv heads", "wide", "too large a group", "small pages"],
+    ids=["narrow in 8 bits", "too many kv heads", "wide", "too large a group", "small pages"],
 )
 def test_shapes_without_a_kernel_are_known(shape: HeadShape) -> None:
     assert not EvenDecode.supports(shape, GPU)

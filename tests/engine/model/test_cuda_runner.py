@@ -380,6 +380,30 @@ def test_a_step_without_memory_costs_its_own_requests(
     anyio.run(run)
 
 
+def test_a_kernel_that_cannot_be_compiled_is_done_without(
+    zoo: Zoo,
+    judges: Callable[[str], Judge],
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    even = importlib.import_module("headrace.ops.cuda_even")
+
+    def fail(*values: Any, **options: Any) -> None:
+        raise RuntimeError("Could not find nvcc")
+
+    monkeypatch.setattr(even, "gen_jit_spec", fail)
+    even._module.cache_clear()
+
+    async def run() -> list[Output]:
+        async with engine_on(zoo, "qwen3") as engine:
+            return await together(engine, prompts(*LENGTHS), greedy(8))
+
+    judges("qwen3").check(anyio.run(run), "without the kernel of our own")
+    assert "even decode" not in gpu.launches and "fa2 decode" in gpu.launches
+    assert "nvcc" in caplog.text
+
+
 def test_a_plan_that_was_made_for_nothing_serves_no_batch(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
