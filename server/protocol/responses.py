@@ -66,7 +66,8 @@ class MessageItem(_Item):
     def join(self, chat: list[dict[str, Any]]) -> None:
         """Add it to the chat; an assistant's that follows its reasoning is one message with it."""
         last = chat[-1] if chat else {}
-        if self.role == "assistant" and not last.get("content") and "reasoning_content" in last:
+        only_reasons = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
+        if self.role == "assistant" and only_reasons:
             last["content"] = self.content
         else:
             chat.append({"role": self.role, "content": self.content})
@@ -166,6 +167,7 @@ class TextOptions(_Item):
     """What the text is to be."""
 
     format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ResponseFields(RequestFields):

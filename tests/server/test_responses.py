@@ -240,6 +240,22 @@ def test_a_response_is_the_chat_that_it_means(server: Serving) -> None:
         assert getattr(mine, field) == getattr(chat, field), field
 
 
+def test_what_an_assistant_says_after_its_calls_is_a_message_of_its_own(server: Serving) -> None:
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "d", "name": "f", "arguments": ""},
+        {"role": "assistant", "content": "e"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "g"}]},
+    ]
+    (chat,) = server.portal.call(ask_response, server.service, {"model": "scripted", "input": items}).prompts
+    assert not isinstance(chat, str)
+    assert [message["role"] for message in chat] == ["user", "assistant", "assistant", "tool"]
+    assert chat[1]["reasoning_content"] == "b" and [call["id"] for call in chat[1]["tool_calls"]] == ["c", "d"]
+    assert chat[2]["content"] == "e" and chat[3]["content"] == "g"
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -254,6 +270,7 @@ def test_a_response_is_the_chat_that_it_means(server: Serving) -> None:
         ({"n": 2}, "n"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"input": []}, "input"),
