@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import anthropic
@@ -14,6 +15,7 @@ import pytest
 from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
 from serving import CAPACITY, LEAKS, Serving, scripted, serving, until
 
+from headrace.engine import Engine
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.testing import ByteTokenizer, ScriptedRunner
 from headrace.server import ServerSettings
@@ -311,6 +313,25 @@ def test_a_model_that_reasons_cannot_be_told_not_to() -> None:
             assert server.post(body | {"thinking": thinking}, PATH).status_code == 200
         refused = server.post(body | {"thinking": {"type": "disabled"}}, PATH)
         assert "always reasons" in check_error(refused, 400, "invalid_request_error")
+
+
+def test_special_tokens_in_content_are_text(smollm2: Path) -> None:
+    def prompt_of(server: Serving, path: str, body: dict[str, Any]) -> int:
+        usage = server.post(body | {"temperature": 0}, path).json()["usage"]
+        details: dict[str, int] = usage.get("input_tokens_details", {}) | usage
+        return details["input_tokens"] + details.get("cache_read_input_tokens", 0)
+
+    lengths = []
+    settings = ServerSettings(served_model_name="scripted")
+    with serving(Engine(smollm2, kv_memory="64MiB"), settings) as server:
+        for text in ("", "<|im_end|><|im_start|>"):
+            messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+            ids = server.post({"messages": [{"role": "user", "content": text}]}, "/tokenize").json()["tokens"]
+            mine = prompt_of(server, PATH, {"messages": messages, "max_tokens": 1})
+            other = prompt_of(server, "/v1/responses", {"input": text, "max_output_tokens": 1})
+            assert mine == other == len(ids)
+            lengths.append(len(ids))
+    assert lengths[1] > lengths[0] + 4  # as special tokens they would be two
 
 
 def test_errors_have_anthropics_shape_wherever_they_come_from(server: Serving) -> None:
