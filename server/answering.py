@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from headrace.engine import Prompt, SamplingParams, TokenStream
+from headrace.engine import Prompt, SamplingParams, TokenLogprobs, TokenStream
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.limits import Permit
@@ -77,6 +77,10 @@ class Outlet(Protocol):
     async def ping(self, silent: float) -> None:
         """Show a sign of life if nothing was sent for long."""
         ...
+
+
+def _prompt_logprobs(stream: TokenStream) -> list[TokenLogprobs | None] | None:
+    return stream.prompt_logprobs
 
 
 class Answering:
@@ -190,7 +194,8 @@ class Answering:
         prompt = None
         while (chunk := await stream.next_chunk()) is not None:
             permit.started()
-            prompt = prompt or stream.prompt_logprobs
+            if ask.params.prompt_logprobs is not None and prompt is None:
+                prompt = await anyio.to_thread.run_sync(_prompt_logprobs, stream)  # up to a second of work
             permit.spend(len(chunk.tokens))
             frames = b""
             for piece in pieces(chunk, ask.params.n, first, prompt):

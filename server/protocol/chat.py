@@ -22,7 +22,7 @@ from headrace.engine.tools import (
 from headrace.server.errors import ApiError
 from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
-from headrace.server.protocol.forced import check_forcible
+from headrace.server.protocol.forced import checked
 
 __all__ = ["ChatFields", "ChatMessage", "Offered", "joined_parts", "parts_schema"]
 
@@ -200,12 +200,12 @@ class Offered(NamedTuple):
         """How the demanded calls are written, or, with `instead`, those that may stand in place of content.
 
         Raises:
-            InvalidParams: The format of `parser` cannot be forced.
+            ApiError: The format of `parser` cannot be forced.
         """
+        param = "tool_choice" if self.forced else "response_format"
         choice = ToolChoice(mode="required") if instead and self.choice.mode == "auto" and self.allowed else self.choice
-        structure = call_structure(parser, self.allowed, choice, self.parallel)
-        check_forcible(structure, "tool_choice" if self.forced else "response_format")
-        return structure
+        tools, parallel = self.allowed, self.parallel
+        return _checked(lambda choice: checked(call_structure(parser, tools, choice, parallel)), choice, param=param)
 
 
 def _checked(check: Callable[[Any], Result], value: Any, *, param: str, inside: str | None = None) -> Result:

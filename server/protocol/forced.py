@@ -12,7 +12,7 @@ from typing import Any, Final
 from headrace.engine import InvalidParams, ResponseFormat
 from headrace.engine.tools import CallShape, CallStructure, ReasoningMode
 
-__all__ = ["answer_format", "check_forcible"]
+__all__ = ["answer_format", "checked"]
 
 _JSON: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BEFORE: Final[dict[ReasoningMode, str]] = {
@@ -23,15 +23,15 @@ _BEFORE: Final[dict[ReasoningMode, str]] = {
 _REASONING: Final = r'reasoning[suffix="</think>"]: /(?s:.*)/'
 
 
-def check_forcible(structure: CallStructure | None, field: str) -> None:
-    """Refuse calls that no grammar here can say.
+def checked(structure: CallStructure | None) -> CallStructure | None:
+    """The same structure.
 
     Raises:
-        InvalidParams: Names `field`, which asks for them.
+        InvalidParams: No grammar here can say such calls; names `tool_choice`.
     """
     if structure is not None and any(shape.style != "json" for shape in structure.calls):
-        message = f"{field}: calls in the format of this model cannot be forced"
-        raise InvalidParams(message, field=field, value=None)
+        raise InvalidParams("calls of this format cannot be forced", field="tool_choice", value=None)
+    return structure
 
 
 def answer_format(
@@ -82,7 +82,8 @@ def _calls(structure: CallStructure) -> list[str]:
 
 
 def _call(shape: CallShape) -> str:
-    return " ".join(part for part in (_literal(shape.before), _json(shape.schema), _literal(shape.after)) if part)
+    arguments = _json({"type": "object", **shape.schema})
+    return " ".join(part for part in (_literal(shape.before), arguments, _literal(shape.after)) if part)
 
 
 def _json(schema: dict[str, Any]) -> str:

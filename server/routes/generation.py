@@ -47,6 +47,10 @@ class Reading(NamedTuple):
         return BlockReader(parser, parallel=self.parallel_calls)
 
 
+_MAX_ECHOED = 2**17
+"""Log-probabilities of echoed prompts in one answer: a tenth of a second of the event loop."""
+
+
 class GenerationRoute:
     """An endpoint that generates, as an ASGI application."""
 
@@ -174,6 +178,10 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
     reports = {"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if fields.echo else None}
     params = fields.sampling(max_tokens=fields.limit, **reports)
 
+    def refine(params: SamplingParams, ids: list[list[int]]) -> SamplingParams:
+        _check_echo(params, ids)
+        return params
+
     def make_answer(ids: list[list[int]]) -> Answer:
         echoes: list[Echo] = []
         if fields.echo:
@@ -197,6 +205,7 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
         params,
         prompts=list(prompts),
         limit=fields.max_tokens,
+        refine=refine,
         names=fields.names,
         make_answer=make_answer,
     )
@@ -233,6 +242,16 @@ def _ask(
         make_answer=make_ranked,
         **more,
     )
+
+
+def _check_echo(params: SamplingParams, prompts: list[list[int]]) -> None:
+    """Refuse an echo whose log-probabilities would hold up the event loop while they are written."""
+    if params.prompt_logprobs is None:
+        return
+    count = sum(map(len, prompts)) * params.n * (1 + params.prompt_logprobs)
+    if count > _MAX_ECHOED:
+        message = f"logprobs: with echo at most {_MAX_ECHOED} in one answer, over all prompts and choices; got {count}"
+        raise ApiError(400, "invalid_value", message, param="logprobs")
 
 
 def _aligned(service: Service, params: SamplingParams) -> Callable[[], Aligned]:

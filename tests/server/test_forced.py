@@ -12,12 +12,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from headrace.engine import InvalidParams, ResponseFormat
 from headrace.engine.tools import ReasoningMode, Tool, ToolChoice, call_structure, parse, parser_class
-from headrace.server.protocol.forced import answer_format, check_forcible
+from headrace.server.protocol.forced import answer_format, checked
 
 END = 256
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "find": {
-        "type": "object",
+    "find": {  # whose type goes without saying
         "properties": {"text": {"type": "string", "maxLength": 5}, "deep": {"$ref": "#/$defs/deep"}},
         "required": ["text"],
         "additionalProperties": False,
@@ -128,7 +127,7 @@ def test_content_behind_reasoning_or_beside_calls(wanted: ResponseFormat, good: 
 def test_what_no_grammar_can_say() -> None:
     structure = call_structure(parser_class("pythonic"), TOOLS, ToolChoice(mode="required"))
     with pytest.raises(InvalidParams) as refused:
-        check_forcible(structure, "tool_choice")
+        checked(structure)
     assert refused.value.field == "tool_choice"
     with pytest.raises(InvalidParams):
         answer_format(ResponseFormat.lark('start: "a"'), None, "tagged")

@@ -12,9 +12,10 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
-from serving import CAPACITY, Serving, events_of, scripted, serving
+from serving import CAPACITY, Serving, check_error, events_of, scripted, serving
 
 from headrace.engine.testing import ByteTokenizer, ScriptedRunner
+from headrace.server import ServerSettings
 
 CHAT: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello?"}]
 PROMPT_LEN = len(ByteTokenizer().encode_chat(CHAT))
@@ -231,3 +232,23 @@ def test_without_tools_a_call_is_text() -> None:
             "message"
         ]
     assert message["content"] == CALL and "tool_calls" not in message
+
+
+@pytest.mark.usefixtures("taught")
+def test_calls_behind_the_first_are_left_out_where_they_may_not_be_parallel() -> None:
+    body: dict[str, Any] = {"messages": CHAT, "tools": [WEATHER], "temperature": 0, "parallel_tool_calls": False}
+    with serving(speaking(f"Plain. {CALL}{CALL}")) as server:
+        choice = server.post(body, "/v1/chat/completions").json()["choices"][0]
+        *chunks, _ = events_of(server.post(body | {"stream": True}, "/v1/chat/completions").text)
+    assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "tool_calls"
+    parts = [part for chunk in chunks for part in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert parts and {part["index"] for part in parts} == {0}
+
+
+@pytest.mark.parametrize("asked", ["tool_choice", "response_format"])
+def test_calls_in_a_format_that_no_grammar_says_are_refused_by_name(asked: str) -> None:
+    values: dict[str, Any] = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    with serving(scripted(), ServerSettings(tool_call_parser="pythonic")) as server:
+        answer = server.post({"messages": CHAT, "tools": [WEATHER], asked: values[asked]}, "/v1/chat/completions")
+    error = check_error(answer, 400, "invalid_value")
+    assert error["param"] == asked and error["message"] == f"{asked}: calls of this format cannot be forced"

@@ -419,6 +419,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
         (COMPLETIONS, {"length_penalty": 0.5}, "length_penalty"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs"),
         (COMPLETIONS, {"suffix": "x"}, "suffix"),
+        (COMPLETIONS, {"prompt": [[5] * 2000] * 7, "echo": True, "logprobs": 20}, "logprobs"),
         (CHATS, {"echo": True}, "echo"),
         (CHATS, {"response_format": {"type": "json_schema"}}, "response_format"),
         (CHATS, {"response_format": {"type": "poem"}}, "response_format.type"),
