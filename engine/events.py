@@ -52,6 +52,8 @@ class Token:
     """Place in its choice, from 0."""
     finish_reason: FinishReason | None = None
     """Set on the last item of each choice and on no other."""
+    stop_string: str | None = None
+    """Which stop string ended the choice; None where something else did. Also on the last item alone."""
     logprob: float | None = None
     """Natural-log probability, where the request asks for log-probabilities."""
     logprobs: TokenLogprobs | None = None

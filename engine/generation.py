@@ -31,6 +31,8 @@ class Delivered(NamedTuple):
     finish_reason: FinishReason | None
     report: Report | None = None
     """Log-probabilities, where they are wanted."""
+    stop_string: str | None = None
+    """What ended the choice, where a stop string did."""
 
 
 class Control(Protocol):
@@ -85,6 +87,11 @@ class StopText:
                 shown += self._matcher.flush()
                 matched = self._matcher.matched
         return shown, matched
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was met."""
+        return self._matcher.stop
 
 
 class Generation:
@@ -150,13 +157,14 @@ class Generation:
             return
         choice = self._choice_of[emission.request.id]
         reason = emission.finish_reason
-        text = None
+        text = stop = None
         if self._stop_texts:
             text, matched = self._stop_texts[choice].feed(emission.token, last=reason is not None)
             if matched:
                 self._control.finish(emission.request, "stop")
                 reason = "stop"
-        self.mailbox.put(Delivered(choice, emission.token, text, reason, emission.report))
+                stop = self._stop_texts[choice].stop
+        self.mailbox.put(Delivered(choice, emission.token, text, reason, emission.report, stop))
         if reason is not None:
             self._count_end()
         elif len(self.mailbox) + self.held >= self._window and not self._paused:

@@ -190,7 +190,14 @@ class TokenStream:
             self._finish_reasons[choice] = reason
         position = self._positions[choice]
         self._positions[choice] = position + 1
-        token = Token(id=item.id, text=text, index=choice, position=position, finish_reason=reason)
+        token = Token(
+            id=item.id,
+            text=text,
+            index=choice,
+            position=position,
+            finish_reason=reason,
+            stop_string=item.stop_string,
+        )
         if item.report is not None and item.id is not None:
             token.logprob = item.report.logprob
             token.logprobs = _token_logprobs(self._table, item.id, item.report)

@@ -158,7 +158,7 @@ class StopMatcher:
         self._held = ""
         self._held_from = 0  # position of the held text in the whole text
         self._include = include
-        self._cut: tuple[int, int] | None = None  # start of the earliest match so far, and where what is shown ends
+        self._cut: tuple[int, int, str] | None = None  # the earliest match so far: its start, length and stop string
         self.matched = False
         """Whether the text has ended at a stop string; also set by `flush` where a match was still waiting."""
 
@@ -175,12 +175,12 @@ class StopMatcher:
         for needle in self._needles:
             start, found = needle.feed(text, begin)
             safe = min(safe, start)
-            cut = start, start + (len(needle.stop) if self._include else 0)
+            cut = start, len(needle.stop), needle.stop
             if found and (self._cut is None or cut < self._cut):
                 self._cut = cut
         if self._cut is not None and safe >= self._cut[0]:
             self.matched = True
-            safe = self._cut[1]
+            safe = self._shown_to(self._cut)
         shown = self._held[: safe - self._held_from]
         self._held = "" if self.matched else self._held[len(shown) :]
         self._held_from += len(shown)
@@ -190,9 +190,17 @@ class StopMatcher:
         """Return the held text at the end of the sequence, cut before a match that was still waiting; it ends here."""
         if self._cut is not None and not self.matched:
             self.matched = True
-            self._held = self._held[: self._cut[1] - self._held_from]
+            self._held = self._held[: self._shown_to(self._cut) - self._held_from]
         held, self._held = self._held, ""
         return held
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text; the shortest of those that start at the same place."""
+        return self._cut[2] if self.matched and self._cut is not None else None
+
+    def _shown_to(self, cut: tuple[int, int, str]) -> int:
+        return cut[0] + (cut[1] if self._include else 0)
 
 
 class _Needle:

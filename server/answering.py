@@ -76,8 +76,8 @@ class Outlet(Protocol):
         """Send an answer that was not to be streamed."""
         ...
 
-    async def fail(self, error: ApiError) -> None:
-        """Tell the client of the error, which is the end."""
+    async def fail(self, error: ApiError, frames: bytes) -> None:
+        """Tell the client of the error, which is the end; `frames` are the events that say so in a stream."""
         ...
 
     async def ping(self, silent: float) -> None:
@@ -107,6 +107,7 @@ class Answering:
         self._timeout = longest if timeout is None else min(timeout, longest)
         self._scope = anyio.CancelScope()
         self._streams: list[TokenStream] = []
+        self._answer: Answer | None = None
         self._opening = b""
         self._began = time.monotonic()
         self._ended_by: ApiError | None = None
@@ -154,7 +155,7 @@ class Answering:
         self._service.telemetry.tokenized(self.figures)
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))
-        answer = ask.make_answer(prompts)
+        answer = self._answer = ask.make_answer(prompts)
         params = ask.params if ask.refine is None else ask.refine(ask.params, prompts)
         self._opening = answer.opening() if ask.streams else b""
         tenant = self._caller.name
@@ -229,11 +230,12 @@ class Answering:
         arrivals.end()
 
     async def _fail(self, error: Exception) -> None:
-        told = as_api_error(error, self._ask.names)
+        told = as_api_error(error, self._ask.names).renamed(self._ask.names)
         self.figures.reason, self.figures.refused = told.code, told.status < 500
         if told.code == "internal_error":
             logger.error("request %s failed", self._request_id, exc_info=error)
-        await self._outlet.fail(told)
+        answer = self._answer if self._ask.streams else None
+        await self._outlet.fail(told, b"" if answer is None else answer.failing(told))
 
     # -- time -------------------------------------------------------------------------------------------------------
 

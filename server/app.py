@@ -1,4 +1,4 @@
-"""`create_app`: an engine as a Starlette application with OpenAI's endpoints; owns the routes and the lifespan.
+"""`create_app`: an engine as a Starlette application with OpenAI's and Anthropic's endpoints; owns routes and lifespan.
 
 It may be mounted under another application, whose lifespan then opens the engine.
 """
@@ -18,18 +18,21 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from headrace.engine import Engine, EngineStopped, HeadraceError
 from headrace.server.body import ClientGone
 from headrace.server.errors import ApiError, as_api_error, error_response
-from headrace.server.gate import Gate
+from headrace.server.gate import MESSAGES_PATH, Gate
 from headrace.server.observability.exporter import Exporter
 from headrace.server.observability.watchdog import Watchdog
 from headrace.server.routes.admin import change_limits, show_limits
 from headrace.server.routes.generation import GenerationRoute, ask_chat, ask_completion
 from headrace.server.routes.health import live, ready
+from headrace.server.routes.messages import ask_message
 from headrace.server.routes.metrics import show_metrics
 from headrace.server.routes.models import list_models, show_model
 from headrace.server.routes.openapi import openapi
+from headrace.server.routes.responses import ask_response
 from headrace.server.routes.tokens import detokenize, tokenize
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
+from headrace.server.sse import MESSAGES, TYPED
 from headrace.server.websocket import ChatSocketRoute
 
 __all__ = ["create_app"]
@@ -51,6 +54,8 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/v1/chat/completions", GenerationRoute(ask_chat), methods=["POST"]),
         WebSocketRoute("/v1/chat/completions", ChatSocketRoute()),
         Route("/v1/completions", GenerationRoute(ask_completion), methods=["POST"]),
+        Route("/v1/responses", GenerationRoute(ask_response, TYPED), methods=["POST"]),
+        Route(MESSAGES_PATH, GenerationRoute(ask_message, MESSAGES), methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -96,7 +101,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error))
+    return error_response(as_api_error(error), request.scope)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
@@ -110,4 +115,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: ("not_found", "there is no such endpoint"),
         405: ("method_not_allowed", "this endpoint does not take that method"),
     }.get(error.status_code, ("http_error", "the request was refused"))
-    return error_response(ApiError(error.status_code, code, message, headers=error.headers))
+    return error_response(ApiError(error.status_code, code, message, headers=error.headers), request.scope)

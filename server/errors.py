@@ -1,18 +1,20 @@
 """What a client is told when something is refused or fails: one table from errors to statuses; never raises itself.
 
-Bodies are OpenAI's `{"error": {message, type, param, code}}`. Messages of refusals are the engine's own, which name
-field, value and limit; those of failures are fixed sentences, so that no path, address or traceback leaves the process.
+Bodies are OpenAI's `{"error": {message, type, param, code}}`, and Anthropic's at the endpoint that is theirs. Messages
+of refusals are the engine's own, which name field, value and limit; those of failures are fixed sentences, so that no
+path, address or traceback leaves the process.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
+from starlette.types import Scope
 
 from headrace.engine import (
     EngineCrashed,
@@ -26,7 +28,19 @@ from headrace.engine import (
     UnknownAdapter,
 )
 
-__all__ = ["ApiError", "as_api_error", "error_body", "error_event", "error_response", "shape_error"]
+__all__ = [
+    "ERROR_BODY",
+    "ApiError",
+    "as_api_error",
+    "error_body",
+    "error_event",
+    "error_response",
+    "messages_error_body",
+    "shape_error",
+]
+
+ERROR_BODY: Final = "headrace.error_body"
+"""Key of the scope under which a path's own shape of errors is found; OpenAI's where there is none."""
 
 _MAX_MESSAGE = 500
 
@@ -62,6 +76,19 @@ class ApiError(Exception):
         self.kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.headers = dict(headers or {})
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same of a field that the client knows by another name; what follows it inside the field is left out."""
+        name = _NAME.match(self.param or "")
+        known = names.get(name[0]) if name is not None else None
+        if known is None or self.param is None:
+            return self
+        message = self.message
+        if message.startswith(self.param):
+            message = known + message[len(self.param) :]
+        return ApiError(self.status, self.code, message, param=known, kind=self.kind, headers=self.headers)
+
+
+_NAME = re.compile(r"\w+")
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _NO_RETRY = {"x-should-retry": "false"}
@@ -145,7 +172,23 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
-def error_response(error: ApiError) -> Response:
-    """The answer where nothing has been sent yet."""
-    body = orjson.dumps(error_body(error))
+def messages_error_body(error: ApiError) -> dict[str, Any]:
+    """Anthropic's error object, whose `type` follows from the status."""
+    kind = _MESSAGES_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """The answer to the request of `scope` where nothing has been sent yet."""
+    body = orjson.dumps(scope.get(ERROR_BODY, error_body)(error))
     return Response(body, status_code=error.status, headers=error.headers, media_type="application/json")

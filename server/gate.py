@@ -14,12 +14,12 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.server.auth import ANYBODY, Caller, Keyring
-from headrace.server.errors import ApiError, as_api_error, error_response
+from headrace.server.errors import ERROR_BODY, ApiError, as_api_error, error_response, messages_error_body
 from headrace.server.observability.telemetry import EXCHANGE, Exchange, Telemetry
 from headrace.server.observability.tracing import continued
 from headrace.server.settings import ServerSettings
 
-__all__ = ["ADMIN_PREFIX", "CALLER", "METRICS_PATH", "PUBLIC_PATHS", "REQUEST_ID", "Gate"]
+__all__ = ["ADMIN_PREFIX", "CALLER", "MESSAGES_PATH", "METRICS_PATH", "PUBLIC_PATHS", "REQUEST_ID", "Gate"]
 
 logger = logging.getLogger("headrace.server")
 
@@ -28,6 +28,8 @@ CALLER: Final = "headrace.caller"
 REQUEST_ID: Final = "headrace.request_id"
 PUBLIC_PATHS: Final = frozenset({"/health/live", "/health/ready"})
 ADMIN_PREFIX: Final = "/v1/admin/"
+MESSAGES_PATH: Final = "/v1/messages"
+"""Anthropic's endpoint, with errors and a header of the request id as its clients know them."""
 METRICS_PATH: Final = "/metrics"
 
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -55,6 +57,11 @@ class Gate:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         identity = _request_id(headers)
         scope[REQUEST_ID] = identity.decode()
+        path = _path(scope)
+        more = [(b"x-request-id", identity)]
+        if path.startswith(MESSAGES_PATH):
+            scope[ERROR_BODY] = messages_error_body
+            more.append((b"request-id", identity))
 
         scope[EXCHANGE] = exchange = Exchange()
 
@@ -62,27 +69,27 @@ class Gate:
             if message["type"] in _STARTS:
                 exchange.status = message.get("status", 101)
                 message.setdefault("headers", [])
-                message["headers"] = [*message["headers"], (b"x-request-id", identity)]
+                message["headers"] = [*message["headers"], *more]
             await send(message)
 
         try:
-            self._check(scope, headers)
+            self._check(scope, path, headers)
             with continued(headers):
                 await self._app(scope, receive, send_with_id)
         except Exception as error:
             if not isinstance(error, ApiError):
                 logger.error("request %s failed", scope[REQUEST_ID], exc_info=error)
             if not exchange.status:
-                await error_response(as_api_error(error))(scope, receive, send_with_id)
+                await error_response(as_api_error(error), scope)(scope, receive, send_with_id)
         finally:
             caller: Caller | None = scope.get(CALLER)
             self._telemetry.exchanged(scope, exchange, scope[REQUEST_ID], None if caller is None else caller.name)
 
-    def _check(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> None:
+    def _check(self, scope: Scope, path: str, headers: list[tuple[bytes, bytes]]) -> None:
         """Refuse what may not ask; say in the scope who asks."""
         self._check_sizes(scope, headers)
         self._check_host(headers)
-        scope[CALLER] = self._caller(scope, headers)
+        scope[CALLER] = self._caller(scope["type"], path, headers)
 
     def _check_sizes(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> None:
         settings = self._settings
@@ -101,18 +108,14 @@ class Gate:
             if name == b"origin" and value.lower() not in self._origins:
                 raise ApiError(403, "origin_not_allowed", "pages of that Origin may not ask this server")
 
-    def _caller(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> Caller:
-        path = scope["path"]
-        root = scope.get("root_path", "")
-        if root and path.startswith(root):
-            path = path[len(root) :]
+    def _caller(self, kind: str, path: str, headers: list[tuple[bytes, bytes]]) -> Caller:
         if path == METRICS_PATH:
             return self._reader_of_metrics(headers)
         if self._keys.empty:
             if path.startswith(ADMIN_PREFIX):
                 raise ApiError(403, "admin_only", "this needs an admin key, and the server has none")
             return ANYBODY
-        if path in PUBLIC_PATHS and scope["type"] == "http":
+        if path in PUBLIC_PATHS and kind == "http":
             return ANYBODY
         caller = self._keys.caller(_secret(headers))
         if caller is None:
@@ -138,20 +141,33 @@ class Gate:
         return caller
 
 
+_LOOPBACK = frozenset({b"localhost", b"127.0.0.1", b"[::1]"})
+_STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+
+
 def _secret(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """What the request shows as its key; empty where it shows none, which is no key."""
-    given = [value for name, value in headers if name == b"authorization"]
-    scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    """What the request shows as its one key; empty, which no key is, where it shows none or several."""
+    given = [(name, value) for name, value in headers if name in _KEY_HEADERS]
+    if len(given) != 1:
+        return b""
+    name, value = given[0]
+    if name == b"x-api-key":
+        return value.strip()
+    scheme, _, secret = value.partition(b" ")
     return secret.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _no_key() -> ApiError:
-    challenge = {"www-authenticate": "Bearer"}
-    return ApiError(401, "invalid_api_key", "give a valid key as `Authorization: Bearer KEY`", headers=challenge)
+    message = "give one valid key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+    return ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
 
 
-_LOOPBACK = frozenset({b"localhost", b"127.0.0.1", b"[::1]"})
-_STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
+def _path(scope: Scope) -> str:
+    """The path below where the application is mounted."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root) else path
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:

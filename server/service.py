@@ -93,6 +93,11 @@ class Service:
         """Whether tool calls can only be read from text with its special tokens."""
         return parser_class(self.tool_format).keeps_special_tokens
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the model reasons before it answers."""
+        return self._taught().reasoning
+
     def reasoning(self, prompt: list[int]) -> ReasoningMode:
         """Whether the answer to `prompt` may hold reasoning."""
         detected = self._taught()

@@ -7,27 +7,61 @@ watcher pings, and the server's drain decides about the end. docs/serving.md has
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Final, NamedTuple
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.responses import Response
 
 from headrace.server.connection import Connection, body
-from headrace.server.errors import ApiError, error_event, error_response
+from headrace.server.errors import ApiError
 
-__all__ = ["TokenEvents"]
+__all__ = ["DATA", "MESSAGES", "TYPED", "Framing", "TokenEvents"]
 
-_DONE = b"data: [DONE]\n\n"
-_PING = ServerSentEvent(comment="ping", sep="\n").encode()
+_COMMENT = ServerSentEvent(comment="ping", sep="\n").encode()
+
+
+class Framing(NamedTuple):
+    """What an endpoint's streams have besides the events of their answer."""
+
+    done: bytes
+    """Follows the last event of an answer that is complete."""
+    ping: bytes
+    """Goes to a silent stream."""
+
+
+DATA: Final = Framing(b"data: [DONE]\n\n", _COMMENT)
+"""Of chats and completions, whose events have no names."""
+TYPED: Final = Framing(b"", _COMMENT)
+"""Of responses, whose last event says that it is the last."""
+MESSAGES: Final = Framing(b"", b'event: ping\ndata: {"type":"ping"}\n\n')
+"""Of Anthropic's messages."""
 
 
 class TokenEvents(EventSourceResponse):
     """Events that are pushed; `start` and `finish` frame them."""
 
-    def __init__(self, connection: Connection, *, ping_seconds: float) -> None:
-        """Send over `connection`; a stream that was silent for `ping_seconds` gets a comment."""
+    def __init__(
+        self,
+        connection: Connection,
+        refuse: Callable[[ApiError], Response],
+        *,
+        framing: Framing = DATA,
+        ping_seconds: float,
+    ) -> None:
+        """Send over `connection`.
+
+        Args:
+            connection: To the client.
+            refuse: Makes the response to a request that failed before anything was sent.
+            framing: Of the endpoint.
+            ping_seconds: A stream that was silent for so long gets a ping.
+        """
         super().__init__(_nothing(), ping=ping_seconds, sep="\n")
         self.started = False
         self._connection = connection
+        self._refuse = refuse
+        self._framing = framing
 
     @property
     def lost(self) -> str:
@@ -39,7 +73,7 @@ class TokenEvents(EventSourceResponse):
         if not self.started:
             self.started = True
             message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            await self._connection.send(message, body(opening or _PING, more=True))
+            await self._connection.send(message, body(opening or self._framing.ping, more=True))
 
     async def push(self, frames: bytes, tokens: int) -> None:
         """Send whole events."""
@@ -47,7 +81,7 @@ class TokenEvents(EventSourceResponse):
 
     async def finish(self, frames: bytes) -> None:
         """Send the last events of an answer that is complete."""
-        await self._end(frames + _DONE)
+        await self._end(frames + self._framing.done)
 
     async def whole(self, answer: bytes) -> None:
         """Send an answer that was not to be streamed."""
@@ -55,19 +89,19 @@ class TokenEvents(EventSourceResponse):
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         await self._connection.send(start, body(answer, more=False))
 
-    async def fail(self, error: ApiError) -> None:
-        """Tell the client: by status if nothing has been sent, else by an event, after which nothing follows."""
+    async def fail(self, error: ApiError, frames: bytes) -> None:
+        """Tell the client: by status if nothing has been sent, else by `frames`, after which nothing follows."""
         if self.started:
-            await self._end(error_event(error))
+            await self._end(frames)
         else:
-            response = error_response(error)
+            response = self._refuse(error)
             start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
             await self._connection.send(start, body(bytes(response.body), more=False))
 
     async def ping(self, silent: float) -> None:
-        """Send a comment if the stream was silent for long enough."""
+        """Send a ping if the stream was silent for long enough."""
         if self.started and self.active and silent >= self.ping_interval / 2:
-            await self._connection.send(body(_PING, more=True))
+            await self._connection.send(body(self._framing.ping, more=True))
 
     async def _end(self, frames: bytes) -> None:
         self.active = False

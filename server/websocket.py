@@ -247,8 +247,8 @@ class _Outlet:
         await self._frame(b"completion", b',"data":' + answer)
         await self._frame(b"done")
 
-    async def fail(self, error: ApiError) -> None:
-        """Send the error."""
+    async def fail(self, error: ApiError, frames: bytes = b"") -> None:
+        """Send the error, as a frame of its own."""
         await self._frame(b"error", b"," + orjson.dumps(error_body(error))[1:-1])
 
     async def ping(self, silent: float) -> None:

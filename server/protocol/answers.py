@@ -1,4 +1,4 @@
-"""What chats and completions share on the way back: ids, usage, events and pieces; never sends anything."""
+"""What all answers share on the way back: ids, usage, events and pieces; never sends anything."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from headrace.engine import Chunk, FinishReason, Token, TokenLogprobs, Usage
+from headrace.server.errors import ApiError
 
-__all__ = ["Answer", "Header", "Piece", "add_usage", "event", "pieces", "usage_body"]
+__all__ = ["Answer", "Header", "Piece", "add_usage", "event", "pieces", "typed_event", "usage_body"]
 
 
 class Piece(NamedTuple):
@@ -59,6 +60,10 @@ class Answer(Protocol):
         """Events after the last token, without the final mark."""
         ...
 
+    def failing(self, error: ApiError) -> bytes:
+        """Events of a stream that cannot end well; nothing follows them."""
+        ...
+
     def keep(self, piece: Piece) -> None:
         """Take a piece in for `whole`, where nothing is streamed."""
         ...
@@ -86,6 +91,11 @@ def pieces(
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def typed_event(value: dict[str, Any]) -> bytes:
+    """One server-sent event that has its `type` as name, too."""
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), orjson.dumps(value))
 
 
 def add_usage(parts: list[Usage]) -> Usage:

@@ -24,20 +24,34 @@ from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 from headrace.server.protocol.forced import checked
 
-__all__ = ["ChatFields", "ChatMessage", "Offered"]
+__all__ = ["ChatFields", "ChatMessage", "Offered", "joined_parts", "parts_schema"]
 
 _MAX_MESSAGES = 10_000
-_PARTS_SCHEMA = Also(
-    {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-            "required": ["type", "text"],
-        },
-    }
-)
 Result = TypeVar("Result")
+
+
+def parts_schema(*kinds: str) -> Also:
+    """Says that a field takes what `joined_parts` does."""
+    properties = {"type": {"enum": list(kinds)}, "text": {"type": "string"}}
+    items = {"type": "object", "properties": properties, "required": ["type", "text"]}
+    return Also({"type": "array", "items": items})
+
+
+def joined_parts(value: object, *kinds: str) -> object:
+    """The text of a list of parts of these types, a line each; what is no list is left for pydantic to judge.
+
+    Raises:
+        PydanticCustomError: A part is of another type.
+    """
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            message = "part {index} must be text; others are not supported"
+            raise PydanticCustomError("text_part", message, {"index": index})
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 class CalledFunction(BaseModel):
@@ -61,22 +75,15 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[str, Field(strict=True)] | None, _PARTS_SCHEMA] = None
+    content: Annotated[Annotated[str, Field(strict=True)] | None, parts_schema("text")] = None
+    reasoning_content: Annotated[str, Field(strict=True)] | None = None
     tool_calls: Annotated[tuple[ToolCallFields, ...], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(strict=True, max_length=256)] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
     def _parts_are_joined(cls, value: object) -> object:
-        if not isinstance(value, list):
-            return value
-        texts = []
-        for index, part in enumerate(value):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                message = "part {index} must be text; others are not supported"
-                raise PydanticCustomError("text_part", message, {"index": index})
-            texts.append(part["text"])
-        return "\n".join(texts)
+        return joined_parts(value, "text")
 
     @model_validator(mode="after")
     def _content_where_one_belongs(self) -> ChatMessage:
@@ -99,6 +106,8 @@ class ChatMessage(BaseModel):
         if self.tool_calls:
             param = f"messages[{place}].tool_calls"
             message["tool_calls"] = [_call(call, f"{param}[{index}]") for index, call in enumerate(self.tool_calls)]
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message

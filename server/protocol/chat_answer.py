@@ -14,17 +14,16 @@ from headrace.engine.tools import (
     Parsed,
     Reasoning,
     ToolCallArguments,
-    ToolCallEnd,
     ToolCallStart,
     ToolParser,
     collect,
 )
+from headrace.server.errors import ApiError, error_event
 from headrace.server.protocol.answers import Header, Piece, event, usage_body
+from headrace.server.protocol.blocks import read_piece
 from headrace.server.protocol.logprobs import Aligned, Placed, chat_logprobs
 
 __all__ = ["ChatAnswer"]
-
-_OF_CALLS = (ToolCallStart, ToolCallArguments, ToolCallEnd)
 
 
 class ChatAnswer:
@@ -115,14 +114,12 @@ class ChatAnswer:
             return b""
         return event(self._header.body("chat.completion.chunk") | {"choices": [], "usage": usage_body(usage)})
 
+    def failing(self, error: ApiError) -> bytes:
+        """The error, which ends the stream."""
+        return error_event(error)
+
     def _parse(self, piece: Piece) -> list[Event]:
-        parser = self._parsers[piece.choice]
-        events = parser.feed(piece.text)
-        if piece.finish_reason is not None:
-            events = [*events, *parser.finish()]
-        if self._parallel_calls:
-            return events
-        return [each for each in events if not isinstance(each, _OF_CALLS) or each.index == 0]
+        return read_piece(self._parsers[piece.choice], piece, parallel=self._parallel_calls)
 
     def _of_event(self, index: int, each: Event) -> bytes:
         if isinstance(each, Content):

@@ -10,7 +10,7 @@ import orjson
 from pydantic import Field
 
 from headrace.engine import Usage
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, error_event
 from headrace.server.protocol.answers import Header, Piece, event, usage_body
 from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
@@ -155,6 +155,10 @@ class CompletionAnswer:
             return b""
         body = usage_body(self._counted(usage))
         return event(self._header.body("text_completion") | {"choices": [], "usage": body})
+
+    def failing(self, error: ApiError) -> bytes:
+        """The error, which ends the stream."""
+        return error_event(error)
 
     def _chunk(self, index: int, text: str, reason: bytes, logprobs: bytes = b"null") -> bytes:
         parts = [self._heads[index], orjson.dumps(text), b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]"]

@@ -146,6 +146,11 @@ class RequestFields(BaseModel):
         """Whether a stream ends with usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def shared(self) -> dict[str, Any]:
+        """The fields of this class that the request sets, as another endpoint's body has them."""
+        names = RequestFields.model_fields.keys() - {"metadata", "stream_options"}
+        return self.model_dump(include=names, exclude_unset=True, by_alias=True)
+
     @property
     def choices(self) -> int:
         """Choices that are generated for a prompt; more than `n` where the best are returned."""
@@ -198,22 +203,29 @@ _PASSED: Final = tuple(
 )
 
 
-def parse(shape: type[RequestFields], body: dict[str, Any], settings: ServerSettings) -> Any:
+def parse(
+    shape: type[RequestFields],
+    body: dict[str, Any],
+    settings: ServerSettings,
+    own: Mapping[str, tuple[Any, ...]] | None = None,
+) -> Any:
     """Check a body against its shape.
 
     Args:
         shape: Of the endpoint.
         body: As it came.
         settings: For `strict_fields` and `max_choices`.
+        own: What this endpoint refuses besides `REFUSED`, each with the values that ask for nothing.
 
     Raises:
         ApiError: A field is missing, malformed, out of range, or not supported.
     """
-    for name in body.keys() & REFUSED.keys() - shape.model_fields.keys():
-        if not _asks_nothing(body[name], REFUSED[name]):
+    refused = {**REFUSED, **(own or {})}
+    for name in body.keys() & (REFUSED.keys() - shape.model_fields.keys() | (own or {}).keys()):
+        if not _asks_nothing(body[name], refused[name]):
             raise ApiError(400, "unsupported_parameter", f"{name}: this server does not support it", param=name)
     if settings.strict_fields:
-        unknown = sorted(body.keys() - REFUSED.keys() - shape.model_fields.keys())
+        unknown = sorted(body.keys() - refused.keys() - shape.model_fields.keys())
         if unknown:
             raise ApiError(400, "unknown_parameter", f"{unknown[0]}: unknown field", param=unknown[0])
     try:

@@ -8,9 +8,11 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from headrace.server.protocol import bodies
+from headrace.server.protocol import bodies, form_bodies
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.completions import CompletionFields
+from headrace.server.protocol.messages import MessageFields
+from headrace.server.protocol.responses import ResponseFields
 from headrace.server.settings import KeyLimits
 
 __all__ = ["Operation", "document"]
@@ -41,7 +43,8 @@ class Operation(NamedTuple):
     method: str
     path: str
     summary: str
-    answer: type[BaseModel]
+    answer: type[BaseModel] | None
+    """None is plain text."""
     takes: type[BaseModel] | None = None
     streams: type[BaseModel] | None = None
     """Data of the events that come instead of `answer` where `stream` is true."""
@@ -49,6 +52,10 @@ class Operation(NamedTuple):
     """Statuses besides those that every endpoint, or every one with a body, may answer with."""
     public: bool = False
     """Needs no key."""
+    error: type[BaseModel] = bodies.Error
+    """What its errors look like."""
+    ends: str = "the last is `[DONE]`, or an Error where it ends badly"
+    """How its events end."""
 
 
 def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[Operation]:
@@ -74,6 +81,27 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
             bodies.CompletionChunk,
             generates,
         ),
+        Operation(
+            "post",
+            "/v1/responses",
+            "Answer a chat, as a response that is not stored.",
+            form_bodies.ResponseBody,
+            ResponseFields,
+            form_bodies.ResponseEvent,
+            generates,
+            ends="the last has the type response.completed, response.incomplete or response.failed",
+        ),
+        Operation(
+            "post",
+            "/v1/messages",
+            "Answer a chat, in the form of Anthropic's API.",
+            form_bodies.MessageBody,
+            MessageFields,
+            form_bodies.MessageEvent,
+            generates,
+            error=form_bodies.MessageError,
+            ends="the last has the type message_stop, or error where it ends badly",
+        ),
         Operation("get", "/v1/models", "Models that are served.", bodies.ModelList, errors=(503,)),
         Operation("get", "/v1/models/{model}", "One model.", bodies.ModelCard, errors=(404, 503)),
         Operation("post", "/tokenize", "Token ids of a text or a chat.", bodies.TokenIds, tokenize, errors=(404, 503)),
@@ -81,6 +109,7 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
         Operation("get", "/openapi.json", "This document.", bodies.OpenApi),
         Operation("get", "/health/live", "The process answers.", bodies.Health, public=True),
         Operation("get", "/health/ready", "The engine makes progress; 503 says why not.", bodies.Health, public=True),
+        Operation("get", "/metrics", "All metrics, as Prometheus scrapes them; for admin and metrics keys.", None),
         Operation("get", limits, "What a key may use; for admin keys.", KeyLimits, errors=(404,)),
         Operation("put", limits, "Change what a key may use; for admin keys.", KeyLimits, KeyLimits, errors=(404,)),
     ]
@@ -94,7 +123,7 @@ def document(endpoints: Sequence[Operation], *, root: str, keys: bool) -> dict[s
         root: Path under which the application is mounted; empty where it stands alone.
         keys: Whether requests need one.
     """
-    models: set[type[BaseModel]] = {bodies.Error}
+    models: set[type[BaseModel]] = {each.error for each in endpoints}
     for each in endpoints:
         models.update(model for model in (each.answer, each.takes, each.streams) if model is not None)
     schemas = models_json_schema(
@@ -129,10 +158,12 @@ def _operation(each: Operation, keys: bool) -> dict[str, Any]:
 
 
 def _responses(each: Operation, keys: bool) -> dict[str, Any]:
-    content: dict[str, Any] = _json(each.answer)
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if each.answer is not None:
+        content = _json(each.answer)
     if each.streams is not None:
         name = each.streams.__name__
-        said = f"Server-sent events. Data of each is a {name}; the last is `[DONE]`, or an Error where it ends badly."
+        said = f"Server-sent events. Data of each is a {name}; {each.ends}."
         schema = {"type": "string", "description": said, "x-event": _ref(each.streams)}
         content["text/event-stream"] = {"schema": schema}
     statuses = {*_ALWAYS, *each.errors, *(_OF_BODIES if each.takes is not None else ())}
@@ -140,7 +171,7 @@ def _responses(each: Operation, keys: bool) -> dict[str, Any]:
         statuses.discard(401)
     responses: dict[str, Any] = {"200": {"description": each.summary, "content": content}}
     for status in sorted(statuses):
-        responses[str(status)] = {"description": _ERRORS[status], "content": _json(bodies.Error)}
+        responses[str(status)] = {"description": _ERRORS[status], "content": _json(each.error)}
     if each.answer is bodies.Health:
         responses["503"] = {"description": "Not ready.", "content": _json(bodies.Health)}
     return responses

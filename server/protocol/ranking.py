@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from headrace.engine import Usage
+from headrace.server.errors import ApiError
 from headrace.server.protocol.answers import Answer, Piece
 
 __all__ = ["BestOf"]
@@ -38,6 +39,10 @@ class BestOf:
     def closing(self, usage: Usage) -> bytes:
         """Nothing."""
         return b""
+
+    def failing(self, error: ApiError) -> bytes:
+        """The error."""
+        return self._answer.failing(error)
 
     def keep(self, piece: Piece) -> None:
         """Take a piece in, for `whole`."""

@@ -1,21 +1,26 @@
-"""POST /v1/chat/completions and /v1/completions: from a body to an `Ask`; the answering is answering.py's."""
+"""POST /v1/chat/completions and /v1/completions: from a body to an `Ask`; the answering is answering.py's.
+
+Other forms of chats become an `Ask` through `chat_ask` as well: messages.py and responses.py beside this file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
 from headrace.engine import Prompt, SamplingParams
-from headrace.engine.tools import make_parser, parser_class
+from headrace.engine.tools import ToolParser, make_parser, parser_class
 from headrace.server.answering import Answering, Ask
 from headrace.server.body import ClientGone, read_json
 from headrace.server.connection import Connection
-from headrace.server.errors import ApiError
+from headrace.server.errors import ApiError, error_response
 from headrace.server.gate import CALLER, REQUEST_ID
 from headrace.server.observability.telemetry import EXCHANGE
 from headrace.server.protocol.answers import Answer, Header
+from headrace.server.protocol.blocks import BlockReader
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.chat_answer import ChatAnswer
 from headrace.server.protocol.completions import CompletionAnswer, CompletionFields, Echo, prompts_of
@@ -24,9 +29,23 @@ from headrace.server.protocol.forced import answer_format
 from headrace.server.protocol.logprobs import Aligned
 from headrace.server.protocol.ranking import BestOf
 from headrace.server.service import Service
-from headrace.server.sse import TokenEvents
+from headrace.server.sse import DATA, Framing, TokenEvents
 
-__all__ = ["GenerationRoute", "ask_chat", "ask_completion"]
+__all__ = ["GenerationRoute", "Reading", "ask_chat", "ask_completion", "chat_ask"]
+
+
+class Reading(NamedTuple):
+    """How the text of a choice is read."""
+
+    make_parser: Callable[[], ToolParser] | None
+    """Makes what finds tool calls and reasoning; None where there are none."""
+    parallel_calls: bool
+    """There may be several calls."""
+
+    def blocks(self) -> BlockReader:
+        """A reader of blocks."""
+        parser = self.make_parser() if self.make_parser is not None else None
+        return BlockReader(parser, parallel=self.parallel_calls)
 
 
 _MAX_ECHOED = 2**17
@@ -36,9 +55,10 @@ _MAX_ECHOED = 2**17
 class GenerationRoute:
     """An endpoint that generates, as an ASGI application."""
 
-    def __init__(self, ask: Callable[[Service, dict[str, Any]], Ask]) -> None:
-        """Serve what `ask` makes of a body."""
+    def __init__(self, ask: Callable[[Service, dict[str, Any]], Ask], framing: Framing = DATA) -> None:
+        """Serve what `ask` makes of a body, in streams of that framing."""
         self._ask = ask
+        self._framing = framing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -52,7 +72,8 @@ class GenerationRoute:
         ask, timeout = self._ask(service, body), _timeout(scope)
         settings = service.settings
         connection = Connection(receive, send, stall_timeout=settings.stall_timeout)
-        events = TokenEvents(connection, ping_seconds=settings.ping_seconds)
+        refuse = partial(error_response, scope=scope)
+        events = TokenEvents(connection, refuse, framing=self._framing, ping_seconds=settings.ping_seconds)
         answering = Answering(service, ask, events, scope[CALLER], scope[REQUEST_ID], timeout)
         scope[EXCHANGE].figures = answering.figures
         await connection.run(answering.answer, answering.tick)
@@ -80,6 +101,37 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
     """
     fields: ChatFields = parse(ChatFields, body, service.settings)
     service.check_model(fields.model)
+
+    def make_answer(prompt: list[int], params: SamplingParams, reading: Reading) -> Answer:
+        return ChatAnswer(
+            Header.new("chatcmpl", service.now(), fields.model, service.fingerprint),
+            params.n,
+            include_usage=fields.include_usage,
+            make_parser=reading.make_parser,
+            make_aligned=_aligned(service, params) if params.logprobs is not None else None,
+            parallel_calls=reading.parallel_calls,
+        )
+
+    return chat_ask(service, fields, make_answer)
+
+
+def chat_ask(
+    service: Service,
+    fields: ChatFields,
+    make_answer: Callable[[list[int], SamplingParams, Reading], Answer],
+    names: Mapping[str, str] | None = None,
+) -> Ask:
+    """What a chat asks for, whatever its answer looks like.
+
+    Args:
+        service: The server.
+        fields: The chat.
+        make_answer: Makes the answer, given the prompt as token ids, what the engine is asked for and how to read it.
+        names: What the client calls fields whose names here are others.
+
+    Raises:
+        ApiError: It asks for nothing that can be done.
+    """
     offered = fields.offered()
     if offered.allowed and service.tool_format is None:
         message = "tools: the chat template of this model teaches no known format of tool calls"
@@ -90,25 +142,19 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
     calls = None
     if offered.allowed:
         calls = offered.structure(parser_class(service.tool_format), instead=wanted is not None)
-    names = fields.names | ({"response_format": "tool_choice"} if offered.forced else {})
+    known = fields.names | dict(names or {}) | ({"response_format": "tool_choice"} if offered.forced else {})
 
     def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
         answer = answer_format(wanted, calls, service.reasoning(prompts[0]))
         others = params.model_dump(exclude={"response_format"}, exclude_unset=True)
         return SamplingParams(**others, response_format=answer)  # made anew, since not all goes with a format
 
-    def make_answer(prompts: list[list[int]]) -> Answer:
+    def answer_to(prompts: list[list[int]]) -> Answer:
         reasoning = service.reasoning(prompts[0])
         tool_format = service.tool_format if offered.allowed else None
         parses = tool_format is not None or reasoning != "none"
-        return ChatAnswer(
-            Header.new("chatcmpl", service.now(), fields.model, service.fingerprint),
-            params.n,
-            include_usage=fields.include_usage,
-            make_parser=(lambda: make_parser(tool_format, reasoning)) if parses else None,
-            make_aligned=_aligned(service, params) if params.logprobs is not None else None,
-            parallel_calls=offered.parallel,
-        )
+        parser = partial(make_parser, tool_format, reasoning) if parses else None
+        return make_answer(prompts[0], params, Reading(parser, offered.parallel))
 
     return _ask(
         fields,
@@ -117,8 +163,8 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
         tools=offered.template,
         limit=fields.limit,
         refine=refine if wanted is not None or calls is not None else None,
-        names=names,
-        make_answer=make_answer,
+        names=known,
+        make_answer=answer_to,
     )
 
 

@@ -241,6 +241,9 @@ async def test_stop_strings_cut_exactly(case: Stopping) -> None:
             shown = "".join(item.text for item in items if item.index == choice)
             assert shown == whole[: start + length * include]
         assert stream.finish_reasons == ["stop" if found else "length"] * n
+        ends = [item.stop_string for item in items if item.finish_reason is not None]
+        assert ends == [whole[start : start + length] or None] * n
+        assert not any(item.stop_string for item in items if item.finish_reason is None)
         assert stream.usage.completion_tokens <= count * n
         await returned(engine)
 

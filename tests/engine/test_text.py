@@ -120,6 +120,16 @@ def test_the_cut_depends_on_the_text_and_not_on_its_pieces(
     assert run_matcher(list(whole), stops, include) == expected
 
 
+@given(st.lists(st.text("abc", max_size=8), max_size=12), stop_sets, st.booleans())
+def test_the_stop_string_that_ended_the_text_is_told(chunks: list[str], stops: tuple[str, ...], include: bool) -> None:
+    matcher, whole = StopMatcher(stops, include), "".join(chunks)
+    for chunk in chunks:
+        matcher.feed(chunk)
+    matcher.flush()
+    first = min(((whole.find(stop), len(stop), stop) for stop in stops if stop in whole), default=None)
+    assert matcher.stop == (None if first is None else first[2])
+
+
 @given(st.text("abc", max_size=30), stop_sets)
 def test_exactly_what_may_start_a_stop_string_is_held(text: str, stops: tuple[str, ...]) -> None:
     matcher, shown, matched = StopMatcher(stops), "", False

@@ -6,7 +6,9 @@ body that names no path or address.
 Rows that are not here. With the engine's options: 20, 21, 24 and 28 beyond the refusal of the field, 25 and 26
 (log-probabilities). With embeddings: 34. With adapters: 52 to 57. Tested with the engine: 31 and 32
 (test_chat_template.py, test_tokenizer.py), 41, 42, 44, 46, 58, 66 to 68. With the WebSocket endpoint
-(test_websocket.py): 59, 60. Row 62, a client host that dies without a word, is the same to the server as row 43.
+(test_websocket.py): 59, 60. The rows of refusals, disconnects, failures and drain for the other forms of chats are in
+test_responses.py and test_messages.py. Row 62, a client host that dies without a word, is the same to the server as row
+43.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def status_of(answer: bytes) -> int:
 # -- what is no request ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", CHAT_PATH, "/tokenize"])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT_PATH, "/v1/responses", "/tokenize"])
 @pytest.mark.parametrize("body", ["", "[]", '"x"', "null", "1"])
 def test_01_a_body_that_is_no_object(server: Serving, path: str, body: str) -> None:
     error = check_error(server.post(body, path), 400)
@@ -190,7 +192,9 @@ def test_08_unknown_endpoints_and_methods(server: Serving) -> None:
         {"authorization": f"Bearer Bearer {KEY}"},
         {"authorization": "Bearer"},
         {"authorization": ""},
-        {"x-api-key": KEY},
+        {"x-api-key": f"Bearer {KEY}"},
+        {"x-api-key": ""},
+        [("x-api-key", KEY), ("authorization", f"Bearer {KEY}")],
         [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")],
     ],
 )

@@ -30,7 +30,7 @@ from headrace.engine import Engine
 from headrace.server import ServerSettings, create_app
 
 KEY = "the-key-of-tests"
-OPERATIONS = 11
+OPERATIONS = 14
 EXAMPLES = 30
 PASSING = {"model": "scripted", "messages": [{"role": "user", "content": "ab"}], "prompt": "ab", "name": "a"}
 CHECKS = [
@@ -63,7 +63,8 @@ def document(server: Serving) -> dict[str, Any]:
 
 def test_the_document_is_valid_and_about_every_route(server: Serving, document: dict[str, Any]) -> None:
     schemathesis.openapi.from_dict(document).validate()
-    routes = {("/v1/chat/completions", "POST"), ("/v1/completions", "POST")}  # applications of their own
+    generating = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+    routes = {(path, "POST") for path in generating}  # applications of their own
     for route in create_app(scripted()).routes:
         if isinstance(route, Route):
             routes |= {(route.path, method) for method in route.methods or ()}
@@ -122,6 +123,28 @@ def test_events_are_as_documented(
         jsonschema.validate(chunk, schema)
     whole = server.post(body | {"max_tokens": 6}, path).json()
     jsonschema.validate(whole, {**content["application/json"]["schema"], "components": document["components"]})
+
+
+FORMS = [
+    ("/v1/responses", {"input": "ab", "max_output_tokens": 6, "instructions": "c"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 6}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_other_forms_of_chats_are_as_documented(
+    server: Serving, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    components = {"components": document["components"]}
+    schema = content["text/event-stream"]["schema"]["x-event"] | components
+    blocks = server.post(body | {"stream": True}, path).text.strip().split("\n\n")
+    assert len(blocks) > 4
+    for block in blocks:
+        jsonschema.validate(json.loads(block.partition("data: ")[2]), schema)
+    jsonschema.validate(server.post(body, path).json(), content["application/json"]["schema"] | components)
+    errors = document["paths"][path]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+    jsonschema.validate(server.post(body | {"temperature": 3}, path).json(), errors | components)
 
 
 def test_keys_and_mounting_show_in_it(document: dict[str, Any]) -> None:

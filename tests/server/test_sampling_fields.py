@@ -345,6 +345,32 @@ def test_forced_calls(server: Serving, choice: Any) -> None:
         assert got["message"]["content"] is None
 
 
+def test_calls_and_formats_of_the_other_forms_of_chats(server: Serving) -> None:
+    shared = {"temperature": 1.2, "seed": 1}
+    functions = [each["function"] for each in TOOLS]
+    asked = shared | {"input": "How deep is it?", "max_output_tokens": 60, "parallel_tool_calls": False}
+    flat = [{"type": "function", **each} for each in functions]
+    for choice in ("required", {"type": "function", "name": "depth"}):
+        response = server.post(asked | {"tools": flat, "tool_choice": choice}, "/v1/responses").json()
+        (item,) = response["output"]
+        schema = next(each["parameters"] for each in functions if each["name"] == item["name"])
+        jsonschema.validate(json.loads(item["arguments"]), schema)
+    schema = TOOLS[1]["function"]["parameters"]
+    text = {"format": {"type": "json_schema", "name": "depth", "schema": schema, "strict": True}}
+    response = server.post(asked | {"text": text}, "/v1/responses").json()
+    jsonschema.validate(json.loads(response["output"][0]["content"][0]["text"]), schema)
+    asked = shared | {"messages": [{"role": "user", "content": "How deep is it?"}], "max_tokens": 60}
+    asked["tools"] = [{"name": each["name"], "input_schema": each["parameters"]} for each in functions]
+    for kind in ({"type": "any"}, {"type": "tool", "name": "depth"}):
+        choice = {"tool_choice": kind | {"disable_parallel_tool_use": True}}
+        message = server.post(asked | choice, "/v1/messages").json()
+        (block,) = message["content"]
+        assert message["stop_reason"] == "tool_use" and block["name"] in ("depth", kind.get("name", block["name"]))
+        jsonschema.validate(
+            block["input"], next(each["parameters"] for each in functions if each["name"] == block["name"])
+        )
+
+
 def test_a_format_or_a_call(server: Serving) -> None:
     """With tools that may be called, content keeps to the format, and what does not is a call."""
     body = {"tools": TOOLS, "response_format": {"type": "json_object"}, "max_tokens": 60, "temperature": 1.5}

@@ -1,0 +1,193 @@
+"""What responses and messages look like, for the OpenAPI document; they are written elsewhere and checked in tests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["MessageBody", "MessageError", "MessageEvent", "ResponseBody", "ResponseEvent"]
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Item(_Body):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(_Body):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)]
+    logprobs: Annotated[list[Any], Field(max_length=0)]
+
+
+class ReasoningText(_Body):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class MessageOutput(_Item):
+    """What is said."""
+
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningOutput(_Item):
+    """What the model wrote to itself."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], Field(max_length=0)]
+    content: list[ReasoningText]
+
+
+class CallOutput(_Item):
+    """A function that is called; `arguments` is JSON text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputDetails(_Body):
+    """Input tokens that were not computed again."""
+
+    cached_tokens: Count
+    cache_write_tokens: Count
+
+
+class OutputDetails(_Body):
+    """Output tokens up to the end of the reasoning."""
+
+    reasoning_tokens: Count
+
+
+class ResponseUsage(_Body):
+    """Token counts of a response."""
+
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class ResponseBody(_Body):
+    """A response as one body."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[MessageOutput | ReasoningOutput | CallOutput]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, None]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+
+
+class ResponseEvent(BaseModel):
+    """Data of one event of a response's stream; what else it has depends on its type, as in OpenAI's API."""
+
+    type: str
+    sequence_number: Count
+
+
+class TextContent(_Body):
+    """What is said."""
+
+    type: Literal["text"]
+    text: str
+    citations: None
+
+
+class ThinkingContent(_Body):
+    """What the model wrote to itself."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""]
+
+
+class ToolUseContent(_Body):
+    """A tool that is to be used."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingCount(_Body):
+    """Output tokens up to the end of the reasoning."""
+
+    thinking_tokens: Count
+
+
+class MessageUsage(_Body):
+    """Token counts of a message; `input_tokens` are those that were computed."""
+
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+    output_tokens_details: ThinkingCount
+
+
+class MessageBody(_Body):
+    """A message as one body."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextContent | ThinkingContent | ToolUseContent]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(BaseModel):
+    """Data of one event of a message's stream; what else it has depends on its type, as in Anthropic's API."""
+
+    type: str
+
+
+class MessageErrorDetail(_Body):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class MessageError(_Body):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail

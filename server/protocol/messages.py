@@ -1,0 +1,239 @@
+"""Anthropic's messages: the request as it comes in, and the chat that it means; messages_answer.py has the answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator
+
+from headrace.server.errors import ApiError
+from headrace.server.protocol.chat import joined_parts, parts_schema
+from headrace.server.protocol.documented import Also
+from headrace.server.protocol.fields import Bool, RequestFields, Stop
+
+__all__ = ["MESSAGE_NAMES", "MESSAGE_REFUSED", "MessageFields"]
+
+_MAX_MESSAGES = 10_000
+_MAX_BLOCKS = 10_000
+
+MESSAGE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
+    "container": (),
+    "context_management": (),
+    "logprobs": (False,),
+    "mcp_servers": ([],),
+    "n": (1,),
+    "output_config": ({},),
+    "output_format": (),
+    "speed": ("standard",),
+    "stop": (),
+    "stream_options": (),
+    "top_logprobs": (0,),
+}
+"""What this endpoint refuses besides `REFUSED`, each with the values that ask for nothing."""
+
+MESSAGE_NAMES: Final = {"parallel_tool_calls": "tool_choice.disable_parallel_tool_use", "stop": "stop_sequences"}
+"""What the fields of a chat are called here."""
+
+Text = Annotated[str, Field(strict=True)]
+CallId = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=256)]
+ToolName = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class TextBlock(_Part):
+    """Text of either side."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ThinkingBlock(_Part):
+    """What the model wrote to itself in an earlier turn."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class ToolUseBlock(_Part):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: ToolName
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Part):
+    """What a tool that was called gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: Annotated[Text, parts_schema("text")] = ""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _parts_are_joined(cls, value: object) -> object:
+        return joined_parts(value, "text")
+
+
+def _kind(block: object) -> str | None:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return f"tagged-{kind}" if isinstance(kind, str) else None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("tagged-text")]
+    | Annotated[ThinkingBlock, Tag("tagged-thinking")]
+    | Annotated[ToolUseBlock, Tag("tagged-tool_use")]
+    | Annotated[ToolResultBlock, Tag("tagged-tool_result")],
+    Discriminator(
+        _kind,
+        custom_error_type="block",
+        custom_error_message="must be a block of text, thinking, tool_use or tool_result; others are not supported",
+    ),
+]
+
+
+class Turn(_Part):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Annotated[list[Block], Field(max_length=_MAX_BLOCKS)], Also({"type": "string"})]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _a_text_is_a_block(cls, value: object) -> object:
+        return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+    def chat(self, param: str) -> list[dict[str, Any]]:
+        """The messages of a chat that it means: an assistant's is one, results of tools are one each.
+
+        Raises:
+            ApiError: A block belongs to another role.
+        """
+        kinds = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock)}
+        for index, block in enumerate(self.content):
+            if not isinstance(block, kinds.get(self.role, (TextBlock,))):
+                param = f"{param}.content[{index}]"
+                raise ApiError(400, "invalid_value", f"{param}: is not for the role {self.role}", param=param)
+        return [self._assistant()] if self.role == "assistant" else self._others()
+
+    def _assistant(self) -> dict[str, Any]:
+        calls = [
+            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": _json(each.input)}}
+            for each in self.content
+            if isinstance(each, ToolUseBlock)
+        ]
+        thoughts = [each.thinking for each in self.content if isinstance(each, ThinkingBlock)]
+        message: dict[str, Any] = {"role": "assistant", "content": _text(self.content)}
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        return message | {"tool_calls": calls} if calls else message
+
+    def _others(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        texts: list[Block] = []
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                if texts:
+                    messages.append({"role": self.role, "content": _text(texts)})
+                    texts = []
+                messages.append({"role": "tool", "content": block.content, "tool_call_id": block.tool_use_id})
+            else:
+                texts.append(block)
+        if texts or not messages:
+            messages.append({"role": self.role, "content": _text(texts)})
+        return messages
+
+
+def _text(blocks: Any) -> str:
+    return "\n".join([block.text for block in blocks if isinstance(block, TextBlock)])
+
+
+def _json(value: dict[str, Any]) -> str:
+    return orjson.dumps(value).decode()
+
+
+class ToolFields(_Part):
+    """A tool that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+
+    def function(self) -> dict[str, Any]:
+        """The tool as chats write it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class ChoiceFields(_Part):
+    """Whether tools are to be called."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: Bool | None = None
+
+    def choice(self) -> str | dict[str, Any]:
+        """The choice as chats write it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingFields(_Part):
+    """Whether the model is to reason; how much is its own affair."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    display: Literal["summarized"] | None = None
+
+
+class MessageFields(RequestFields):
+    """Body of POST /v1/messages."""
+
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=_MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+    system: Annotated[Text | None, parts_schema("text")] = None
+    stop_sequences: Annotated[tuple[Stop, ...], Field(max_length=16)] | None = None
+    tools: Annotated[tuple[ToolFields, ...], Field(max_length=128)] | None = None
+    tool_choice: ChoiceFields | None = None
+    thinking: ThinkingFields | None = None
+    cache_control: Any = None
+
+    @field_validator("system", mode="before")
+    @classmethod
+    def _parts_are_joined(cls, value: object) -> object:
+        return joined_parts(value, "text")
+
+    def chat(self, *, reasons: bool) -> dict[str, Any]:
+        """The body of the chat completion that asks for the same.
+
+        Args:
+            reasons: The model reasons, and cannot be told not to.
+
+        Raises:
+            ApiError: It asks for something that no chat can ask for.
+        """
+        if self.thinking is not None and reasons == (self.thinking.type == "disabled"):
+            what = "this model always reasons" if reasons else "this model does not reason"
+            raise ApiError(400, "unsupported_parameter", f"thinking: {what}", param="thinking")
+        if self.messages[-1].role == "assistant":
+            message = "messages: the last one must not be the assistant's; this server cannot continue an answer"
+            raise ApiError(400, "unsupported_parameter", message, param="messages")
+        body = self.shared()
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for place, turn in enumerate(self.messages):
+            messages += turn.chat(f"messages[{place}]")
+        body |= {"messages": messages, "stop": list(self.stop_sequences or ())}
+        if self.tools:
+            body["tools"] = [tool.function() for tool in self.tools]
+        if self.tool_choice is not None:
+            body["tool_choice"] = self.tool_choice.choice()
+            body["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        return body

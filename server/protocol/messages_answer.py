@@ -1,0 +1,122 @@
+"""`MessageAnswer`: the answer of POST /v1/messages, as Anthropic's events or as one body; never sends anything."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import orjson
+from pydantic_core import from_json
+
+from headrace.engine import Usage
+from headrace.server.errors import ApiError, messages_error_body
+from headrace.server.protocol.answers import Piece, typed_event
+from headrace.server.protocol.blocks import Block, BlockReader, Step
+
+__all__ = ["MessageAnswer"]
+
+_DELTAS = {
+    "reasoning": b'{"type":"thinking_delta","thinking":',
+    "text": b'{"type":"text_delta","text":',
+    "call": b'{"type":"input_json_delta","partial_json":',
+}
+
+
+class MessageAnswer:
+    """One message: a content block for each block of the answer."""
+
+    def __init__(self, model: str, prompt_tokens: int, reader: BlockReader) -> None:
+        """Start empty.
+
+        Args:
+            model: What the client calls it.
+            prompt_tokens: Of the request.
+            reader: Of the one choice.
+        """
+        self._body: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(16)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+        self._prompt_tokens = prompt_tokens
+        self._reader = reader
+
+    # -- as a stream ------------------------------------------------------------------------------------------------
+
+    def opening(self) -> bytes:
+        """The message, which has nothing yet; how much of the prompt was cached comes with its end."""
+        usage = self._usage(Usage(prompt_tokens=self._prompt_tokens))
+        body = self._body | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return typed_event({"type": "message_start", "message": body})
+
+    def feed(self, piece: Piece) -> bytes:
+        """The events that a piece means."""
+        return b"".join([_event_of(step) for step in self._reader.feed(piece)])
+
+    def closing(self, usage: Usage) -> bytes:
+        """Why it ended, and the usage."""
+        delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage(usage)}
+        return typed_event(delta) + typed_event({"type": "message_stop"})
+
+    def failing(self, error: ApiError) -> bytes:
+        """The error."""
+        return typed_event(messages_error_body(error))
+
+    # -- as one body ------------------------------------------------------------------------------------------------
+
+    def keep(self, piece: Piece) -> None:
+        """Take a piece in, for `whole`."""
+        self._reader.feed(piece)
+
+    def whole(self, usage: Usage) -> bytes:
+        """The finished message."""
+        content = [_content(block, block.text) for block in self._reader.blocks]
+        return orjson.dumps(self._body | {"content": content, **self._stop(), "usage": self._usage(usage)})
+
+    def _stop(self) -> dict[str, str | None]:
+        reader = self._reader
+        if reader.finish_reason == "length":
+            reason = "max_tokens"
+        elif reader.stop_string is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if reader.called else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": reader.stop_string}
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """Anthropic's usage, whose `input_tokens` are those that were not cached."""
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._reader.reasoning_tokens},
+        }
+
+
+def _event_of(step: Step) -> bytes:
+    what, block, text = step
+    if what == "added":
+        head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":' % block.index
+        return b"%b%b%b}}\n\n" % (head, _DELTAS[block.kind], orjson.dumps(text))
+    if what == "opened":
+        return typed_event({"type": "content_block_start", "index": block.index, "content_block": _content(block, "")})
+    return typed_event({"type": "content_block_stop", "index": block.index})
+
+
+def _content(block: Block, text: str) -> dict[str, Any]:
+    """A block as Anthropic's content block."""
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}  # nothing is signed here
+    if block.kind == "text":
+        return {"type": "text", "text": text, "citations": None}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(text)}
+
+
+def _arguments(text: str) -> Any:
+    """Arguments as far as they go: clients read those that a limit has cut in the same way."""
+    try:
+        return from_json(text, allow_partial=True) if text else {}
+    except ValueError:
+        return {}
