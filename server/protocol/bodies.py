@@ -65,6 +65,7 @@ class _Generated(_Body):
     id: str
     created: int
     model: str
+    system_fingerprint: str
 
 
 class TopLogprob(_Body):
