@@ -23,6 +23,7 @@ from gpu.choosing import choose, random_sampling
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
+from gpu.shaping import SideBySide
 from gpu.test_soak import soak
 
 from headrace.engine import Engine, EngineCrashed, HeadraceError, OutOfMemory, SamplingParams
@@ -227,6 +228,90 @@ def test_an_engine_takes_the_pages_that_fit_beside_all_else(zoo: Zoo, gpu: Gpu) 
             )
 
     anyio.run(run)
+
+
+# -- what only some rows ask ----------------------------------------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"repetition_penalty": 1.8, "temperature": 1.0, "seed": 5},
+    {"logit_bias": {30: 6.0, 40: 5.5, 50: -99.0}, "frequency_penalty": 2.0, "temperature": 1.0, "seed": 3, "n": 3},
+    {"allowed_token_ids": [20, 21, 22, 23, 24, 60], "temperature": 2.0, "seed": 4, "top_k": 3},
+    {"temperature": 1.0, "top_p": 0.8, "seed": 6},
+    {"forbidden_token_ids": range(0, 512, 2), "bad_words": ["ab", "river"], "temperature": 0.9, "seed": 7},
+    {"min_tokens": 12, "stop_token_ids": list(range(100, 116)), "repetition_penalty": 0.7},
+    {
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.2,
+        "logit_bias": {70: 3.5, 80: -2.0, 90: 1.0},
+        "allowed_token_ids": list(range(5, 400)),
+        "forbidden_token_ids": [11, 12],
+        "min_tokens": 6,
+        "stop_token_ids": [33, 34, 35],
+        "temperature": 1.2,
+        "min_p": 0.01,
+        "seed": 11,
+    },
+]
+"""Some rows want nothing, and everything comes beside everything else."""
+
+
+async def shaped_outputs(engine: Engine, cases: Sequence[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
+    """All at once, the tokens of all choices; what ends by its stop tokens is shorter."""
+    found: dict[int, list[int]] = {}
+
+    async def one(index: int) -> None:
+        prompt, asked = cases[index]
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": 24} | asked))
+        choices = (await engine.generate(prompt, params)).choices
+        found[index] = [token for choice in choices for token in choice.token_ids]
+
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(cases)):
+                tasks.start_soon(one, index)
+    return [found[index] for index in range(len(cases))]
+
+
+@pytest.mark.parametrize("launch_ahead", [1, 2])
+@pytest.mark.parametrize("room", ["room", "chunked and preempted"])
+def test_shaped_rows_choose_as_on_the_cpu_beside_rows_that_ask_nothing(zoo: Zoo, launch_ahead: int, room: str) -> None:
+    """Twice: the second time on cached pages, in rows whose last requests asked for something else."""
+    generator = random.Random(launch_ahead)
+    shared = draw(40, 3)
+    prompts_of = [draw(generator.randrange(1, 60), at) if at % 3 else [*shared, *draw(at, at)] for at in range(18)]
+    cases = [(prompt, OPTIONS[at % len(OPTIONS)]) for at, prompt in enumerate(prompts_of)]
+    again = [(prompt, OPTIONS[(at + 4) % len(OPTIONS)]) for at, prompt in enumerate(prompts_of)]
+    cramped = {"kv_memory": kv_bytes(zoo.folder("exact"), 10), "max_batched_tokens": 40} if room != "room" else {}
+
+    async def run(**options: Any) -> tuple[list[list[int]], int]:
+        async with open_engine(zoo.folder("exact"), **(SMALL | {"max_rows": 7} | options)) as engine:
+            found = await shaped_outputs(engine, cases) + await shaped_outputs(engine, again)
+            assert engine.stats().cached_tokens > 0
+            await at_rest(engine)
+            return found, engine.stats().preemptions
+
+    wanted, _ = anyio.run(lambda: run(device="cpu"))
+    with emulated() as gpu:
+        found, preemptions = anyio.run(lambda: run(device="cuda", launch_ahead=launch_ahead, **cramped))
+    assert found == wanted
+    assert bool(preemptions) == (room != "room")
+    assert gpu.launches["_shape_kernel"] < gpu.launches["_scores_kernel"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@torch.inference_mode()
+def test_rows_of_random_options_are_shaped_as_on_the_cpu(gpu: Gpu, seed: int) -> None:
+    """Given away again and again, with other options or none; the last bits too."""
+    generator = random.Random(seed)
+    both = SideBySide(generator, "cpu", generator.choice([6, 50, 300]), 5)
+    for _ in range(20):
+        for row in generator.sample(range(5), 2):
+            both.give(row)
+        for _ in range(4):
+            both.step(filtered=False)
 
 
 # -- rows, and what the emulation sees ------------------------------------------------------------------------------
