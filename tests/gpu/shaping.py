@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu.choosing import choose, random_sampling
 
 from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions, StepPlan
 from headrace.engine.scheduling.request import Sampling
 from headrace.engine.scheduling.shaping import Shaping
-from headrace.ops.cpu_sample import Choosing, sample
 from headrace.ops.cpu_shape import Shaper
 
 __all__ = ["SideBySide", "random_shaping"]
@@ -60,12 +60,13 @@ class SideBySide:
             vocab_size=vocabulary,
         )  # fmt: skip
         where = torch.device(device)
-        self._sampling = importlib.import_module("headrace.engine.model.cuda_sampling")
+        sampling = importlib.import_module("headrace.engine.model.cuda_sampling")
         self._rows = importlib.import_module("headrace.engine.model.cuda_rows").DeviceRows(capacity, where)
-        self._sampler = self._sampling.RowSampler(self._rows, capacity, torch.bfloat16, where)
+        self._sampler = sampling.RowSampler(self._rows, capacity, torch.bfloat16, where)
         self._device = where
         self._known: dict[int, list[int]] = {}
         self._shapers: dict[int, Shaper | None] = {}
+        self._samplings: dict[int, Sampling] = {}
 
     def give(self, row: int) -> None:
         """Give a row to a new request, or to one that was preempted and comes again on cached pages."""
@@ -75,7 +76,8 @@ class SideBySide:
         shaping = random_shaping(generator, vocabulary) if generator.random() < 0.8 else None
         plan = StepPlan(0)
         start = generator.randrange(len(tokens))
-        plan.new_rows.append(NewRow(row, start, tokens[start:], Sampling()))
+        self._samplings[row] = random_sampling(generator) if generator.random() < 0.5 else Sampling()
+        plan.new_rows.append(NewRow(row, start, tokens[start:], self._samplings[row]))
         self._known[row], self._shapers[row] = tokens, None
         if shaping is not None:
             plan.options.append(RowOptions(row, list(tokens), prompt_len, shaping, None, None))
@@ -85,10 +87,10 @@ class SideBySide:
         self._sampler.take(plan)
         self._rows.flush(applied_by_graph=False)
 
-    def step(self, *, filtered: bool) -> None:
+    def step(self) -> None:
         """One token for some rows in any order, some of whose logits are not finite; everything is equal."""
         generator = self._generator
-        batch = generator.sample(sorted(self._known), generator.randint(1, len(self._known)))
+        batch = generator.sample(sorted(self._known), generator.randint(1, min(len(self._known), self._count - 1)))
         logits_BV = torch.randn(len(batch) + 1, self._vocabulary, generator=torch.Generator().manual_seed(
             generator.getrandbits(40))).mul_(3.0).bfloat16()  # fmt: skip
         for line_V in logits_BV:
@@ -100,7 +102,7 @@ class SideBySide:
         padded = torch.tensor([*batch, self._count], dtype=torch.int32)
         positions = torch.tensor([*(len(self._known[row]) - 1 for row in batch), 0], dtype=torch.int32)
         ids = torch.full((len(padded),), -9, dtype=torch.int32, device=self._device)
-        variant = self._sampling.Variant(filtered, shaped=True)
+        variant = self._sampler.variant(np.array(batch))._replace(shaped=True)
         self._sampler.choose(*(each.to(self._device) for each in (logits_BV, padded, positions)), ids, variant)
         found_BV = self._sampler._shaped.arrays.out_BV.cpu().numpy()
         for place, row in enumerate(batch):
@@ -118,7 +120,7 @@ class SideBySide:
             return -2
         if finite:
             assert np.array_equal(line_V.numpy(), found_V), (row, np.flatnonzero(line_V.numpy() != found_V))
-        (token,) = sample(line_V[None], [Choosing(0.0, 0, 1.0, 0.0, 0, len(known))])
+        (token,) = choose(self._device.type, line_V[None], [self._samplings[row]], [len(known)])
         if shaper is not None and token >= 0:
             shaper.append(token)
         return token

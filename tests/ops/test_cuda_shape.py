@@ -24,4 +24,4 @@ def test_rows_are_shaped_as_on_the_cpu(vocabulary: int, seed: int) -> None:
         for row in generator.sample(range(9), 4):
             both.give(row)
         for _ in range(4):
-            both.step(filtered=generator.random() < 0.3)
+            both.step()

@@ -311,7 +311,7 @@ def test_rows_of_random_options_are_shaped_as_on_the_cpu(gpu: Gpu, seed: int) ->
         for row in generator.sample(range(5), 2):
             both.give(row)
         for _ in range(4):
-            both.step(filtered=False)
+            both.step()
 
 
 # -- rows, and what the emulation sees ------------------------------------------------------------------------------
