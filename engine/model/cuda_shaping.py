@@ -65,14 +65,15 @@ class ShapedRows:
         if not changed:
             return
         arrays = self.arrays
-        table = np.zeros((len(changed), COLUMNS), np.int32)
+        self.asks[changed] = True  # should something fail before the table is sent: the next requests write it then
         self._rows.flush(applied_by_graph=False)
+        table = np.zeros((len(changed), COLUMNS), np.int32)
         for line, row in zip(table, changed, strict=True):
-            self.asks[row] = row in asking
             if row in asking:
                 line[:] = self._write(*asking[row], arrays)
         places = COLUMNS * np.array(changed)[:, None] + np.arange(COLUMNS)
         self._rows.send(arrays.table_RC.view(-1), places.reshape(-1), table.reshape(-1))
+        self.asks[changed] = [row in asking for row in changed]
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

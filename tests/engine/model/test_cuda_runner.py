@@ -26,7 +26,7 @@ from gpu.judge import Judge, Output
 from gpu.shaping import SideBySide
 from gpu.test_soak import soak
 
-from headrace.engine import Engine, EngineCrashed, HeadraceError, OutOfMemory, SamplingParams
+from headrace.engine import Engine, EngineCrashed, HeadraceError, OutOfMemory, RequestFailed, SamplingParams
 from headrace.engine.scheduling.plan import Capacity, PageEntry
 from headrace.engine.scheduling.request import Sampling
 
@@ -312,6 +312,71 @@ def test_rows_of_random_options_are_shaped_as_on_the_cpu(gpu: Gpu, seed: int) ->
             both.give(row)
         for _ in range(4):
             both.step()
+
+
+def test_masks_that_come_to_leave_nothing_fail_their_own_request_alone(zoo: Zoo, gpu: Gpu) -> None:
+    """In the prefill and, after a token, in the decode graph."""
+    nothing = SamplingParams(allowed_token_ids=[64], bad_words=["aa"], max_tokens=9)
+
+    async def run() -> None:
+        async with engine_on(zoo, "exact") as engine:
+            with anyio.fail_after(60):
+                for prompt in ([5, 64], [5]):
+                    with pytest.raises(RequestFailed, match="no token to choose"):
+                        await engine.generate(prompt, nothing)
+            asked = [(ids, Sampling()) for ids in prompts(5, 20)]
+            check_outcomes(await outcomes(engine, asked, 10), asked)
+            await at_rest(engine)
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("fails", ["_count_known_kernel", "_shape_kernel", "memory"])
+def test_shaping_without_memory_costs_the_requests_of_its_step(
+    zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """And the rows that they had, whose options were perhaps half written, serve others as ever."""
+    shaping = importlib.import_module("headrace.engine.model.cuda_shaping")
+    arrays, tried = shaping.ShapeArrays, []
+
+    def allocate(*sizes: Any) -> Any:
+        tried.append(sizes)
+        if fails == "memory" and len(tried) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return arrays(*sizes)
+
+    monkeypatch.setattr(shaping, "ShapeArrays", allocate)
+    cases = [(ids, {"repetition_penalty": 5.0, "max_tokens": 8}) for ids in prompts(5, 20, 33)]
+    asked = [(ids, TOP) for ids in prompts(7, 9, 11)]
+
+    async def run() -> None:
+        async with engine_on(zoo, "exact", max_rows=3, prefix_cache=False) as engine:
+            before = await shaped_outputs(engine, cases) if fails != "memory" else None
+            hit = failing(gpu, fails, torch.OutOfMemoryError("no memory"), LAUNCHER)
+            with pytest.raises(OutOfMemory):
+                await engine.generate([5], SamplingParams(repetition_penalty=5.0, max_tokens=8))
+            assert hit == ([LAUNCHER] if before else [])
+            after = await shaped_outputs(engine, cases)
+            assert before in (None, after)
+            check_outcomes(await outcomes(engine, asked, 10), asked)
+            await at_rest(engine)
+
+    anyio.run(run)
+
+
+def test_every_variant_is_captured_where_kernels_are_built(zoo: Zoo, gpu: Gpu) -> None:
+    async def run() -> None:
+        async with engine_on(zoo, "exact") as engine:
+            assert engine._loop is not None
+            runner: Any = engine._loop._runner
+            runner.warm_up(everything=True)
+            opened = len(gpu.captured_in)
+            asked = [(ids, TOP) for ids in prompts(7, 9, 11)]
+            check_outcomes(await outcomes(engine, asked, 10), asked)
+            await shaped_outputs(engine, [(ids, each) for (ids, _), each in zip(asked, OPTIONS[1:4], strict=True)])
+            assert len(gpu.captured_in) == opened
+
+    anyio.run(run)
 
 
 # -- rows, and what the emulation sees ------------------------------------------------------------------------------
