@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ADDS",
     "COLUMNS",
-    "IN_PROMPT",
     "MARKS",
     "NOTHING_LEFT",
-    "ONCE",
     "STOPS",
     "WORDS",
     "WORD_COLUMNS",
@@ -37,9 +35,9 @@ NOTHING_LEFT = -2
 
 ADDS, MARKS, WORDS = 1, 2, 4
 """Bits of a row's first column: it has additions; marks; bad words. 0 leaves its logits as they are."""
-IN_PROMPT, STOPS, ONCE = 1, 2, 4
-"""Of a mark: the prompt has the token; it may not be chosen before the least length; one occurrence in the
-completion."""
+STOPS = 2
+"""Bit of a mark: its token may not be chosen before the least length. Bit 0 says that the prompt has it, and those from
+bit 2 up count it in the completion."""
 COLUMNS = 8
 """Of a row: what it has, least length, bad words, repetition, frequency and presence penalty as float32, two unused."""
 WORD_COLUMNS = 3

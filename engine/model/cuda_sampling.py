@@ -66,20 +66,6 @@ class RowSampler:
         """What these rows ask for together."""
         return Variant(bool(self._rows.filtered[rows].any()), bool(self._shaped.asks[rows].any()))
 
-    def prepare(self, variant: Variant) -> None:
-        """Allocate what `choose` needs, before a graph captures it.
-
-        Raises:
-            torch.OutOfMemoryError: There is no memory for it.
-        """
-        if variant.shaped:
-            _ = self._shaped.arrays
-        if variant not in self._scratch:
-            self._scratch[variant] = SampleScratch(
-                self._capacity.max_rows, self._capacity.vocab_size, self._device,
-                dtype=torch.float32 if variant.shaped else self._dtype, filters=variant.filtered,
-            )  # fmt: skip
-
     def choose(
         self,
         logits_BV: Tensor,
@@ -99,14 +85,25 @@ class RowSampler:
             ids_B: int32: where the ids go, `NON_FINITE` and `NOTHING_LEFT` as in plan.py.
             variant: What the rows ask for.
             pdl: Launch programmatically dependent.
+
+        Raises:
+            torch.OutOfMemoryError: The variant is new, and there is no memory for what it needs.
         """
-        self.prepare(variant)
         rows = self._rows
         if variant.shaped:
-            logits_BV = shape(logits_BV, rows_B, positions_B, rows.pool_RC, self._shaped.arrays, pdl=pdl)
+            logits_BV = shape(logits_BV, rows_B, positions_B, rows.pool_RC, self._shaped.arrays(), pdl=pdl)
         sample(
             logits_BV, rows_B, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R, positions_B,
-            rows.pool_RC, rows.lengths_R, ids_B, self._scratch[variant], filtered=variant.filtered, pdl=pdl,
+            rows.pool_RC, rows.lengths_R, ids_B, self._scratch_for(variant), filtered=variant.filtered, pdl=pdl,
         )  # fmt: skip
         if variant.shaped:
-            count_chosen(rows_B, ids_B, self._shaped.arrays, pdl=pdl)
+            count_chosen(rows_B, ids_B, self._shaped.arrays(), pdl=pdl)
+
+    def _scratch_for(self, variant: Variant) -> SampleScratch:
+        scratch = self._scratch.get(variant)
+        if scratch is None:
+            scratch = self._scratch[variant] = SampleScratch(
+                self._capacity.max_rows, self._capacity.vocab_size, self._device,
+                dtype=torch.float32 if variant.shaped else self._dtype, filters=variant.filtered,
+            )  # fmt: skip
+        return scratch

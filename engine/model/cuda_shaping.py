@@ -42,9 +42,8 @@ class ShapedRows:
         self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
         """Whether a row asks for anything."""
 
-    @property
     def arrays(self) -> ShapeArrays:
-        """What all rows want; allocated when first asked for.
+        """What all rows want; allocated by the first call.
 
         Raises:
             torch.OutOfMemoryError: There is no memory for it.
@@ -64,7 +63,7 @@ class ShapedRows:
         changed = [new.row for new in new_rows if self.asks[new.row] or new.row in asking]
         if not changed:
             return
-        arrays = self.arrays
+        arrays = self.arrays()
         self.asks[changed] = True  # should something fail before the table is sent: the next requests write it then
         self._rows.flush(applied_by_graph=False)
         table = np.zeros((len(changed), COLUMNS), np.int32)

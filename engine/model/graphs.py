@@ -195,7 +195,6 @@ class DecodeGraphs:
         steps = self._steps.get((bucket, way))
         if steps is None:
             steps = self._steps[bucket, way] = self._make_steps(bucket, way)
-        self._sampler.prepare(variant)
         if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
         kept = self._rows.batch_R[:bucket].clone()

@@ -104,7 +104,7 @@ class SideBySide:
         ids = torch.full((len(padded),), -9, dtype=torch.int32, device=self._device)
         variant = self._sampler.variant(np.array(batch))._replace(shaped=True)
         self._sampler.choose(*(each.to(self._device) for each in (logits_BV, padded, positions)), ids, variant)
-        found_BV = self._sampler._shaped.arrays.out_BV.cpu().numpy()
+        found_BV = self._sampler._shaped.arrays().out_BV.cpu().numpy()
         for place, row in enumerate(batch):
             wanted = self._on_cpu(row, logits_BV[place], found_BV[place])
             assert int(ids[place]) == wanted, (row, self._shapers[row])

@@ -299,6 +299,7 @@ def test_shaped_rows_choose_as_on_the_cpu_beside_rows_that_ask_nothing(zoo: Zoo,
     assert found == wanted
     assert bool(preemptions) == (room != "room")
     assert gpu.launches["_shape_kernel"] < gpu.launches["_scores_kernel"]
+    assert LAUNCHER in gpu.captured_in and threading.main_thread().name not in gpu.captured_in
 
 
 @pytest.mark.parametrize("seed", range(6))
