@@ -15,7 +15,7 @@ from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.plan import Ability
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.engine.scheduling.shaping import Grammar, Reporting, Shaping
+from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, Reporting, Shaping
 from headrace.engine.stream import detokenizer_of
 
 __all__ = ["Asking", "check_abilities", "make_generation", "make_requests"]
@@ -241,7 +241,7 @@ def _word_ids(words: Sequence[str], tokenizer: TokenizerLike, vocab_size: int) -
     """The token ids of each word as it stands in a text, after a space and without one.
 
     Raises:
-        InvalidParams: The tokenizer has no tokens for one.
+        InvalidParams: The tokenizer has no tokens for one, or too many for all.
     """
     frame = set(tokenizer.encode("")) if words else set()  # what begins or ends any text
     found = set()
@@ -254,6 +254,13 @@ def _word_ids(words: Sequence[str], tokenizer: TokenizerLike, vocab_size: int) -
                 raise InvalidParams(f"bad_words: {word!r} has no tokens", field="bad_words", value=word)
             if max(ids) < vocab_size:
                 found.add(tuple(ids))
+    if (total := sum(map(len, found))) > MOST_WORD_TOKENS:
+        raise InvalidParams(
+            f"bad_words: together at most {MOST_WORD_TOKENS} tokens, with a space before each and without, got {total}",
+            field="bad_words",
+            value=words,
+            limit=MOST_WORD_TOKENS,
+        )
     return found
 
 

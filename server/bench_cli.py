@@ -87,6 +87,9 @@ def bench_latency(
     context: Annotated[int, typer.Option(help="Mean tokens of a row while it is measured.", min=1)] = 1000,
     steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 128,
     prefill: Annotated[str | None, typer.Option(help="Also prompts a second, such as 32x2048.")] = None,
+    params: Annotated[
+        str | None, typer.Option(help="What each row asks for beyond greedy tokens: SamplingParams as a JSON object.")
+    ] = None,
     repeats: RepeatsOption = 3,
     peer: PeerOption = None,
     profile: ProfileOption = False,
@@ -111,6 +114,7 @@ def bench_latency(
         peer=peer,
         profile=profile,
         json_path=json_path,
+        params=params,
     )
 
 

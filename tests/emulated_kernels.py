@@ -180,6 +180,53 @@ def fused_decode(at: SimpleNamespace) -> None:
 # -- sampling -------------------------------------------------------------------------------------------------------
 
 
+def shape(at: SimpleNamespace) -> None:
+    """One row after the other, in float32."""
+    for place, row in enumerate(at.rows.tolist()):
+        value = at.logits[place].float()
+        kind, least = at.table[row, :2].tolist()
+        if kind:
+            repetition, frequency, presence = at.factors[row, 3:6]
+            extra = at.added[row] if kind & 1 else torch.zeros_like(value)
+            mark = at.marks[row] if kind & 2 else torch.zeros_like(value, dtype=torch.int32)
+            banned = extra.isneginf() | ((mark & 2 != 0) & (int(at.positions[place]) + 1 < least))
+            shaped = value + extra.where(~extra.isneginf(), 0.0)
+            count = (mark >> 2).float()
+            less = torch.where(shaped > 0, shaped / repetition, shaped * repetition)
+            less = less - frequency * count - presence * (count > 0)
+            shaped = torch.where(mark & ~2 != 0, less, shaped).masked_fill(banned, -math.inf)
+            shaped = torch.where(value.isnan() | value.isposinf(), value, shaped)
+            at.states[place].fill_(int((value > -math.inf).any()) + 2 * int((shaped.isnan() | shaped.isposinf()).any()))
+            value = shaped
+        at.out[place] = value
+
+
+def words(at: SimpleNamespace) -> None:
+    for place, row in enumerate(at.rows.tolist()):
+        known = int(at.positions[place]) + 1
+        line, pool = at.words[row].tolist(), at.pool[row, :known].tolist()
+        for word in range(int(at.table[row, 2])):
+            last, before, start = line[word * at.WORD_COLUMNS : (word + 1) * at.WORD_COLUMNS]
+            demand(0 < before <= len(line) - start, "a bad word outside its row")
+            if pool[-before:] == line[start : start + before] and at.out[place, last] < math.inf:
+                at.out[place, last] = -math.inf
+
+
+def count_chosen(at: SimpleNamespace) -> None:
+    for place, row in enumerate(at.rows.tolist()):
+        kind, token = int(at.table[row, 0]), int(at.ids[place])
+        if kind & 2 and token >= 0:
+            at.marks[row, token] += 4
+        if kind and token < 0 and int(at.states[place].max()) == 1:
+            at.ids[place] = -2
+
+
+def count_known(at: SimpleNamespace) -> None:
+    tokens = at.pool[at.row, : at.known].long()
+    at.marks[at.row, tokens[: at.prompt_len].unique()] |= 1
+    at.marks[at.row] += 4 * torch.bincount(tokens[at.prompt_len :], minlength=at.size).int()
+
+
 def nothing(at: SimpleNamespace) -> None:
     """A step towards what `search` does at once."""
 
@@ -226,6 +273,10 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_linear_kernel": linear,
     "_vector_kernel": vector,
     "_fused_decode_kernel": fused_decode,
+    "_shape_kernel": shape,
+    "_words_kernel": words,
+    "_count_chosen_kernel": count_chosen,
+    "_count_known_kernel": count_known,
     "_survey_kernel": nothing,
     "_bounds_kernel": nothing,
     "_gather_kernel": nothing,

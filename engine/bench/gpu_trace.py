@@ -24,7 +24,10 @@ _CLASSES = (
     ("attention", r"attention|attn|flash|fmha|mha|xqa|fused_decode|paged|prefill|decode|attend|merge_state"),
     ("product", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|linear|vector_kernel|matmul"),
     ("norm, rope, silu, embedding", r"norm|rope|rotary|silu|act_and_mul|embed|vectorized_gather|indexselect"),
-    ("sampling", r"sampl|choose|scores|survey|bounds|gather_kernel|search_kernel|argmax|topk|top_k|softmax|sort"),
+    (
+        "sampling",
+        r"sampl|choose|shape_kernel|words_kernel|count_|scores|survey|bounds|gather_kernel|search_kernel|argmax|topk|top_k|softmax|sort",
+    ),
     ("prepare", r"prepare|scatter|unpack"),
 )
 

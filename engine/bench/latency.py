@@ -7,15 +7,16 @@ random ones. A peer's step is the difference of a long and a short run, divided 
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
 import anyio
 from rich.progress import Progress, TaskID
 
-from headrace.engine import Engine, SamplingParams
+from headrace.engine import Engine, InvalidParams, SamplingParams
 from headrace.engine.bench.opening import BenchmarkFailed, Subject, Target, opened, require_room
 from headrace.engine.bench.peers import Peer, open_peer
 from headrace.engine.bench.profile import steady_intervals, watching
@@ -23,7 +24,7 @@ from headrace.engine.bench.profiled import WINDOW, profile_work
 from headrace.engine.bench.report import percentile, save, show, spread, table
 from headrace.engine.bench.workload import random_prompts
 
-__all__ = ["decode", "parse_prefill", "run"]
+__all__ = ["decode", "parse_params", "parse_prefill", "run"]
 
 _SKIP = 16  # steps after the last prefill before intervals count
 
@@ -39,10 +40,32 @@ def run(
     peer: str | None,
     profile: bool,
     json_path: str | None,
+    params: str | None = None,
 ) -> None:
-    """Measure and print."""
+    """Measure and print.
+
+    Raises:
+        BenchmarkFailed: Some option is not of its form, or says what a peer is not asked.
+    """
     shape = parse_prefill(prefill) if prefill else None
-    anyio.run(_run, target, batches, (context, steps), shape, repeats, peer, profile, json_path)
+    asked = parse_params(params) if params else {}
+    if asked and peer is not None:
+        raise BenchmarkFailed(f"--params {params}: a peer's rows are greedy; leave out one of the two")
+    anyio.run(_run, target, batches, (context, steps), shape, repeats, peer, profile, json_path, asked)
+
+
+def parse_params(text: str) -> dict[str, Any]:
+    """Fields of `SamplingParams` from a JSON object.
+
+    Raises:
+        BenchmarkFailed: It is none, or they cannot be asked for.
+    """
+    try:
+        asked: dict[str, Any] = json.loads(text)
+        _params(1, asked)
+    except (ValueError, TypeError, InvalidParams) as error:
+        raise BenchmarkFailed(f'--params {text}: give fields such as {{"top_k": 40}}; {error}') from error
+    return asked
 
 
 def parse_prefill(text: str) -> tuple[int, int]:
@@ -66,6 +89,7 @@ async def _run(
     peer: str | None,
     profile: bool,
     json_path: str | None,
+    asked: Mapping[str, Any],
 ) -> None:
     context, steps = lengths
     needed = max([*batches, prefill[0] if prefill else 1])
@@ -77,11 +101,11 @@ async def _run(
         with open_peer(peer, subject, target) as other, Progress(transient=True) as progress:
             rounds = len(batches) * (2 if other else 1) + (1 if prefill else 0)
             task = progress.add_task("measuring", total=rounds * (repeats + 1))
-            measure = _Measure(subject, other, repeats, progress, task)
+            measure = _Measure(subject, other, repeats, asked, progress, task)
             figures = [await measure.batch(batch, context, steps) for batch in batches]
             rates = await measure.prefill(*prefill) if prefill else []
         data: dict[str, Any] = {
-            "conditions": subject.conditions(target, context=context, steps=steps, repeats=repeats),
+            "conditions": subject.conditions(target, context=context, steps=steps, repeats=repeats, **asked),
             "decode": figures,
         }
         if other is not None:
@@ -93,7 +117,7 @@ async def _run(
         columns = _COLUMNS if other is None else (*_COLUMNS, other.name, "ratio")
         show("decode step, ms", columns, [_row(each) for each in figures], data, json_path)
         if profile:
-            data["profile"] = {each["batch"]: await _profiled(subject, each, context, steps) for each in figures}
+            data["profile"] = {each["batch"]: await _profiled(subject, each, context, steps, asked) for each in figures}
             save(data, json_path)
 
 
@@ -126,8 +150,17 @@ def _row(figure: dict[str, Any]) -> list[str]:
 class _Measure:
     """Repeats over one open engine and, in turn, a peer; each round's first repeat warms up."""
 
-    def __init__(self, subject: Subject, other: Peer | None, repeats: int, progress: Progress, task: TaskID) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        other: Peer | None,
+        repeats: int,
+        asked: Mapping[str, Any],
+        progress: Progress,
+        task: TaskID,
+    ) -> None:
         self._subject = subject
+        self._asked = asked
         self._other = other
         self._repeats = repeats
         self._progress = progress
@@ -145,7 +178,7 @@ class _Measure:
         ours: list[list[float]] = []
         theirs: list[float] = []
         for _ in range(self._repeats + 1):
-            intervals = await decode(subject.engine, self._prompts(batch, prompt), steps)
+            intervals = await decode(subject.engine, self._prompts(batch, prompt), steps, self._asked)
             ours.append([1000 * interval for interval in intervals])
             self._progress.advance(self._task)
             if self._other is not None:
@@ -183,14 +216,15 @@ class _Measure:
         return rates[1:]
 
 
-async def decode(engine: Engine, prompts: Sequence[list[int]], steps: int) -> list[float]:
-    """Seconds of each of `steps` decode steps in which every prompt has a row.
+async def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, asked: Mapping[str, Any]) -> list[float]:
+    """Seconds of each of `steps` decode steps in which every prompt has a row that wants what is `asked`.
 
     Raises:
         BenchmarkFailed: The rows never decoded together for so long.
     """
     with watching(engine, 0) as watch:
-        await _generate(engine, prompts, _params(_output(engine, len(prompts), len(prompts[0]), steps)))
+        tokens = _output(engine, len(prompts), len(prompts[0]), steps)
+        await _generate(engine, prompts, _params(tokens, asked))
     intervals = steady_intervals(watch.commits, len(prompts), _SKIP)
     if len(intervals) < steps // 2:
         raise BenchmarkFailed(f"only {len(intervals)} of {steps} steps had all {len(prompts)} rows decoding")
@@ -216,17 +250,19 @@ def _output(engine: Engine, batch: int, context: int, steps: int) -> int:
     return _joining(engine, batch, context) + _SKIP + steps
 
 
-async def _profiled(subject: Subject, figure: dict[str, Any], context: int, steps: int) -> dict[str, Any]:
+async def _profiled(
+    subject: Subject, figure: dict[str, Any], context: int, steps: int, asked: Mapping[str, Any]
+) -> dict[str, Any]:
     batch = figure["batch"]
     prompt = _prompt(subject.engine, batch, context, steps)
     prompts = random_prompts(batch, prompt, vocab_size=subject.engine.info.vocab_size, seed=batch << 32)
     lasting = max(steps, round(2000 * WINDOW / figure["step_ms"]["p50"]))
     return await profile_work(
         subject,
-        lambda: decode(subject.engine, prompts, steps),
+        lambda: decode(subject.engine, prompts, steps, asked),
         f"batch {batch}",
         rows=batch,
-        traced=lambda: decode(subject.engine, prompts, lasting),
+        traced=lambda: decode(subject.engine, prompts, lasting, asked),
     )
 
 
@@ -236,5 +272,5 @@ async def _generate(engine: Engine, prompts: Sequence[list[int]], params: Sampli
             tasks.start_soon(engine.generate, prompt, params)
 
 
-def _params(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+def _params(tokens: int, asked: Mapping[str, Any] | None = None) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, **(asked or {}), "max_tokens": tokens, "ignore_eos": True})

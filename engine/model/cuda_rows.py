@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry
+from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, RowOptions
 from headrace.ops.cuda_scatter import apply_words, scatter_words
 
 __all__ = ["DeviceRows"]
@@ -72,12 +72,16 @@ class DeviceRows:
         self._places: list[_Words] = []
         self._words: list[_Words] = []
 
-    def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry]) -> None:
-        """Take in a plan's new rows and page entries; `flush` sends them."""
+    def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry], options: Sequence[RowOptions] = ()) -> None:
+        """Take in a plan's new rows and page entries; `flush` sends them.
+
+        Rows with options get all their tokens, those too that the prefix cache spares computing.
+        """
         if self._places:  # of a step that failed before it sent them: no place may come twice in one send
             self.flush(applied_by_graph=False)
+        known = {each.row: each.tokens for each in options}
         for new in new_rows:
-            self._add_row(new)
+            self._add_row(new._replace(start=0, tokens=known[new.row]) if new.row in known else new)
         if entries:
             self._add_entries(entries)
 
@@ -109,15 +113,28 @@ class DeviceRows:
         places, words = np.concatenate(self._places), np.concatenate(self._words)
         self._places, self._words = [], []
         left_to_graph = applied_by_graph and len(places) <= _FEW_PAIRS
-        for start in range(0, len(places), _MOST_PAIRS):
-            some = slice(start, start + _MOST_PAIRS)
-            self._send(places[some], words[some], left_to_graph)
+        self._send_all(self._arena, places, words, left_to_graph=left_to_graph)
+
+    def send(self, target: Tensor, places: NDArray[np.int64], words: _Words) -> None:
+        """Send words to another tensor, on the current stream.
+
+        Args:
+            target: int32, one dimension, contiguous.
+            places: Where in it; none may come twice.
+            words: int32: what goes there.
+        """
+        self._send_all(target, places.astype(np.int32), words, left_to_graph=False)
 
     def apply(self) -> None:
         """Apply what `flush` left to a graph."""
         apply_words(self._arena, self._staged)
 
-    def _send(self, places: _Words, words: _Words, left_to_graph: bool) -> None:
+    def _send_all(self, target: Tensor, places: _Words, words: _Words, *, left_to_graph: bool) -> None:
+        for start in range(0, len(places), _MOST_PAIRS):
+            some = slice(start, start + _MOST_PAIRS)
+            self._send(target, places[some], words[some], left_to_graph)
+
+    def _send(self, target: Tensor, places: _Words, words: _Words, left_to_graph: bool) -> None:
         slot = self._turn % _RING
         self._turn += 1
         self._copied[slot].synchronize()
@@ -129,7 +146,7 @@ class DeviceRows:
         self._staged[:end].copy_(self._ring[slot][:end], non_blocking=True)
         self._copied[slot].record()
         if not left_to_graph:
-            scatter_words(self._arena, self._staged, len(places))
+            scatter_words(target, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
         row, start, tokens, sampling = new

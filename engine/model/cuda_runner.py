@@ -12,7 +12,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 
 from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda_rows import DeviceRows
+from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Variant
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs
 from headrace.engine.model.memory import borrow_stream, return_device_memory, return_stream
 from headrace.engine.model.prefills import Prefills
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.scheduling.plan import Capacity, NewRow, StepPlan, Work
+from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.shaping import Shaping
 from headrace.ops.cuda import CudaOps
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_linear import LinearScratch
@@ -39,6 +41,8 @@ __all__ = ["CudaRunner", "cuda_ops"]
 _RESULTS = 16  # more than any launch_ahead
 _USUAL_CONTEXT = 1024  # tokens
 _FEW_TOKENS = 20  # of a prefill that small products compute
+_ALL_OPTIONS = Shaping(bias=((0, 1.0),), frequency_penalty=1.0, bad_words=((0, 0, 0),))
+"""One that needs every kernel of shaping."""
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
 
 
@@ -142,6 +146,8 @@ class _Decodes(NamedTuple):
 class CudaRunner:
     """The device protocol on one GPU."""
 
+    abilities: Final[frozenset[Ability]] = frozenset(("shaping",))
+
     def __init__(
         self,
         decoder: Decoder,
@@ -166,14 +172,15 @@ class CudaRunner:
         with self._on_stream():
             self._kv = next(iter(ops.values())).allocate_kv(decoder.spec.num_layers, capacity.num_pages + 1)
             self._rows = DeviceRows(capacity, device)
+            self._sampler = RowSampler(self._rows, capacity, next(iter(ops.values())).shape.dtype, device)
             self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
             self._results = [_Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
             self._turn = 0
             self._graphs = DecodeGraphs(
-                decoder, ops, self._rows, self._kv, self._ids,
+                decoder, ops, self._rows, self._sampler, self._kv, self._ids,
                 max_rows=capacity.max_rows, attention=attention,
             )  # fmt: skip
-            self._prefills = Prefills(decoder, ops, self._rows, self._kv, capacity)
+            self._prefills = Prefills(decoder, ops, self._rows, self._sampler, self._kv, capacity)
         self._submitted = 0
         """Steps given to the launcher; only `launch` counts them."""
         self._enqueued = 0
@@ -182,13 +189,13 @@ class CudaRunner:
         self._launcher = threading.Thread(target=self._run_launcher, name="headrace-launcher", daemon=True)
         self._launcher.start()
 
-    def rehearse(self, *, filtered: bool = False) -> None:
+    def rehearse(self, variant: Variant = PLAIN) -> None:
         """Prefill on the scratch page as much as a plan may hold, and a little: all kernels of prefills; blocks.
 
         Args:
-            filtered: Sample with filters.
+            variant: What the rows ask for.
         """
-        sampling = Sampling(temperature=1.0, top_k=int(filtered))
+        sampling = Sampling(temperature=1.0, top_k=int(variant.filtered))
         request = Request(tokens=[0], prompt_len=1, limit=2, sampling=sampling)
         for tokens in (self._capacity.max_batched_tokens, min(_FEW_TOKENS, self._capacity.max_batched_tokens)):
             plan = StepPlan(0, tokens=tokens)
@@ -197,17 +204,19 @@ class CudaRunner:
                 tokens -= count
                 if count:
                     plan.new_rows.append(NewRow(row, 0, [0] * count, sampling))
+                    if variant.shaped:
+                        plan.options.append(RowOptions(row, [0] * count, 1, _ALL_OPTIONS, None, None))
                     plan.works.append(Work(request, row, 0, count, True))
             self.launch(plan).wait()
 
     def warm_up(self, *, everything: bool = False) -> None:
         """Compile and capture the graphs that a usual step needs, or `everything` that any may; blocks for seconds."""
-        self.rehearse()
-        if everything:
-            self.rehearse(filtered=True)
+        variants = VARIANTS if everything else (PLAIN,)
+        for variant in variants:
+            self.rehearse(variant)
         contexts = [_USUAL_CONTEXT, self._capacity.max_context] if everything else [_USUAL_CONTEXT]
         with self._on_stream(), _faults_are_fatal():
-            self._graphs.capture(contexts=contexts, filters=[False, True] if everything else [False])
+            self._graphs.capture(contexts=contexts, variants=variants)
             self._stream.synchronize()
 
     def launch(self, plan: StepPlan) -> _CudaStep:
@@ -248,7 +257,7 @@ class CudaRunner:
         except torch.AcceleratorError:
             # On a device that failed, freeing pinned memory ends the process: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
-        for name in ("_kv", "_rows", "_ids", "_results", "_graphs", "_prefills"):
+        for name in ("_kv", "_rows", "_sampler", "_ids", "_results", "_graphs", "_prefills"):
             delattr(self, name)
         return_device_memory()
 
@@ -273,7 +282,7 @@ class CudaRunner:
             del item, plan, step
 
     def _is_captured(self, decodes: _Decodes) -> bool:
-        return self._graphs.ready(decodes.starts, filtered=bool(self._rows.filtered[decodes.rows].any()))
+        return self._graphs.ready(decodes.starts, self._sampler.variant(decodes.rows))
 
     def _enqueue(self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], step: _CudaStep) -> None:
         with self._on_stream(), _faults_are_fatal():
@@ -284,7 +293,8 @@ class CudaRunner:
         self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], result: _Result
     ) -> NDArray[np.int64]:
         """Enqueue everything of `plan`; where each work's id will be in `result`."""
-        self._rows.add(plan.new_rows, plan.entries)
+        self._rows.add(plan.new_rows, plan.entries, plan.options)
+        self._sampler.take(plan)
         count = 0 if decodes is None else len(decodes.rows)
         if decodes is not None:
             self._decode(decodes, plan.copies)
@@ -294,7 +304,7 @@ class CudaRunner:
         if decodes is None:
             self._rows.flush(applied_by_graph=False)
             CudaOps.copy_pages(self._kv, plan.copies)
-        sampled = self._prefills.run(prefills, self._ids[count:], self._graphs.scratch)
+        sampled = self._prefills.run(prefills, self._ids[count:])
         result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
         return _places(plan.works, self._order_back(decodes), count)
 
@@ -305,7 +315,7 @@ class CudaRunner:
     def _decode(self, decodes: _Decodes, copies: Sequence[tuple[int, int]]) -> None:
         """Enqueue one token of each row."""
         rows = self._rows
-        graph = self._graphs.prepare(decodes.starts, filtered=bool(rows.filtered[decodes.rows].any()))
+        graph = self._graphs.prepare(decodes.starts, self._sampler.variant(decodes.rows))
         rows.batch(decodes.rows, decodes.starts, self._graphs.bucket(len(decodes.rows)))
         rows.flush(applied_by_graph=not copies)
         CudaOps.copy_pages(self._kv, copies)

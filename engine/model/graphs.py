@@ -19,13 +19,13 @@ from torch import Tensor
 
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda_rows import DeviceRows
+from headrace.engine.model.cuda_sampling import RowSampler, Variant
 from headrace.engine.model.decoder import Decoder
 from headrace.ops.cuda import CudaOps, DecodeStep
 from headrace.ops.cuda_attention import HeadShape, PlannedDecode, XqaDecode, choose
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_fused import DecodeInputs, prepare_decode
-from headrace.ops.cuda_sample import SampleScratch, sample
 
 __all__ = ["DecodeGraphs", "buckets"]
 
@@ -58,8 +58,7 @@ class _Key(NamedTuple):
     bucket: int
     way: str
     """Of attention: "fused", "even", "fa2" or "xqa"."""
-    filtered: bool
-    """Whether a row asks for top-k, top-p or min-p."""
+    variant: Variant
 
 
 class _Planned:
@@ -86,6 +85,7 @@ class DecodeGraphs:
         decoder: Decoder,
         ops: Mapping[int | None, CudaOps],
         rows: DeviceRows,
+        sampler: RowSampler,
         kv: Tensor,
         ids: Tensor,
         *,
@@ -98,12 +98,14 @@ class DecodeGraphs:
             decoder: The model.
             ops: Its operations for each attention window.
             rows: The row table, which the graphs read and advance.
+            sampler: Its sampler.
             kv: The paged cache.
             ids: int32 [max_rows]: where sampled ids go, in the order of the batch.
             max_rows: Rows of the largest bucket.
             attention: "auto", or the one way to use.
         """
         self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
+        self._sampler = sampler
         self._buckets, self._choice = buckets(max_rows), attention
         self._device = kv.device
         self._pdl = next(iter(ops.values())).pdl
@@ -118,40 +120,29 @@ class DecodeGraphs:
         self._int_workspaces: dict[int | None, Tensor] = {}
         self._even: dict[int | None, EvenDecode] = {}
         self._is_even = attention == "auto" and _can_be_even(self._shape, self._device)
-        self._scratch: dict[bool, SampleScratch] = {}
 
     def bucket(self, rows: int) -> int:
         """The size of the batch that `rows` rows run in."""
         return next(size for size in self._buckets if size >= rows)
 
-    def scratch(self, filtered: bool) -> SampleScratch:
-        """What sampling needs, with room for filters if they are wanted; for this stream only."""
-        scratch = self._scratch.get(filtered)
-        if scratch is None:
-            spec = self._decoder.spec
-            scratch = self._scratch[filtered] = SampleScratch(
-                self._buckets[-1], spec.vocab_size, self._device, dtype=self._shape.dtype, filters=filtered
-            )
-        return scratch
-
-    def capture(self, *, contexts: Sequence[int], filters: Sequence[bool]) -> None:
-        """Capture the graphs of every bucket for attention over each of `contexts` tokens, with and without filters."""
+    def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
+        """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
         for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
-            for context, filtered in itertools.product(contexts, filters):
-                self._graph(_Key(size, self._way(size, context), filtered))
+            for context, variant in itertools.product(contexts, variants):
+                self._graph(_Key(size, self._way(size, context), variant))
 
-    def ready(self, starts: NDArray[np.int64], *, filtered: bool) -> bool:
+    def ready(self, starts: NDArray[np.int64], variant: Variant) -> bool:
         """Whether `prepare` would find its graph captured: capturing takes a hundred milliseconds."""
-        return self._key(starts, filtered) in self._graphs
+        return self._key(starts, variant) in self._graphs
 
-    def prepare(self, starts: NDArray[np.int64], *, filtered: bool) -> torch.cuda.CUDAGraph:
+    def prepare(self, starts: NDArray[np.int64], variant: Variant) -> torch.cuda.CUDAGraph:
         """The graph whose replay is one decode step of the rows in `DeviceRows.batch_R`, planned for their `starts`.
 
         Raises:
             DeviceUnavailable: It had to be captured, and could not be.
             torch.OutOfMemoryError: There was no memory for that.
         """
-        key = self._key(starts, filtered)
+        key = self._key(starts, variant)
         bucket = key.bucket
         graph = self._graph(key)
         if key.way == "fa2":
@@ -173,9 +164,9 @@ class DecodeGraphs:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _key(self, starts: NDArray[np.int64], filtered: bool) -> _Key:
+    def _key(self, starts: NDArray[np.int64], variant: Variant) -> _Key:
         bucket = self.bucket(len(starts))
-        return _Key(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), filtered)
+        return _Key(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), variant)
 
     def _way(self, bucket: int, context: int) -> str:
         if self._choice != "auto":
@@ -199,22 +190,21 @@ class DecodeGraphs:
         return graph
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
-        bucket, way, filtered = key
+        bucket, way, variant = key
         self._last_planned = 0  # what follows plans, even if it fails
         steps = self._steps.get((bucket, way))
         if steps is None:
             steps = self._steps[bucket, way] = self._make_steps(bucket, way)
-        scratch = self.scratch(filtered)
         if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
         kept = self._rows.batch_R[:bucket].clone()
         self._rows.batch_R[:bucket].fill_(self._rows.padding_row)
         try:
-            self._step(bucket, steps, scratch, filtered)  # compiles and allocates what a capture must not
+            self._step(bucket, steps, variant)  # compiles and allocates what a capture must not
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._step(bucket, steps, scratch, filtered)
+                self._step(bucket, steps, variant)
             finally:
                 graph.capture_end()
             self._pool = graph.pool()
@@ -222,9 +212,7 @@ class DecodeGraphs:
             self._rows.batch_R[:bucket].copy_(kept)
         return graph
 
-    def _step(
-        self, bucket: int, steps: Mapping[int | None, DecodeStep], scratch: SampleScratch, filtered: bool
-    ) -> None:
+    def _step(self, bucket: int, steps: Mapping[int | None, DecodeStep], variant: Variant) -> None:
         """The decode step itself: what a graph records."""
         rows, inputs = self._rows, self._inputs[bucket]
         batch_B = rows.batch_R[:bucket]
@@ -234,11 +222,8 @@ class DecodeGraphs:
             if isinstance(step.attention, EvenDecode):
                 step.attention.deal(inputs)
         hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv)
-        sample(
-            self._decoder.logits(hidden_BE), batch_B, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R,
-            rows.seed_R, inputs.positions_B, rows.pool_RC, rows.lengths_R, self._ids, scratch,
-            filtered=filtered, pdl=self._pdl,
-        )  # fmt: skip
+        logits_BV = self._decoder.logits(hidden_BE)
+        self._sampler.choose(logits_BV, batch_B, inputs.positions_B, self._ids, variant, pdl=self._pdl)
 
     def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:
         """The inputs of each bucket: the first rows of the largest one's."""

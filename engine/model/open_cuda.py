@@ -81,7 +81,7 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     except BaseException:
         runner.close()
         raise
-    return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), page_bytes)
+    return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), page_bytes, runner.abilities)
 
 
 def build_kernels(config: EngineConfig, spec: DecoderSpec, folder: str) -> int:

@@ -6,7 +6,7 @@ run, and never decodes (graphs.py does). Next to read: ../../ops/cuda.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.model.cuda_rows import DeviceRows
+from headrace.engine.model.cuda_sampling import RowSampler
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.scheduling.plan import Capacity, Work
 from headrace.ops.cuda import CudaOps, PrefillStep
 from headrace.ops.cuda_attention import PrefillAttention
-from headrace.ops.cuda_sample import SampleScratch, sample
 
 __all__ = ["Prefills"]
 
@@ -42,7 +42,13 @@ class Prefills:
     """Runs prefills of one runner, all on one stream."""
 
     def __init__(
-        self, decoder: Decoder, ops: Mapping[int | None, CudaOps], rows: DeviceRows, kv: Tensor, capacity: Capacity
+        self,
+        decoder: Decoder,
+        ops: Mapping[int | None, CudaOps],
+        rows: DeviceRows,
+        sampler: RowSampler,
+        kv: Tensor,
+        capacity: Capacity,
     ) -> None:
         """Allocate what a step of `capacity.max_batched_tokens` needs to be described.
 
@@ -50,10 +56,11 @@ class Prefills:
             decoder: The model.
             ops: Its operations for each attention window.
             rows: The row table.
+            sampler: Its sampler.
             kv: The paged cache.
             capacity: Tokens and rows of a step.
         """
-        self._decoder, self._rows, self._kv = decoder, rows, kv
+        self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
         self._device, self._page_size = kv.device, capacity.page_size
         backend = "fa3" if torch.cuda.get_device_capability(kv.device)[0] == _HOPPER else "fa2"
         self._attention = {
@@ -64,13 +71,12 @@ class Prefills:
         self._sent = [torch.cuda.Event() for _ in range(_RING)]
         self._sends = 0
 
-    def run(self, works: Sequence[Work], ids: Tensor, scratch: Callable[[bool], SampleScratch]) -> int:
+    def run(self, works: Sequence[Work], ids: Tensor) -> int:
         """Enqueue the forward of `works`, and sample for those that want it.
 
         Args:
             works: Of one step.
             ids: int32: where sampled ids go, in the order of `works`.
-            scratch: Gives what sampling needs, with filters or without.
 
         Returns:
             How many ids were sampled.
@@ -93,12 +99,9 @@ class Prefills:
         samplers = [work for work in works if work.samples]
         for work in samplers:
             rows.sampled(work.row, work.start + work.num_tokens)
-        filtered = bool(rows.filtered[[work.row for work in samplers]].any())
-        sample(
-            self._decoder.logits(hidden_SE), batch.rows_S, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R,
-            rows.seed_R, batch.last_positions_S, rows.pool_RC, rows.lengths_R, ids, scratch(filtered),
-            filtered=filtered,
-        )  # fmt: skip
+        variant = self._sampler.variant(np.array([work.row for work in samplers]))
+        logits_SV = self._decoder.logits(hidden_SE)
+        self._sampler.choose(logits_SV, batch.rows_S, batch.last_positions_S, ids[:sampled], variant)
         return sampled
 
     def _pack(self, works: Sequence[Work]) -> _Batch:

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["Grammar", "GrammarState", "Report", "ReportedTokens", "Reporting", "Shaping"]
+__all__ = ["MOST_WORD_TOKENS", "Grammar", "GrammarState", "Report", "ReportedTokens", "Reporting", "Shaping"]
+
+MOST_WORD_TOKENS = 4096
+"""Tokens of all bad words of a row, which a device may keep in a place of fixed size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Shaping:
     """Tokens of prompt and completion before which nothing of `stops` may be chosen."""
     stops: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of two ids or more; the last may not be chosen where the others stand before it."""
+    """Sequences of two ids or more; the last may not be chosen where the others stand before it. Together they have
+    at most `MOST_WORD_TOKENS` ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,6 +366,19 @@ def test_log_probabilities_of_a_prompt_are_bounded() -> None:
     assert caught.value.field == "prompt_logprobs" and caught.value.limit == 24_966
 
 
+def test_tokens_of_bad_words_are_bounded() -> None:
+    def asked(count: int) -> list[Request]:
+        words = [f"{at:0128d}" for at in range(count)]  # 128 bytes are 128 tokens, and 129 with the space
+        return make_requests(
+            [1], Asking(SamplingParams(bad_words=words), None, None, None, 0), ByteTokenizer(), 257, random.Random(0)
+        )
+
+    assert asked(15)[0].shaping is not None
+    with pytest.raises(InvalidParams, match="got 4112") as caught:
+        asked(16)
+    assert caught.value.field == "bad_words" and caught.value.limit == 4096
+
+
 def test_masks_that_come_to_leave_nothing_fail_their_own_request_alone(folder: Path) -> None:
     async def run() -> None:
         async with Engine(folder, **OPTIONS) as engine:

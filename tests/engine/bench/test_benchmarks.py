@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from headrace.engine import InvalidParams
 from headrace.engine.bench import latency, startup, stream, throughput
-from headrace.engine.bench.latency import parse_prefill
+from headrace.engine.bench.latency import parse_params, parse_prefill
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
 from headrace.engine.text import Detokenizer
 from headrace.server.cli import app
@@ -50,6 +50,21 @@ def test_latency(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["profile"]["3"]["host_us"]["plan"]["p50"] > 0
     printed = capsys.readouterr().out
     assert "decode step, ms" in printed and "prefill, tok/s" in printed and "batch 3: host" in printed
+
+
+def test_latency_of_rows_with_options(target: Target, out: Path) -> None:
+    latency.run(
+        target, batches=[2], context=40, steps=8, prefill=None, repeats=1, peer=None, profile=False,
+        json_path=str(out), params='{"frequency_penalty": 0.5, "temperature": 1.0}',
+    )  # fmt: skip
+    found = read(out)
+    assert found["conditions"]["frequency_penalty"] == 0.5 and found["decode"][0]["intervals"] == 8
+
+
+@pytest.mark.parametrize("params", ["[1]", "{", '{"top_q": 1}', '{"top_p": 7}', "3"])
+def test_params_that_no_row_can_ask_for_are_refused(params: str) -> None:
+    with pytest.raises(BenchmarkFailed, match="--params"):
+        parse_params(params)
 
 
 def test_throughput(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:

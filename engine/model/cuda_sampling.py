@@ -1,0 +1,109 @@
+"""`RowSampler`: the last part of each step of a CUDA engine: from logits to a token in every row, as the row asked.
+
+Owns which rows ask for what, and the memory between the kernels that serve them; never decides which rows run. A batch
+in which nobody asks for filters or for shaped logits runs none of their kernels. Next to read: cuda_shaping.py, and
+../../ops/cuda_sample.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.model.cuda_rows import DeviceRows
+from headrace.engine.model.cuda_shaping import ShapedRows
+from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.ops.cuda_sample import SampleScratch, sample
+from headrace.ops.cuda_shape import count_chosen, shape
+
+__all__ = ["PLAIN", "VARIANTS", "RowSampler", "Variant"]
+
+
+class Variant(NamedTuple):
+    """What the rows of a batch ask for, as far as other kernels serve it."""
+
+    filtered: bool
+    """Top-k, top-p or min-p."""
+    shaped: bool
+    """Anything of `Shaping`."""
+
+
+PLAIN: Final = Variant(filtered=False, shaped=False)
+VARIANTS: Final = tuple(itertools.starmap(Variant, itertools.product((False, True), repeat=2)))
+"""All there are."""
+
+
+class RowSampler:
+    """Samples for the rows of one runner, on one stream."""
+
+    def __init__(self, rows: DeviceRows, capacity: Capacity, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            rows: The row table.
+            capacity: Most rows of a batch, and the width of the logits.
+            dtype: Of the logits.
+            device: Where.
+        """
+        self._rows, self._capacity, self._dtype, self._device = rows, capacity, dtype, device
+        self._shaped = ShapedRows(rows, capacity, device)
+        self._scratch: dict[Variant, SampleScratch] = {}
+
+    def take(self, plan: StepPlan) -> None:
+        """Enqueue what the new rows of `plan`, which the row table has taken in, ask beyond their sampling.
+
+        Raises:
+            torch.OutOfMemoryError: They are the first that ask, and there is no memory for it.
+        """
+        self._shaped.take(plan.new_rows, plan.options)
+
+    def variant(self, rows: NDArray[np.int64]) -> Variant:
+        """What these rows ask for together."""
+        return Variant(bool(self._rows.filtered[rows].any()), bool(self._shaped.asks[rows].any()))
+
+    def choose(
+        self,
+        logits_BV: Tensor,
+        rows_B: Tensor,
+        positions_B: Tensor,
+        ids_B: Tensor,
+        variant: Variant,
+        *,
+        pdl: bool = False,
+    ) -> None:
+        """Choose and keep a token for each row.
+
+        Args:
+            logits_BV: As the model gave them.
+            rows_B: int32 row numbers, of which the padding row may come more than once.
+            positions_B: int32 or int64: where each row's input token is.
+            ids_B: int32: where the ids go, `NON_FINITE` and `NOTHING_LEFT` as in plan.py.
+            variant: What the rows ask for.
+            pdl: Launch programmatically dependent.
+
+        Raises:
+            torch.OutOfMemoryError: The variant is new, and there is no memory for what it needs.
+        """
+        rows = self._rows
+        if variant.shaped:
+            logits_BV = shape(logits_BV, rows_B, positions_B, rows.pool_RC, self._shaped.arrays(), pdl=pdl)
+        sample(
+            logits_BV, rows_B, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R, positions_B,
+            rows.pool_RC, rows.lengths_R, ids_B, self._scratch_for(variant), filtered=variant.filtered, pdl=pdl,
+        )  # fmt: skip
+        if variant.shaped:
+            count_chosen(rows_B, ids_B, self._shaped.arrays(), pdl=pdl)
+
+    def _scratch_for(self, variant: Variant) -> SampleScratch:
+        scratch = self._scratch.get(variant)
+        if scratch is None:
+            scratch = self._scratch[variant] = SampleScratch(
+                self._capacity.max_rows, self._capacity.vocab_size, self._device,
+                dtype=torch.float32 if variant.shaped else self._dtype, filters=variant.filtered,
+            )  # fmt: skip
+        return scratch

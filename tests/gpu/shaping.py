@@ -1,0 +1,126 @@
+"""Rows of random options on the device under test, step after step beside the CPU's `Shaper`; holds no tests."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from gpu.choosing import choose, random_sampling
+
+from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions, StepPlan
+from headrace.engine.scheduling.request import Sampling
+from headrace.engine.scheduling.shaping import Shaping
+from headrace.ops.cpu_shape import Shaper
+
+__all__ = ["SideBySide", "random_shaping"]
+
+CONTEXT = 96
+
+
+def random_shaping(generator: random.Random, vocabulary: int) -> Shaping:
+    """Any options, from none to all; often masks that leave little, and words of the few tokens that are likely."""
+
+    def some(most: int, least: int = 0) -> tuple[int, ...]:
+        return tuple(generator.sample(range(vocabulary), generator.randint(least, min(most, vocabulary))))
+
+    def maybe(value: Any, other: Any) -> Any:
+        return value if generator.random() < 0.4 else other
+
+    words = tuple(
+        tuple(generator.choices(range(min(vocabulary, 4)), k=generator.randint(2, 5)))
+        for _ in range(generator.choice([0, 0, 3, 200]))
+    )
+    bias = tuple((token, generator.choice([-100.0, -1.5, 0.1, 3.0, 100.0])) for token in some(6))
+    return Shaping(
+        bias=maybe(bias, ()),
+        repetition_penalty=maybe(generator.choice([0.01, 0.7, 1.3, 100.0]), 1.0),
+        frequency_penalty=maybe(generator.choice([-2.0, 0.3, 2.0]), 0.0),
+        presence_penalty=maybe(generator.choice([-2.0, 0.7, 2.0]), 0.0),
+        allowed=maybe(some(6, 1), None),
+        forbidden=maybe(some(vocabulary // 2), ()),
+        min_length=maybe(generator.randint(0, 40), 0),
+        stops=maybe(some(5), ()),
+        bad_words=words,
+    )
+
+
+class SideBySide:
+    """Rows on the device, and what the CPU says of them."""
+
+    def __init__(self, generator: random.Random, device: str, vocabulary: int, rows: int) -> None:
+        """Start with `rows` rows that nobody has."""
+        self._generator, self._vocabulary, self._count = generator, vocabulary, rows
+        capacity = Capacity(
+            num_pages=1, page_size=16, max_rows=rows, max_batched_tokens=rows, max_context=CONTEXT,
+            vocab_size=vocabulary,
+        )  # fmt: skip
+        where = torch.device(device)
+        sampling = importlib.import_module("headrace.engine.model.cuda_sampling")
+        self._rows = importlib.import_module("headrace.engine.model.cuda_rows").DeviceRows(capacity, where)
+        self._sampler = sampling.RowSampler(self._rows, capacity, torch.bfloat16, where)
+        self._device = where
+        self._known: dict[int, list[int]] = {}
+        self._shapers: dict[int, Shaper | None] = {}
+        self._samplings: dict[int, Sampling] = {}
+
+    def give(self, row: int) -> None:
+        """Give a row to a new request, or to one that was preempted and comes again on cached pages."""
+        generator, vocabulary = self._generator, self._vocabulary
+        tokens = generator.choices(range(min(vocabulary, 40)), k=generator.randint(1, 30))
+        prompt_len = generator.randint(1, len(tokens))
+        shaping = random_shaping(generator, vocabulary) if generator.random() < 0.8 else None
+        plan = StepPlan(0)
+        start = generator.randrange(len(tokens))
+        self._samplings[row] = random_sampling(generator) if generator.random() < 0.5 else Sampling()
+        plan.new_rows.append(NewRow(row, start, tokens[start:], self._samplings[row]))
+        self._known[row], self._shapers[row] = tokens, None
+        if shaping is not None:
+            plan.options.append(RowOptions(row, list(tokens), prompt_len, shaping, None, None))
+            fields = asdict(shaping)
+            self._shapers[row] = Shaper(tokens=tokens, prompt_len=prompt_len, vocab_size=vocabulary, **fields)
+        self._rows.add(plan.new_rows, plan.entries, plan.options)
+        self._sampler.take(plan)
+        self._rows.flush(applied_by_graph=False)
+
+    def step(self) -> None:
+        """One token for some rows in any order, some of whose logits are not finite; everything is equal."""
+        generator = self._generator
+        batch = generator.sample(sorted(self._known), generator.randint(1, min(len(self._known), self._count - 1)))
+        logits_BV = torch.randn(len(batch) + 1, self._vocabulary, generator=torch.Generator().manual_seed(
+            generator.getrandbits(40))).mul_(3.0).bfloat16()  # fmt: skip
+        for line_V in logits_BV:
+            kind = generator.randrange(20)
+            if kind < 3:
+                line_V[generator.randrange(self._vocabulary)] = [math.nan, math.inf, -math.inf][kind]
+            elif kind == 3:
+                line_V.fill_(-math.inf)
+        padded = torch.tensor([*batch, self._count], dtype=torch.int32)
+        positions = torch.tensor([*(len(self._known[row]) - 1 for row in batch), 0], dtype=torch.int32)
+        ids = torch.full((len(padded),), -9, dtype=torch.int32, device=self._device)
+        variant = self._sampler.variant(np.array(batch))._replace(shaped=True)
+        self._sampler.choose(*(each.to(self._device) for each in (logits_BV, padded, positions)), ids, variant)
+        found_BV = self._sampler._shaped.arrays().out_BV.cpu().numpy()
+        for place, row in enumerate(batch):
+            wanted = self._on_cpu(row, logits_BV[place], found_BV[place])
+            assert int(ids[place]) == wanted, (row, self._shapers[row])
+            self._known[row].append(max(wanted, 0))
+            if len(self._known[row]) == CONTEXT:
+                self.give(row)
+
+    def _on_cpu(self, row: int, logits_V: torch.Tensor, found_V: np.ndarray[Any, np.dtype[np.float32]]) -> int:
+        shaper, known = self._shapers[row], self._known[row]
+        line_V = logits_V.float()
+        finite = math.isfinite(line_V.max())
+        if shaper is not None and not shaper.shape(line_V.numpy(), np.array(known)):
+            return -2
+        if finite:
+            assert np.array_equal(line_V.numpy(), found_V), (row, np.flatnonzero(line_V.numpy() != found_V))
+        (token,) = choose(self._device.type, line_V[None], [self._samplings[row]], [len(known)])
+        if shaper is not None and token >= 0:
+            shaper.append(token)
+        return token
