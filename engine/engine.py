@@ -28,7 +28,7 @@ from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts
 from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
+from headrace.engine.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
 from headrace.engine.requests import Asking, check_abilities, make_generation, make_requests
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.stats import EngineInfo, EngineStats
@@ -82,7 +82,7 @@ class Engine:
             raise RuntimeError("an Engine is opened once; make another for another opening")
         self._entered = True
         self._post = Poster()
-        self._helper = Worker("headrace-helper", self._post)
+        self._helper = Worker("headrace-helper", self._post, cheapest_first=True)
         self._waiter = Worker("headrace-waiter", self._post)
         self._grammars = Grammars(self._post)
         try:
@@ -113,9 +113,8 @@ class Engine:
             await self.aclose()
         finally:
             await self._tasks.__aexit__(None, None, None)
-        crashed = self._loop.crashed if self._loop is not None else None
-        if crashed is not None and error is None:
-            raise crashed
+        if error is None and self._loop is not None and self._loop.crashed is not None:
+            raise self._loop.crashed
 
     async def aclose(self, drain: float = 0.0) -> None:
         """Take nothing new in, wait up to `drain` seconds for what runs, cancel the rest and return all memory.
@@ -141,8 +140,7 @@ class Engine:
             loop.close()  # which also ends the drain of whoever else is closing
             cancelled = await outlast(self._stopped)
         failed, self._teardown_error = self._teardown_error, None
-        error = cancelled or failed
-        if error is not None:
+        if (error := cancelled or failed) is not None:
             raise error
 
     def _open(self) -> Opened:
@@ -168,12 +166,14 @@ class Engine:
 
     async def _return_resources(self) -> None:
         opened, self._opened = self._opened, None
+        crashed = self._loop and self._loop.crashed
 
         def close(opened: Opened) -> None:
             self._grammars.close()
             opened.runner.close()
 
         try:
+            self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
             if opened is not None:
                 await self._helper.run(partial(close, opened))
         finally:
@@ -215,19 +215,23 @@ class Engine:
         asking = Asking(params, adapter, tenant, cache_salt, priority)
         generation = make_generation(asking, loop, opened.tokenizer, self.config.max_unread_tokens)
 
+        def tokenize() -> list[int]:  # nothing where nobody wants it any more
+            return [] if generation.finished else to_token_ids(prompt, opened.tokenizer)
+
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
             if ids is not None:
                 self._admit(generation, asking, ids)
             else:
                 generation.abandon(as_headrace(error, "the tokenizer failed"))
 
-        if is_short(prompt):
-            try:
-                tokenized(to_token_ids(prompt, opened.tokenizer), None)
-            except Exception as error:
-                tokenized(None, error)
-        else:
-            self._helper.submit(lambda: to_token_ids(prompt, opened.tokenizer), tokenized)
+        try:
+            check_text_size(prompt, opened.tokenizer.table.longest, opened.info.max_context)
+            if is_short(prompt):
+                tokenized(tokenize(), None)
+            else:
+                self._helper.submit(tokenize, tokenized, cost=tokenizing_cost(prompt))
+        except Exception as error:
+            tokenized(None, error)
         return TokenStream(generation, opened.tokenizer.table, self._post, params)
 
     async def generate(
@@ -340,11 +344,14 @@ class Engine:
 
         Raises:
             InvalidParams: The prompt is malformed.
+            PromptTooLong: Its text is too long for the context, however it is tokenised.
         """
         _, opened = self._serving()
+        check_text_size(prompt, opened.tokenizer.table.longest, opened.info.max_context)
         if is_short(prompt) and not tools:
             return to_token_ids(prompt, opened.tokenizer)
-        return await self._helper.run(lambda: to_token_ids(prompt, opened.tokenizer, tools))
+        ids = partial(to_token_ids, prompt, opened.tokenizer, tools)
+        return await self._helper.ask(ids, cost=tokenizing_cost(prompt, tools))
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
-from headrace.engine.errors import InvalidParams
+from headrace.engine.errors import InvalidParams, PromptTooLong
 from headrace.engine.messages import Message
 from headrace.engine.text import TokenTable
 
-__all__ = ["TokenizerLike", "check_token_ids", "is_short", "to_token_ids"]
+__all__ = ["TokenizerLike", "check_text_size", "check_token_ids", "is_short", "to_token_ids", "tokenizing_cost"]
 
 _SHORT = 2048  # characters that tokenise in about a millisecond: not worth a thread
 _MESSAGE = 32  # characters that tokenise in the time that the template takes for a message
+_COSTLY = 2**20  # characters beyond which a prompt is as costly as any
 
 
 class TokenizerLike(Protocol):
@@ -44,15 +45,64 @@ class TokenizerLike(Protocol):
 
 def is_short(prompt: object) -> bool:
     """Whether tokenising `prompt` is quick enough for the event loop's own thread."""
+    return tokenizing_cost(prompt, most=_SHORT) <= _SHORT
+
+
+def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = None, most: int = _COSTLY) -> int:
+    """Roughly the characters of a prompt and of the tools it offers; counts no further than somewhat past `most`."""
+    if not _is_chat(prompt):
+        return _text_size(prompt)
+    cost, left = 0, [*prompt, *(tools or ())]
+    while left and cost <= most:
+        part = left.pop()
+        if isinstance(part, str):
+            cost += len(part)
+        elif isinstance(part, Mapping | Sequence):
+            cost += _MESSAGE * (1 + len(part) // 4)
+            left += part.values() if isinstance(part, Mapping) else part
+    return cost
+
+
+def check_text_size(prompt: object, longest: int, max_context: int) -> None:
+    """Refuse a text that is too long however it is tokenised, before the time for that is spent.
+
+    Args:
+        prompt: As `to_token_ids` takes it; token ids pass.
+        longest: Bytes of the longest token.
+        max_context: Tokens of a prompt and its answer, at most.
+
+    Raises:
+        PromptTooLong: It has more characters than the context has bytes, were every token the longest.
+    """
+    size, most = _text_size(prompt), longest * max_context
+    if size > most:
+        raise PromptTooLong(
+            f"prompt: {size} characters are more than the context of {max_context} tokens can hold, "
+            f"which is {most} with tokens of at most {longest} bytes",
+            field="prompt",
+            value=size,
+            limit=most,
+        )
+
+
+def _text_size(prompt: object) -> int:
+    """Characters of a text, or of the texts of a chat's messages; token ids have none."""
     if isinstance(prompt, str):
-        return len(prompt) <= _SHORT
-    if not isinstance(prompt, Sequence) or not prompt or not isinstance(prompt[0], Mapping):
-        return True
-    length = _MESSAGE * len(prompt)
-    for message in prompt if length <= _SHORT else ():
+        return len(prompt)
+    size = 0
+    for message in prompt if _is_chat(prompt) else ():
         if isinstance(message, Mapping):
-            length += sum(len(value) for value in message.values() if isinstance(value, str))
-    return length <= _SHORT
+            size += sum(len(value) for value in message.values() if isinstance(value, str))
+    return size
+
+
+def _is_chat(prompt: object) -> TypeGuard[Sequence[Any]]:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping)
+    )
 
 
 def to_token_ids(prompt: Any, tokenizer: TokenizerLike, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:

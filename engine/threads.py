@@ -6,11 +6,13 @@ The host may run asyncio (with any event loop) or trio: `Poster` has one impleme
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakMethod, ref
 
 import anyio
@@ -90,26 +92,35 @@ class TaskWatch:
             method()
 
 
-class Worker:
-    """One thread that runs blocking calls in order and hands their results to the event loop."""
+_Done: TypeAlias = Callable[[Any, BaseException | None], None]
+_Call: TypeAlias = tuple[float, int, Callable[[], Any] | None, _Done | None]
+"""Cost, arrival, what to call (None ends the thread), and what to tell."""
 
-    def __init__(self, name: str, post: Poster) -> None:
+
+class Worker:
+    """One thread that runs blocking calls, one after the other, and hands their results to the event loop."""
+
+    def __init__(self, name: str, post: Poster, *, cheapest_first: bool = False) -> None:
         """Start the thread.
 
         Args:
             name: Name of the thread, for debuggers.
             post: How results get back.
+            cheapest_first: Take up waiting calls by their cost, not in their order.
         """
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None] = (
-            queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call] | queue.PriorityQueue[_Call] = (
+            queue.PriorityQueue() if cheapest_first else queue.SimpleQueue()
         )
+        self._arrivals = itertools.count()
         self._post = post
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
+    def submit(
+        self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None], *, cost: float = 0.0
+    ) -> None:
         """Queue `call` at once; `done(result, error)` then runs on the event loop."""
-        self._calls.put((call, done))
+        self._calls.put((cost, next(self._arrivals), call, done))
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run `call` in the thread and wait for its result, shielded from cancellation.
@@ -134,14 +145,50 @@ class Worker:
             raise error
         return result  # type: ignore[no-any-return]
 
+    async def ask(self, call: Callable[[], T], *, cost: float = 0.0) -> T:
+        """Run `call` in the thread; a caller who is cancelled leaves at once, and what had not begun never does.
+
+        Raises:
+            BaseException: Whatever `call` raised, or `drop` was given.
+        """
+        finished = anyio.Event()
+        outcome: list[Any] = []
+        left = False
+
+        def done(result: T | None, error: BaseException | None) -> None:
+            outcome[:] = result, error
+            finished.set()
+
+        self.submit(lambda: None if left else call(), done, cost=cost)
+        try:
+            await finished.wait()
+        finally:
+            left = True
+        result, error = outcome
+        outcome.clear()
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def drop(self, error: BaseException) -> None:
+        """End every call that waits with `error`; the one that runs is left alone. Called on the event loop."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                done = self._calls.get_nowait()[3]
+                if done is not None:
+                    done(None, error)
+
     def close(self) -> None:
         """Finish what is queued and join the thread."""
-        self._calls.put(None)
+        self._calls.put((math.inf, next(self._arrivals), None, None))
         self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, done = item
+        while True:
+            item = self._calls.get()
+            _, _, call, done = item
+            if call is None or done is None:
+                return
             result, error = None, None
             try:
                 result = call()

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 from scripted import (
     CAPACITY,
     Gate,
@@ -30,9 +31,17 @@ from scripted import (
     until,
 )
 
-from headrace.engine import DeviceUnavailable, EngineCrashed, EngineStopped, HeadraceError, InvalidParams, Token
+from headrace.engine import (
+    DeviceUnavailable,
+    EngineCrashed,
+    EngineStopped,
+    HeadraceError,
+    InvalidParams,
+    PromptTooLong,
+    Token,
+)
 from headrace.engine.opened import Opened
-from headrace.engine.testing import ScriptedEngine, ScriptedRunner
+from headrace.engine.testing import ByteTokenizer, ScriptedEngine, ScriptedRunner
 
 pytestmark = pytest.mark.anyio
 
@@ -214,6 +223,79 @@ async def test_a_request_that_is_still_being_tokenised_is_stopped() -> None:
             with pytest.raises(HeadraceError) as caught:
                 await way()
             assert isinstance(caught.value, EngineStopped)
+
+
+class SlowTexts:
+    """Holds every encoding of a text that a helper's thread does, until told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.encoded: list[int] = []
+        self.go_on = threading.Event()
+        encode = ByteTokenizer.encode
+
+        def slowly(tokenizer: ByteTokenizer, text: str) -> list[int]:
+            self.encoded.append(len(text))
+            self.go_on.wait(20)
+            return encode(tokenizer, text)
+
+        monkeypatch.setattr(ByteTokenizer, "encode", slowly)
+
+
+async def test_a_text_longer_than_any_tokens_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = SlowTexts(monkeypatch)
+    too_long = "x" * (CAPACITY.max_context * ByteTokenizer().table.longest + 1)
+    async with watched() as watch, watch.engine() as engine:
+        for prompt in (too_long, [{"role": "user", "content": too_long}]):
+            with pytest.raises(PromptTooLong, match="characters"):
+                await engine.tokenize(prompt)
+            with pytest.raises(PromptTooLong, match="characters"):
+                await engine.generate(prompt)
+        assert texts.encoded == []
+
+
+async def test_who_waits_for_ids_leaves_when_cancelled_and_closing_tokenises_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = SlowTexts(monkeypatch)
+    ends: list[type[Exception]] = []
+    async with watched() as watch, anyio.create_task_group() as tasks:
+        async with watch.engine() as engine:
+
+            async def ask(size: int) -> None:
+                try:
+                    await engine.tokenize("x" * size)
+                except EngineStopped as error:
+                    ends.append(type(error))
+
+            tasks.start_soon(ask, 4000)
+            await until(lambda: texts.encoded == [4000])
+            for size in (4300, 4200):
+                tasks.start_soon(ask, size)
+            streams = [engine.stream("x" * 3000) for _ in range(2)]
+            await streams[0].aclose()
+            with anyio.move_on_after(0.02) as scope:
+                await engine.tokenize("x" * 3500)
+            assert scope.cancelled_caught
+            threading.Timer(0.05, texts.go_on.set).start()
+        with pytest.raises(EngineStopped):
+            await streams[1].admitted()
+    assert texts.encoded == [4000]
+    assert ends == [EngineStopped] * 2
+
+
+async def test_a_shorter_text_is_tokenised_before_longer_ones_that_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = SlowTexts(monkeypatch)
+    async with watched() as watch, watch.engine() as engine, anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.tokenize, "x" * 4000)
+        await until(lambda: texts.encoded == [4000])
+        for size in (4500, 4400, 2500):
+            tasks.start_soon(engine.tokenize, "x" * size)
+            await checkpoint()
+        tasks.start_soon(engine.tokenize, "x" * 2600)
+        for _ in range(5):
+            await checkpoint()
+        texts.go_on.set()
+    assert texts.encoded == [4000, 2500, 2600, 4400, 4500]
 
 
 async def test_draining_waits_for_what_runs_and_takes_nothing_in() -> None:

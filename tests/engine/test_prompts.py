@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine import InvalidParams
-from headrace.engine.prompts import check_token_ids, is_short, to_token_ids
+from headrace.engine import InvalidParams, PromptTooLong
+from headrace.engine.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
 from headrace.engine.testing import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -96,7 +96,34 @@ def test_every_id_below_the_bound_is_accepted() -> None:
         ([{"role": "user", "content": "x" * 2000}] * 2, False),
         ([{"role": "user"}], True),
         ([{"role": "user", "content": "x"}, 5], True),
+        ([{"role": "a", "content": "", "tool_calls": [{"function": {"arguments": {"x": "x" * 2048}}}]}], False),
+        ([{"role": "a", "content": "", "tool_calls": [[]] * 100}], False),
     ],
 )
 def test_what_is_tokenised_on_the_event_loop(prompt: Any, short: bool) -> None:
     assert is_short(prompt) is short
+
+
+def chat_of(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "", "content": content} for content in contents]
+
+
+@pytest.mark.parametrize("make", [lambda size: "x" * size, lambda size: chat_of("x" * (size - 3), "xxx")])
+def test_a_text_that_no_tokens_of_the_context_can_hold_is_refused(make: Any) -> None:
+    check_text_size(make(50), longest=5, max_context=10)
+    with pytest.raises(PromptTooLong, match="51 characters") as caught:
+        check_text_size(make(51), longest=5, max_context=10)
+    assert (caught.value.field, caught.value.value, caught.value.limit) == ("prompt", 51, 50)
+
+
+def test_ids_pass_the_check_of_texts() -> None:
+    check_text_size([1] * 100, longest=1, max_context=10)
+
+
+def test_the_cost_of_tokenising_counts_texts_calls_and_tools_but_stops_early() -> None:
+    assert tokenizing_cost("x" * 5000) == 5000
+    plain = tokenizing_cost(chat_of("hello"))
+    assert tokenizing_cost(chat_of("hello"), [{"description": "x" * 1000}]) > plain + 1000
+    called = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"a": "x" * 999}}}]}]
+    assert tokenizing_cost(called) > 999
+    assert tokenizing_cost(chat_of(*["x" * 10] * 100_000), most=1000) < 100_000

@@ -176,3 +176,62 @@ async def test_an_idle_worker_keeps_nothing_of_its_last_call_alive() -> None:
     gc.collect()
     await until(lambda: seen() is None)
     worker.close()
+
+
+@pytest.mark.anyio
+async def test_who_asks_and_is_cancelled_leaves_at_once_and_its_call_never_begins() -> None:
+    worker = Worker("headrace-under-test", Poster())
+    go_on = threading.Event()
+    ran: list[int] = []
+    worker.submit(lambda: go_on.wait(20), lambda *_: None)
+    with anyio.move_on_after(0.02) as scope:
+        await worker.ask(lambda: ran.append(1))
+    assert scope.cancelled_caught
+    assert not go_on.is_set()
+    go_on.set()
+    assert await worker.ask(lambda: 7) == 7
+    assert ran == []
+    worker.close()
+
+
+@pytest.mark.anyio
+async def test_dropped_calls_end_with_the_error_and_the_running_one_ends_well() -> None:
+    worker = Worker("headrace-under-test", Poster())
+    go_on, begun = threading.Event(), threading.Event()
+    done: list[tuple[object, object]] = []
+
+    def hold() -> int:
+        begun.set()
+        go_on.wait(20)
+        return 1
+
+    worker.submit(hold, lambda *outcome: done.append(outcome))
+    begun.wait(20)
+    for _ in range(2):
+        worker.submit(lambda: 2, lambda *outcome: done.append(outcome))
+    error = ValueError("closed")
+    worker.drop(error)
+    assert done == [(None, error)] * 2
+    go_on.set()
+    await until(lambda: len(done) == 3)
+    assert done[2] == (1, None)
+    worker.close()
+
+
+@pytest.mark.anyio
+async def test_the_cheapest_waiting_call_is_next_and_equals_keep_their_order() -> None:
+    worker = Worker("headrace-under-test", Poster(), cheapest_first=True)
+    go_on, begun = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def hold() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    worker.submit(hold, lambda *_: None)
+    begun.wait(20)
+    for number, cost in enumerate([9.0, 1.0, 5.0, 1.0]):
+        worker.submit(lambda number=number: ran.append(number), lambda *_: None, cost=cost)
+    go_on.set()
+    worker.close()
+    assert ran == [1, 3, 2, 0]
