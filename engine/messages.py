@@ -13,6 +13,7 @@ Message: TypeAlias = Mapping[str, Any]
 """`role` and `content`, both str; in chats with tools also `tool_calls` of an assistant, as
 `{"id", "type": "function", "function": {"name", "arguments": a mapping}}`, and `tool_call_id` of a tool."""
 
+_MAX_DEPTH = 100  # of JSON data in a message: well below where Python itself stops
 _TEXTS = ("role", "content", "tool_call_id", "reasoning_content")
 
 
@@ -44,7 +45,7 @@ def _checked(message: object, place: str) -> dict[str, Any]:
         field = f"{place}.tool_calls"
         if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
             raise InvalidParams(f"{field}: must be a list of calls of functions with arguments", field=field)
-        checked["tool_calls"] = map_strings(calls, lambda text: check_text(text, field))
+        checked["tool_calls"] = map_strings(calls, lambda text: check_text(text, field), field)
     return checked
 
 
@@ -74,12 +75,21 @@ def check_text(text: object, field: str) -> str:
     return text
 
 
-def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of plain JSON data with every string in it changed, keys too."""
+def map_strings(value: Any, change: Callable[[str], str], field: str = "messages", depth: int = _MAX_DEPTH) -> Any:
+    """A copy of plain JSON data with every string in it changed, keys too.
+
+    Raises:
+        InvalidParams: It nests deeper than `depth`; names `field`.
+    """
     if isinstance(value, str):
         return change(value)
+    if depth == 0:
+        raise InvalidParams(f"{field}: nests deeper than {_MAX_DEPTH}", field=field, limit=_MAX_DEPTH)
     if isinstance(value, Mapping):
-        return {map_strings(key, change): map_strings(part, change) for key, part in value.items()}
+        return {
+            map_strings(key, change, field, depth - 1): map_strings(part, change, field, depth - 1)
+            for key, part in value.items()
+        }
     if isinstance(value, Sequence):
-        return [map_strings(part, change) for part in value]
+        return [map_strings(part, change, field, depth - 1) for part in value]
     return value

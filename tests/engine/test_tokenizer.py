@@ -220,6 +220,24 @@ def test_malformed_chats_name_the_field(messages: Any, field: str) -> None:
     assert field in str(caught.value)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [150, 480, 5000])
+def test_data_that_nests_too_deep_is_refused(depth: int) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": nested(depth)}}
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+    with pytest.raises(InvalidParams, match="nests deeper") as caught:
+        smollm2().encode_chat([*chat, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert caught.value.field == "messages[1].tool_calls"
+    with pytest.raises(InvalidParams, match="nests deeper"):
+        smollm2().encode_chat(chat, [nested(depth)])
+
+
 def test_a_model_without_a_template_says_so() -> None:
     with pytest.raises(InvalidParams, match="no chat template"):
         pieces().encode_chat([{"role": "user", "content": "hello"}])
