@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import anyio
 import orjson
+from anyio.to_thread import run_sync
 from starlette.types import Receive, Scope
 
 from headrace.server.errors import ApiError
@@ -14,6 +16,7 @@ from headrace.server.settings import ServerSettings
 __all__ = ["ClientGone", "read_json"]
 
 _CLOSE = {"connection": "close"}
+_LONG = 2**18  # bytes that take some milliseconds: more are not read on the event loop
 _MAX_PARTS = 20_000  # of a body: each costs a turn of the event loop
 
 
@@ -46,14 +49,31 @@ async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) ->
     except TimeoutError:
         seconds = f"the body did not arrive within {settings.body_timeout:g} seconds"
         raise ApiError(408, "request_timeout", seconds, headers=_CLOSE) from None
+    if len(body) > _LONG:
+        return await run_sync(_parse_long, body, settings.max_nesting)
+    return _parse(body, settings.max_nesting)
+
+
+def _parse_long(body: bytes, max_nesting: int) -> dict[str, Any]:
+    """As `_parse`, without the garbage collector, which would go over a million new objects again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _parse(body, max_nesting)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _parse(body: bytes, max_nesting: int) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, "invalid_type", "the body must be a JSON object")
-    if _nests_deeper(value, settings.max_nesting):
-        raise ApiError(400, "invalid_json", f"the body nests deeper than {settings.max_nesting}")
+    if _nests_deeper(value, max_nesting):
+        raise ApiError(400, "invalid_json", f"the body nests deeper than {max_nesting}")
     return value
 
 

@@ -24,9 +24,10 @@ from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 from headrace.server.protocol.forced import checked
 
-__all__ = ["ChatFields", "ChatMessage", "Offered", "joined_parts", "parts_schema"]
+__all__ = ["ChatFields", "ChatMessage", "Messages", "Offered", "joined_parts", "parts_schema"]
 
 _MAX_MESSAGES = 10_000
+_MAX_TOOLS = 1_000
 Result = TypeVar("Result")
 
 
@@ -124,12 +125,15 @@ def _call(call: ToolCallFields, param: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+Messages = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatFields(RequestFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=_MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Bool | None = None
     logprobs: Bool | None = None

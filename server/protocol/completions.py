@@ -19,6 +19,7 @@ from headrace.server.protocol.logprobs import Aligned, Placed, completion_logpro
 __all__ = ["CompletionAnswer", "CompletionFields", "Echo", "prompts_of"]
 
 _DEFAULT_TOKENS = 16  # OpenAI's
+_NO_IDS = frozenset({str, list, dict, type(None)})  # types that are malformed; the engine names the place of others
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _LISTS = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS)]
@@ -68,7 +69,7 @@ def prompts_of(value: Any, most: int) -> list[str | list[int]]:
             raise _malformed(param)
         if not prompt:
             raise ApiError(400, "empty_prompt", f"{param}: is empty", param=param)
-        if isinstance(prompt, list) and any(isinstance(part, str | list | dict) or part is None for part in prompt):
+        if isinstance(prompt, list) and not _NO_IDS.isdisjoint(map(type, prompt)):
             raise _malformed(param)
     return prompts
 

@@ -186,7 +186,8 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
 
     def make_answer(ids: list[list[int]]) -> Answer:
         echoes: list[Echo] = []
-        if fields.echo:
+        most = service.engine.info.max_context  # longer prompts are refused without their text
+        if fields.echo and max(map(len, ids)) < most:
             detokenize = service.engine.detokenize
             for prompt, tokens in zip(prompts, ids, strict=True):
                 text = prompt if isinstance(prompt, str) else detokenize(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import anyio
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 from headrace.engine import InvalidParams, Prompt
 from headrace.server.body import read_json
 from headrace.server.errors import ApiError, as_api_error, shape_error
-from headrace.server.protocol.chat import ChatMessage
+from headrace.server.gate import CALLER
+from headrace.server.protocol.chat import Messages
 from headrace.server.service import Service
 
 __all__ = ["DetokenizeFields", "TokenizeFields", "detokenize", "tokenize"]
@@ -24,7 +26,7 @@ class TokenizeFields(BaseModel):
 
     model: Annotated[str, Field(strict=True)] | None = None
     prompt: Annotated[str, Field(strict=True)] | None = None
-    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1)] | None = None
+    messages: Messages | None = None
 
 
 class DetokenizeFields(BaseModel):
@@ -33,7 +35,7 @@ class DetokenizeFields(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     model: Annotated[str, Field(strict=True)] | None = None
-    tokens: list[Annotated[int, Field(strict=True)]]
+    tokens: Annotated[list[Annotated[int, Field(strict=True)]], Field(fail_fast=True)]
 
 
 async def tokenize(request: Request) -> Response:
@@ -47,7 +49,14 @@ async def tokenize(request: Request) -> Response:
         prompt = [message.for_template(place) for place, message in enumerate(fields.messages)]
     else:
         prompt = fields.prompt or ""
-    ids = await service.engine.tokenize(prompt)
+    permit = service.limits.admit(request.scope[CALLER], 1)
+    try:
+        with anyio.fail_after(service.settings.request_timeout):
+            ids = await service.engine.tokenize(prompt)
+    except TimeoutError:
+        raise ApiError(503, "deadline_exceeded", "the request took longer than it may") from None
+    finally:
+        permit.end()
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids})
 
 
@@ -55,6 +64,10 @@ async def detokenize(request: Request) -> Response:
     """Text of token ids."""
     service: Service = request.app.state.service
     fields = await _fields(request, DetokenizeFields)
+    most = service.engine.info.max_context
+    if len(fields.tokens) > most:
+        message = f"tokens: {len(fields.tokens)} ids are more than the context of {most}"
+        raise ApiError(400, "context_length_exceeded", message, param="tokens")
     try:
         return JSONResponse({"prompt": service.engine.detokenize(fields.tokens)})
     except InvalidParams as error:

@@ -362,6 +362,37 @@ def test_16_a_word_of_two_megabytes(server: Serving) -> None:
         check_error(long.result(), 400, "context_length_exceeded")
 
 
+BIG = {
+    "empty lists": ("/v1/completions", {"prompt": [[]] * 900_000}),
+    "detokenize texts": ("/detokenize", {"tokens": [""] * 900_000}),
+    "detokenize ids": ("/detokenize", {"tokens": [1] * 1_500_000}),
+    "tokenize messages": ("/tokenize", {"messages": [{}] * 900_000}),
+    "tools": (CHAT_PATH, {"messages": MESSAGES, "tools": [1] * 1_500_000}),
+    "echo": ("/v1/completions", {"prompt": [65] * 1_200_000, "echo": True}),
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_16_a_large_body_holds_nobody_up(server: Serving, name: str) -> None:
+    path, body = BIG[name]
+    text = json.dumps({"model": "scripted", **body}, separators=(",", ":")).encode()
+    assert 2_000_000 < len(text) < 4 * 2**20
+    slowest = 0.0
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        long = pool.submit(server.client.post, path, content=text, headers={"content-type": "application/json"})
+        while not long.done():
+            began = time.monotonic()
+            assert server.client.get("/health/live").status_code == 200
+            slowest = max(slowest, time.monotonic() - began)
+    assert check_error(long.result(), 400)["param"] is not None
+    assert slowest < 1.0
+
+
+def test_16_tokenizing_counts_among_the_requests_of_a_key() -> None:
+    with serving(scripted(), ServerSettings(key_limits={"anonymous": KeyLimits(concurrency=0)})) as here:
+        check_error(here.post({"prompt": "a"}, "/tokenize"), 429, "rate_limit_exceeded")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
