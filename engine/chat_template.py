@@ -2,7 +2,9 @@
 
 A template is a program that comes with the model. It runs in Jinja's immutable sandbox, which alone would let it loop
 for hours or build a string of any size: here every turn of a loop and every call looks at the clock, and what would
-grow a string beyond the limit is refused before it is built. `jinja2` is imported with the first template.
+grow a string beyond the limit is refused before it is built. What looks at a text without growing it (`in`, `find`,
+`count`, `striptags`, `urlize`) is bounded by that text's size alone: with texts near the limit it may overrun the time.
+`jinja2` is imported with the first template.
 Next to read: template_sandbox.py, which asks the budget.
 """
 
@@ -19,8 +21,9 @@ __all__ = ["Budget", "ChatTemplate", "TemplateTooCostly"]
 _SECONDS: Final = 2.0
 _MAX_CHARS: Final = 16 * 2**20
 _MAX_BITS: Final = 4096
-_MAX_NUMBER: Final = 10**6  # of an argument: a width, a count
-_WIDE_FORMAT: Final = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5,})|\{[^}]*\d{5,}[^}]*\}")
+_MAX_ITEMS: Final = 10**5  # of a list that is not given but made, as of `range` in Jinja's sandbox
+_MAX_NUMBER: Final = 10**6  # of a width or a count
+_WIDE_FORMAT: Final = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5,})|\{[^}]*\d{5,}[^}]*\}|\{[^{}]*:[^{}]*\{")
 
 
 class TemplateTooCostly(Exception):
@@ -103,10 +106,41 @@ class Budget(threading.local):
             raise TemplateTooCostly(f"the chat template would write more than {self._max_chars} characters")
 
     def check_numbers(self, values: Iterable[object]) -> None:
-        """Refuse large numbers among arguments."""
+        """Refuse large numbers among widths and counts."""
         for value in values:
             if isinstance(value, int) and abs(value) > _MAX_NUMBER:
                 raise TemplateTooCostly(f"the chat template uses a number above {_MAX_NUMBER} as an argument")
+
+    def check_list(self, items: int) -> None:
+        """Refuse a list of so many items if that is too many."""
+        if items > _MAX_ITEMS:
+            raise TemplateTooCostly(f"the chat template would make a list of more than {_MAX_ITEMS} items")
+
+    def check_text_of(self, value: object) -> None:
+        """Refuse a value whose text would be too long; parts that it holds several times count each time."""
+        chars, left = 0, [value]
+        while left:
+            part = left.pop()
+            if isinstance(part, str):
+                chars += len(part)
+            elif isinstance(part, Mapping):
+                chars += 2 * len(part)
+                left += [*part.keys(), *part.values()]
+            elif isinstance(part, list | tuple):
+                chars += len(part)
+                left += part
+            self.check_length(chars)
+            self.check_time()
+
+    def check_replace(self, text: str, old: str, new: str) -> None:
+        """Refuse a replacement that would grow `text` too far."""
+        self.check_length(len(text) + text.count(old) * max(len(new) - len(old), 0))
+
+    def check_format(self, form: str, values: object) -> None:
+        """Refuse a format that is wide, or whose values are too long together."""
+        if _WIDE_FORMAT.search(form.replace("{{", "")):
+            raise TemplateTooCostly("the chat template formats to too wide a text")
+        self.check_text_of([values] * (form.count("%(") + form.count("{")) or values)
 
     def check_operation(self, operator: str, left: Any, right: Any) -> None:
         """Refuse an operation whose result would be too large."""
@@ -114,14 +148,18 @@ class Budget(threading.local):
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > _MAX_BITS:
                 raise TemplateTooCostly("the chat template raises a number to too high a power")
         elif operator == "%":
-            if isinstance(left, str) and _WIDE_FORMAT.search(left):
-                raise TemplateTooCostly("the chat template formats to too wide a text")
+            if isinstance(left, str):
+                self.check_format(left, right)
         elif operator == "+":
             if hasattr(left, "__len__") and hasattr(right, "__len__"):
-                self.check_length(len(left) + len(right))
+                self._check_size(left, len(left) + len(right))
         else:
             for sized, count in ((left, right), (right, left)):
                 if hasattr(sized, "__len__") and isinstance(count, int):
-                    self.check_length(len(sized) * max(count, 0))
+                    self._check_size(sized, len(sized) * max(count, 0))
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MAX_BITS:
                 raise TemplateTooCostly("the chat template multiplies to too high a number")
+
+    def _check_size(self, value: object, size: int) -> None:
+        check = self.check_length if isinstance(value, str | bytes) else self.check_list
+        check(size)

@@ -6,7 +6,7 @@ Imported with the first chat template, since it imports jinja2.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import partial, wraps
 from typing import Any
@@ -20,7 +20,12 @@ from headrace.engine.chat_template import Budget
 
 __all__ = ["Sandbox"]
 
-_WIDE = ("batch", "center", "format", "indent", "slice", "wordwrap")  # filters that could write at any width
+_WIDE = ("batch", "center", "indent", "slice", "wordwrap")  # filters that could write at any width
+_WALKING = (  # filters that go over a list of any length
+    *("batch", "groupby", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr"),
+    *("slice", "sort", "sum", "unique"),
+)
+_WRITING = ("pprint", "string")  # filters that write a value of any size
 
 
 class _Generation(Extension):
@@ -54,13 +59,25 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, budget: Budget) -> None:
         """Set up the filters and functions that transformers gives to chat templates."""
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        extensions = [_Generation, loopcontrols]
+        finalize = partial(_writable, budget=budget)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=finalize)
         self._budget = budget
+        del self.globals["lipsum"]  # which writes any amount
         for name in _WIDE:
             self.filters[name] = _narrow(self.filters[name], budget)
+        for name in _WALKING:
+            self.filters[name] = _walking(self.filters[name], budget)
+        for name in _WRITING:
+            self.filters[name] = _checked(self.filters[name], budget.check_text_of)
+        self.filters["replace"] = partial(_replace, budget=budget)
+        self.filters["join"] = _checked_join(self.filters["join"], budget)
+        self.filters["format"] = _checked(
+            self.filters["format"], lambda form, *args, **named: budget.check_format(str(form), args or named)
+        )
         self.filters["_timed"] = partial(_timed, budget=budget)
         self.filters["_joined"] = partial(_joined, budget=budget)
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"] = _checked(_to_json, lambda value, *_, **__: budget.check_text_of(value))
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
@@ -71,11 +88,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the template's; `range` has a limit of its own."""
+        """Call a function of the template's; what could grow is checked before."""
         budget = __self._budget
         budget.check_time()
-        budget.check_numbers(args if __obj is not __self.globals["range"] else ())
-        budget.check_numbers(kwargs.values())
+        _check_method(__obj, args, kwargs, budget)
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, str):
             budget.check_length(len(result))
@@ -101,7 +117,66 @@ def _timed(items: Iterable[Any], budget: Budget) -> Iterator[Any]:
         yield item
 
 
+def _check_method(called: Any, args: Any, named: Mapping[str, Any], budget: Budget) -> None:
+    """Refuse a method of a text or a number, which alone take widths, where its result would be too large."""
+    owner = getattr(called, "__self__", None)
+    if not isinstance(owner, str | bytes | int):
+        return
+    budget.check_numbers((*args, *named.values()))
+    if isinstance(owner, str) and called.__name__ == "replace" and len(args) >= 2:
+        budget.check_replace(owner, str(args[0]), str(args[1]))
+    elif isinstance(owner, str) and called.__name__ == "join" and args and isinstance(args[0], list | tuple):
+        budget.check_text_of(args[0])
+        budget.check_length(len(owner) * len(args[0]))
+
+
+def _writable(value: Any, budget: Budget) -> Any:
+    if not isinstance(value, str):
+        budget.check_text_of(value)
+    return value
+
+
+def _replace(value: Any, old: Any, new: Any, count: int | None = None, *, budget: Budget) -> str:
+    text = str(value)
+    budget.check_replace(text, str(old), str(new))
+    return text.replace(str(old), str(new), -1 if count is None else count)
+
+
+def _checked(function: Any, check: Callable[..., None]) -> Any:
+    """`function`, refused where `check` of its arguments raises."""
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _checked_join(function: Any, budget: Budget) -> Any:
+    @wraps(function)
+    def join(context: Any, value: Any, d: str = "", attribute: Any = None) -> Any:
+        items = list(value)
+        budget.check_text_of(items)
+        budget.check_length(len(str(d)) * len(items))
+        return function(context, items, d, attribute)
+
+    return _walking(join, budget)
+
+
+def _walking(function: Any, budget: Budget) -> Any:
+    """`function`, which looks at the clock at every item of the lists it goes over."""
+
+    @wraps(function)
+    def walking(*args: Any, **kwargs: Any) -> Any:
+        timed = (_timed(each, budget) if isinstance(each, list | tuple | range | Iterator) else each for each in args)
+        return function(*timed, **kwargs)
+
+    return walking
+
+
 def _joined(values: list[Any], budget: Budget) -> str:
+    budget.check_text_of(values)
     texts = list(map(str, values))
     budget.check_time()
     budget.check_length(sum(map(len, texts)))
@@ -109,14 +184,11 @@ def _joined(values: list[Any], budget: Budget) -> str:
 
 
 def _narrow(function: Any, budget: Budget) -> Any:
-    """`function`, refused where a number among its arguments or in a format is large."""
+    """`function`, refused where a number among its arguments is large; its value may be any."""
 
     @wraps(function)
     def narrow(*args: Any, **kwargs: Any) -> Any:
-        budget.check_numbers((*args, *kwargs.values()))
-        for value in args:
-            if isinstance(value, str):
-                budget.check_operation("%", value, None)
+        budget.check_numbers((*args[1:], *kwargs.values()))
         return function(*args, **kwargs)
 
     return narrow

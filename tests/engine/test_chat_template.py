@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 
 from headrace.engine.chat_template import ChatTemplate, TemplateTooCostly
 
@@ -67,11 +68,30 @@ def test_it_writes_what_transformers_writes(source: str, tools: Any) -> None:
         "{% set ns = namespace(s='aaaa') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
         "{% set ns = namespace(s='aaaa') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(999) %}xxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
+        "{{ ('a'*20000).replace('a', 'b'*20000) | length }}",
+        "{{ ('a'*20000) | replace('a', 'b'*20000) | length }}",
+        "{{ (['a'*100000]*400) | join | length }}",
+        "{{ ''.join(['a'*100000]*400) | length }}",
+        "{{ [1, 2] | join('a'*100000) | length }}",
+        "{{ DOUBLING | tojson | length }}",
+        "{{ DOUBLING | string | length }}",
+        "{{ DOUBLING }}",
+        "{{ '%s' % DOUBLING }}",
+        "{{ '%s%s' | format('a'*99999, 'a'*99999) | length }}",
+        "{{ '{:{}}'.format('a', 10**9) }}",
+        "{{ ([range(99999)]*90000) | map('list') | map('length') | list | length }}",
+        "{{ [1]*10**6 }}",
+        "{{ ([3, 1, 2]*3000000) | sort | length }}",
+        "{{ lipsum(10**6) }}",
     ],
 )
 def test_no_template_passes_its_limits(source: str) -> None:
+    doubling = (
+        "{% set ns = namespace(x=['aaaaaaaa']) %}{% for i in range(22) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    )
+    source = source if "DOUBLING" not in source else doubling + source.replace("DOUBLING", "ns.x")
     began = time.monotonic()
-    with pytest.raises(TemplateTooCostly):
+    with pytest.raises(UndefinedError if "lipsum" in source else TemplateTooCostly):
         ChatTemplate(source, seconds=0.3, max_chars=100_000).render(CHAT)
     assert time.monotonic() - began < 1.0
 
@@ -92,3 +112,20 @@ def test_the_sandbox_holds(source: str) -> None:
 
     with pytest.raises((TemplateError, TypeError)):
         ChatTemplate(source).render(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% macro show(x) %}<{{ x }}>{% endmacro %}{{ show(12345678) }}", "<12345678>"),
+        ("{{ 12345678 | center(10) }}", " 12345678 "),
+        ("{{ dict(a=12345678) | tojson }}", '{"a": 12345678}'),
+        ("{{ '{}'.format(12345678) }}", "12345678"),
+        ("{{ '%d' | format(12345678) }}", "12345678"),
+        ("{{ '{{\"id\": {}}}'.format(7) }}", '{"id": 7}'),
+        ("{{ 'use %20000d' | indent(2) }}", "use %20000d"),
+        ("{{ '{\"id\": 123456}' | indent(2) }}", '{"id": 123456}'),
+    ],
+)
+def test_large_numbers_are_values_like_others(source: str, expected: str) -> None:
+    assert ChatTemplate("{% raw %}{% endraw %}" + source).render(CHAT) == expected
