@@ -25,7 +25,7 @@ _THREADS: Final = 2
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
-_STATES: Final = 50_000  # of one or two kB each, in one row's lexer
+_STATES: Final = 50_000  # of some 60 bytes each, in a lexer that rows of one format share
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
 _JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -33,30 +33,48 @@ Done = Callable[["CompiledGrammar | None", BaseException | None], None]
 
 
 class CompiledGrammar:
-    """A grammar that any number of rows may begin; never changed."""
+    """A grammar that any number of rows may begin, in one thread."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        """Keep `matcher`, which has consumed nothing, to be copied."""
+    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher) -> None:
+        """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one."""
+        self._fresh = fresh
         self._matcher = matcher
+        self._spent = False
 
     def begin(self, tokens: Sequence[int]) -> _Matcher:
-        """The state after `tokens`; in any one thread at a time."""
-        matcher = self._matcher.deep_copy()
-        matcher.consume_tokens(list(tokens))
-        return _Matcher(matcher)
+        """The state after `tokens`."""
+        if self._spent:
+            self._matcher, self._spent = self._fresh(), False
+        return _Matcher(self, self._matcher.deep_copy(), tokens)
+
+    def alone(self) -> LLMatcher:
+        """A matcher for the one row that found no room left in what all copies share: the states of their lexer."""
+        self._spent = True
+        return self._fresh()
 
 
 class _Matcher:
     """Where one row stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, grammar: CompiledGrammar, matcher: LLMatcher, tokens: Sequence[int]) -> None:
+        self._grammar: CompiledGrammar | None = grammar
         self._matcher = matcher
+        self._tokens = list(tokens)
+        matcher.consume_tokens(self._tokens)
 
     def advance(self, token: int) -> None:
+        self._tokens.append(token)
         self._matcher.consume_token(token)
 
     def allowed(self) -> bytes:
-        return b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+        mask = self._matcher.compute_bitmask()
+        if not self._matcher.is_error():  # asked now: finding the mask may be what fails
+            return mask
+        if self._grammar is None:
+            return b""
+        self._matcher, self._grammar = self._grammar.alone(), None
+        self._matcher.consume_tokens(self._tokens)
+        return self.allowed()
 
 
 class Grammars:
@@ -131,15 +149,10 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
-        source: str
+        tokens = self._tokens(opened)
         try:
-            if wanted.kind in ("json_schema", "json_object"):
-                source = LLMatcher.grammar_from_json_schema(wanted.source, overrides=_JSON)
-            elif wanted.kind == "lark":
-                source = LLMatcher.grammar_from_lark(wanted.source)
-            else:
-                source = LLMatcher.grammar_from_regex(wanted.source)
-            matcher = LLMatcher(self._tokens(opened), source, log_level=0, limits=limits)
+            source = _source(wanted)
+            matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
         except ValueError as error:
             raise _rejected(str(error), wanted) from None
         matcher.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
@@ -148,10 +161,10 @@ class Grammars:
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _rejected(matcher.get_error().partition("\n")[0], wanted)
-        matcher.reset()
         if time.monotonic() > deadline:
             raise _rejected(f"it takes longer than {_SECONDS:g} s to compile", wanted, _SECONDS)
-        return CompiledGrammar(matcher)
+        matcher.reset()
+        return CompiledGrammar(lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher)
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
         if self._ll_tokenizer is None:
@@ -201,6 +214,21 @@ class _Vocabulary:
             ids.append(self._ids[text[start:end]])
             start = end
         return ids
+
+
+def _source(wanted: ResponseFormat) -> str:
+    """The grammar as llguidance reads it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    from llguidance import LLMatcher
+
+    if wanted.kind in ("json_schema", "json_object"):
+        return LLMatcher.grammar_from_json_schema(wanted.source, overrides=_JSON)
+    if wanted.kind == "lark":
+        return LLMatcher.grammar_from_lark(wanted.source)
+    return LLMatcher.grammar_from_regex(wanted.source)
 
 
 def _end_ids(opened: Opened) -> list[int]:

@@ -156,24 +156,33 @@ class Pieces(ByteTokenizer):
         return [254, *(" " + text).encode()] if text else [254]
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Pieces()], ids=["bytes", "pieces"])
-def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -> None:
-    """Whatever the vocabulary, as its detokenizer shows the tokens; the logits are wider than it is."""
+def compiled(wanted: ResponseFormat, tokenizer: ByteTokenizer) -> grammars.CompiledGrammar:
     runner: Any = None
     names = [field.name for field in dataclasses.fields(EngineInfo)]
     info = EngineInfo(**dict.fromkeys(names, 0) | {"vocab_size": 310})
     opened = Opened(runner, tokenizer, CAPACITY, info)
     compiler = grammars.Grammars(lambda call: None)  # type: ignore[arg-type]
+    grammar = compiler._compile(wanted, opened, lambda: True, math.inf)
+    assert grammar is not None
+    return grammar
+
+
+def ids_of(mask: bytes) -> list[int]:
+    return [token for token in range(len(mask) * 8) if mask[token // 8] >> token % 8 & 1]
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Pieces()], ids=["bytes", "pieces"])
+def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -> None:
+    """Whatever the vocabulary, as its detokenizer shows the tokens; the logits are wider than it is."""
     chance = random.Random(1)
     for seed in range(60):
         schema = random_schema(seed)
-        grammar = compiler._compile(ResponseFormat.json_schema(schema), opened, lambda: True, math.inf)
-        assert grammar is not None
+        grammar = compiled(ResponseFormat.json_schema(schema), tokenizer)
         state, ids = grammar.begin([]), list[int]()
         while not ids or ids[-1] != END:
             mask = state.allowed()
             assert len(mask) % 4 == 0
-            allowed = [token for token in range(310) if mask[token // 8] >> token % 8 & 1]
+            allowed = ids_of(mask)
             ids.append(END if END in allowed and chance.random() < 0.3 else chance.choice(allowed))
             state.advance(ids[-1])
             assert len(ids) < 3000
@@ -181,6 +190,33 @@ def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -
         jsonschema.validate(json.loads("".join([*map(detokenizer.feed, ids), detokenizer.flush()])), schema)
         resumed = grammar.begin(ids[:-1])
         assert resumed.allowed()[END // 8] >> END % 8 & 1
+
+
+def test_a_row_that_needs_too_many_states_fails_alone_and_its_format_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_STATES", 2000)
+    grammar = compiled(ResponseFormat.regex("(?s:.*)a(?s:.{30})c(?s:.{5})d"), ByteTokenizer())
+    chance = random.Random(1)
+    text = b"zzza" + b"z" * 30 + b"czzzzzd"
+
+    def walk() -> int:
+        state, taken = grammar.begin([]), 0
+        while mask := state.allowed():
+            assert ids_of(mask) != [END], "it ended where it ran out"
+            state.advance(chance.choice([97, 98, 99]))  # each place where an `a` may stand doubles the states
+            taken += 1
+            assert taken < 10_000
+        return taken
+
+    other = grammar.begin([])
+    for byte in text[:10]:
+        assert byte in ids_of(other.allowed())
+        other.advance(byte)
+    first = walk()
+    for byte in text[10:]:
+        assert byte in ids_of(other.allowed()), "a row beside it that needs few"
+        other.advance(byte)
+    assert END in ids_of(other.allowed())
+    assert min(walk(), walk()) > first / 3, "later requests of the same format"
 
 
 # -- formats that are refused -----------------------------------------------------------------------------------------
