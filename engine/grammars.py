@@ -187,6 +187,7 @@ class _Vocabulary:
         self.eos_token_id = _end_ids(opened)[0]
         special = tokenizer.table.special_ids.union(tokenizer.eos_ids)
         self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece or token in special]
+        self._special = frozenset(self.special_token_ids)
         self.tokens = [piece or b"<none %d>" % token for token, piece in enumerate(pieces)]
         self._tokenizer = tokenizer
         self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in special}
@@ -201,7 +202,9 @@ class _Vocabulary:
             return self._longest_first(text)
         ids = [token for token in ids if token not in frame]
         same = b"".join(self.tokens[token] for token in ids if token < len(self.tokens)) == text
-        return ids if same else self._longest_first(text)  # many put a space before a text
+        if not same or self._special.intersection(ids):  # many put a space before a text; it may spell a control token
+            return self._longest_first(text)
+        return ids
 
     def _longest_first(self, text: bytes) -> list[int]:
         ids = []

@@ -92,7 +92,7 @@ SIMPLE = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-TEXTS = ["yes", "no (not now)", "C++ & C#", "a|b", "wo?", "[x]\n", "\U0001f642 \u00e9", "-", "a^b$"]
+TEXTS = ["<end>", "an <end>", "yes", "no (not now)", "C++ & C#", "a|b", "wo?", "[x]\n", "\U0001f642 \u00e9", "-", "a^b$"]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,9 @@ TEXTS = ["yes", "no (not now)", "C++ & C#", "a|b", "wo?", "[x]\n", "\U0001f642 \
         ({"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": SIMPLE}}, json.loads),
         ({"type": "choice", "choice": ["one"]}, "one".__eq__),
+        ({"type": "choice", "choice": ["an <end>"]}, "an <end>".__eq__),
     ],
-    ids=["regex", "choice", "lark", "object", "openai object", "openai schema", "one"],
+    ids=["regex", "choice", "lark", "object", "openai object", "openai schema", "one", "spells a control token"],
 )
 def test_every_kind_of_format_is_kept(folder: Path, wanted: Any, check: Callable[[str], object]) -> None:
     found = run(folder, [hot(wanted, seed, n=2) for seed in range(10)])
