@@ -285,6 +285,11 @@ def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(folder: Path, n
         lambda: ResponseFormat.choice([]),
         lambda: ResponseFormat.choice(["a", ""]),
         lambda: ResponseFormat.choice("abc"),
+        lambda: ResponseFormat.choice(5),  # type: ignore[arg-type]
+        lambda: ResponseFormat.choice(["\ud800"]),
+        lambda: ResponseFormat.json_schema({"const": "\udfff"}),
+        lambda: SamplingParams(response_format={"type": "choice", "choice": 5}),
+        lambda: SamplingParams(response_format={"type": "regex", "regex": "\ud800"}),
         lambda: SamplingParams(response_format={"type": "yaml"}),
         lambda: SamplingParams(response_format={"type": "json_schema"}),
         lambda: SamplingParams(response_format={"type": "json_schema", "json_schema": {}}),
