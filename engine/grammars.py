@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.errors import GrammarRejected, InvalidParams
 from headrace.engine.opened import Opened
+from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.threads import Poster, Worker
 
@@ -26,6 +27,7 @@ _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
 _STATES: Final = 50_000  # of some 60 bytes each, in a lexer that rows of one format share
+_MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
 _JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -240,4 +242,5 @@ def _end_ids(opened: Opened) -> list[int]:
 
 
 def _rejected(what: str, wanted: ResponseFormat, limit: object = None) -> GrammarRejected:
-    return GrammarRejected(f"response_format: {what}", field="response_format", value=wanted, limit=limit)
+    message = f"response_format: {what[:_MESSAGE]}, got {shown(wanted.source)}"
+    return GrammarRejected(message, field="response_format", value=wanted, limit=limit)

@@ -263,6 +263,8 @@ HOSTILE: dict[str, Callable[[], ResponseFormat]] = {
     "open bracket": lambda: ResponseFormat.regex("("),
     "no start": lambda: ResponseFormat.lark('other: "a"'),
     "no grammar": lambda: ResponseFormat.lark("start: ("),
+    "long pattern": lambda: ResponseFormat.regex("(" + "a" * 60_000),
+    "long rule": lambda: ResponseFormat.lark("start: " + "a" * 60_000),
 }
 
 
@@ -277,12 +279,13 @@ def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(folder: Path, n
                 seen.extend([token.id async for token in plain])
 
             tasks.start_soon(read)
+            wanted = HOSTILE[name]()
             begin = time.perf_counter()
             with pytest.raises(GrammarRejected) as caught:
-                await engine.generate([65], hot(HOSTILE[name]()))
+                await engine.generate([65], hot(wanted))
             assert time.perf_counter() - begin < 8
             assert caught.value.field == "response_format" and str(caught.value).startswith("response_format: ")
-            assert len(str(caught.value)) < 1000
+            assert len(str(caught.value)) < 500 and repr(wanted.source)[:70] in str(caught.value)
             good = await engine.generate([65], hot(ResponseFormat.choice(["a"])))
             assert good.choices[0].text == "a"
         assert len(seen) == 150
