@@ -6,6 +6,7 @@ error; docs/sampling.md says how it was chosen.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ _MESSAGE: Final = 300  # characters of what llguidance says, which may quote the
 _JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 Done = Callable[["CompiledGrammar | None", BaseException | None], None]
+_Waiting = tuple[Callable[[], bool], Done]
 
 
 class CompiledGrammar:
@@ -85,11 +87,14 @@ class Grammars:
     def __init__(self, post: Poster) -> None:
         """Compile nothing yet; `post` brings results to the event loop."""
         self._post = post
-        self._workers: list[Worker] = []
+        self._worker: Worker | None = None
         self._queued = 0
-        self._turn = 0
         self._closed = False
+        self._lock = threading.Lock()
+        self._in_flight: dict[ResponseFormat, list[_Waiting]] = {}
+        """Who waits for what is queued or being compiled; under the lock."""
         self._kept: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
+        self._tokens_lock = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
 
     def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
@@ -114,37 +119,53 @@ class Grammars:
         if self._queued >= _QUEUED:
             done(None, _rejected(f"{_QUEUED} others wait to be compiled", wanted, _QUEUED))
             return
-        deadline = time.monotonic() + _SECONDS
         self._queued += 1
-
-        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
-            self._queued -= 1
-            if grammar is not None:
-                self._kept[wanted] = grammar
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-            done(grammar, error)
-
-        self._worker().submit(lambda: self._compile(wanted, opened, still_wanted, deadline), compiled)
+        with self._lock:
+            waiting = self._in_flight.setdefault(wanted, [])
+            waiting.append((still_wanted, done))
+            if len(waiting) > 1:
+                return
+        self._submit(wanted, opened, waiting)
 
     def close(self) -> None:
         """Drop what waits and join the threads."""
         self._closed = True
-        for worker in self._workers:
-            worker.close()
+        if self._worker is not None:
+            self._worker.close()
 
-    def _worker(self) -> Worker:
-        self._turn += 1
-        if len(self._workers) < _THREADS:
-            self._workers.append(Worker("headrace-grammar", self._post))
-        return self._workers[self._turn % len(self._workers)]
+    def _submit(self, wanted: ResponseFormat, opened: Opened, waiting: list[_Waiting]) -> None:
+        deadline = time.monotonic() + _SECONDS
 
-    # -- in a worker's thread -----------------------------------------------------------------------------------------
+        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
+            with self._lock:
+                if self._in_flight.get(wanted) is waiting:
+                    del self._in_flight[wanted]
+            self._queued -= len(waiting)
+            if grammar is not None:
+                self._kept[wanted] = grammar
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            for _, done in waiting:
+                done(grammar, error)
+
+        if self._worker is None:
+            self._worker = Worker("headrace-grammar", self._post, _THREADS)
+        self._worker.submit(lambda: self._compile(wanted, opened, lambda: self._claim(wanted), deadline), compiled)
+
+    # -- in the worker's threads ----------------------------------------------------------------------------------------
+
+    def _claim(self, wanted: ResponseFormat) -> bool:
+        """Whether anybody still wants this; if not, whoever asks from now on begins anew."""
+        with self._lock:
+            if not self._closed and any(still_wanted() for still_wanted, _ in self._in_flight[wanted]):
+                return True
+            del self._in_flight[wanted]
+            return False
 
     def _compile(
         self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], deadline: float
     ) -> CompiledGrammar | None:
-        if self._closed or not still_wanted():
+        if not still_wanted():
             return None
         if time.monotonic() > deadline:
             raise _rejected(f"it waited {_SECONDS:g} s for others to be compiled", wanted, _SECONDS)
@@ -169,12 +190,13 @@ class Grammars:
         return CompiledGrammar(lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher)
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
-        if self._ll_tokenizer is None:
-            from llguidance import LLTokenizer, TokenizerWrapper
+        with self._tokens_lock:
+            if self._ll_tokenizer is None:
+                from llguidance import LLTokenizer, TokenizerWrapper
 
-            vocabulary = _Vocabulary(opened)
-            self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
-        return self._ll_tokenizer
+                vocabulary = _Vocabulary(opened)
+                self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
+            return self._ll_tokenizer
 
 
 class _Vocabulary:

@@ -91,21 +91,23 @@ class TaskWatch:
 
 
 class Worker:
-    """One thread that runs blocking calls in order and hands their results to the event loop."""
+    """One thread or more that take blocking calls in order and hand their results to the event loop."""
 
-    def __init__(self, name: str, post: Poster) -> None:
-        """Start the thread.
+    def __init__(self, name: str, post: Poster, threads: int = 1) -> None:
+        """Start the threads.
 
         Args:
-            name: Name of the thread, for debuggers.
+            name: Name of the threads, for debuggers.
             post: How results get back.
+            threads: How many calls may run at a time.
         """
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None] = (
             queue.SimpleQueue()
         )
         self._post = post
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
         """Queue `call` at once; `done(result, error)` then runs on the event loop."""
@@ -135,9 +137,11 @@ class Worker:
         return result  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Finish what is queued and join the thread."""
-        self._calls.put(None)
-        self._thread.join()
+        """Finish what is queued and join the threads."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -463,6 +464,44 @@ def test_a_format_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch
         async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
             for seed in range(3):
                 await engine.generate([65], hot(ResponseFormat.regex("[ab]{3}"), seed))
+            together = [hot(ResponseFormat.regex("[ab]{4}"), seed) for seed in range(9)]
+            assert len(await engine.generate_many([[65]] * 9, together)) == 9
 
     anyio.run(ask)
-    assert len(calls) == 1
+    assert len(calls) == 2
+
+
+def test_one_slow_format_holds_up_one_thread_and_the_vocabulary_is_read_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    slow, go_on = ResponseFormat.regex("slow"), threading.Event()
+    compile_one, vocabulary = grammars.Grammars._compile, grammars._Vocabulary
+
+    def compile_slowly(self: grammars.Grammars, wanted: ResponseFormat, *args: Any) -> object:
+        if wanted == slow:
+            assert go_on.wait(20)
+        return compile_one(self, wanted, *args)
+
+    def read_slowly(opened: Opened) -> object:
+        read.append(opened)
+        time.sleep(0.05)
+        return vocabulary(opened)
+
+    monkeypatch.setattr(grammars.Grammars, "_compile", compile_slowly)
+    monkeypatch.setattr(grammars, "_Vocabulary", read_slowly)
+
+    async def ask() -> None:
+        async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            first = [engine.stream([65], hot(ResponseFormat.choice([text]))) for text in "ab"]
+            for stream in first:
+                await stream.admitted()
+            held = engine.stream([65], hot(slow))
+            with anyio.fail_after(10):
+                for text in "cdef":
+                    await engine.generate([65], hot(ResponseFormat.choice([text])))
+            go_on.set()
+            await held.admitted()
+
+    anyio.run(ask)
+    assert len(read) == 1
