@@ -6,6 +6,7 @@ error; docs/sampling.md says how it was chosen.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
@@ -30,7 +31,13 @@ _KEPT: Final = 64
 _STATES: Final = 50_000  # of some 60 bytes each, in a lexer that rows of one format share
 _MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
-_JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
+_JSON: Final[Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 
 Done = Callable[["CompiledGrammar | None", BaseException | None], None]
 _Waiting = tuple[Callable[[], bool], Done]
@@ -176,7 +183,7 @@ class Grammars:
         try:
             source = _source(wanted)
             matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _rejected(str(error), wanted) from None
         matcher.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
         if forced := matcher.compute_ff_tokens():
@@ -252,6 +259,9 @@ def _source(wanted: ResponseFormat) -> str:
     from llguidance import LLMatcher
 
     if wanted.kind in ("json_schema", "json_object"):
+        schema = json.loads(wanted.source)
+        if isinstance(schema, dict) and "x-guidance" in schema:  # llguidance reads it here alone
+            raise ValueError("x-guidance, which would change how the schema is kept, is not supported")
         return LLMatcher.grammar_from_json_schema(wanted.source, overrides=_JSON)
     if wanted.kind == "lark":
         return LLMatcher.grammar_from_lark(wanted.source)

@@ -240,6 +240,27 @@ def test_a_row_that_needs_too_many_states_fails_alone_and_its_format_lives_on(mo
     assert min(walk(), walk()) > first / 3, "later requests of the same format"
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "admitted"),
+    [
+        ({"additionalProperties": {"type": "string"}}, '{"a": 1, "\\u0061": "x"}', False),
+        ({"additionalProperties": {"type": "string"}}, '{"a": 1, "b\\u000ac": "x"}', False),
+        ({"additionalProperties": {"type": "string"}}, '{"a": 1, "b\\nc": 2}', True),
+        ({"additionalProperties": {"type": "string"}}, '{"a": 1, "d\\n\\"\\\\": "x"}', True),
+        ({"additionalProperties": {"type": "number", "minimum": -9, "maximum": 9e9}}, '{"a": 1, "d": 1e999}', False),
+    ],
+)
+def test_what_json_is_admitted(schema: dict[str, Any], text: str, admitted: bool) -> None:
+    properties = {"a": {"type": "integer"}, "b\nc": {"type": "integer"}}
+    wanted = ResponseFormat.json_schema({"type": "object", "properties": properties} | schema)
+    state = compiled(wanted, ByteTokenizer()).begin([])
+    fits = True
+    for token in [*text.encode(), END]:
+        fits = fits and token in ids_of(state.allowed())
+        state.advance(token)
+    assert fits == admitted
+
+
 # -- formats that are refused -----------------------------------------------------------------------------------------
 
 
@@ -261,6 +282,11 @@ HOSTILE: dict[str, Callable[[], ResponseFormat]] = {
     "unknown type": lambda: ResponseFormat.json_schema({"type": "strin"}),
     "unsatisfiable": lambda: ResponseFormat.json_schema({"type": "integer", "minimum": 5, "maximum": 3}),
     "not supported": lambda: ResponseFormat.json_schema({"not": {"type": "string"}}),
+    "told to be lenient": lambda: ResponseFormat.json_schema(
+        {"enum": [1], "not": {"const": 1}, "x-guidance": {"lenient": True}}
+    ),
+    "no object": lambda: ResponseFormat(kind="json_schema", source="5"),
+    "deeper": lambda: ResponseFormat(kind="json_schema", source="[" * 60_000),
     "open bracket": lambda: ResponseFormat.regex("("),
     "no start": lambda: ResponseFormat.lark('other: "a"'),
     "no grammar": lambda: ResponseFormat.lark("start: ("),
