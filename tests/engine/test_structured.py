@@ -398,6 +398,11 @@ def slow_schema(seed: int) -> ResponseFormat:
     return ResponseFormat.json_schema(many_properties(2000) | {"description": str(seed)})
 
 
+def slow_but_good() -> ResponseFormat:
+    """Takes some 0.1 s to compile."""
+    return ResponseFormat.json_schema(many_properties(500) | {"additionalProperties": False})
+
+
 def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: Backend
 ) -> None:
@@ -531,3 +536,18 @@ def test_one_slow_format_holds_up_one_thread_and_the_vocabulary_is_read_once(
 
     anyio.run(ask)
     assert len(read) == 1
+
+
+def test_a_drain_waits_for_what_is_still_being_prepared(folder: Path, anyio_backend: Backend) -> None:
+    asked = hot(slow_but_good(), max_tokens=20)
+
+    async def ask() -> None:
+        async with no_leaks(), Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            streams = [engine.stream([65], asked), engine.stream([65] * 1500, SamplingParams(max_tokens=1))]
+            await anyio.sleep(0.01)
+            await engine.aclose(drain=20)
+            assert [[choice async for choice in stream] != [] for stream in streams] == [True, True]
+            assert None not in [reason for stream in streams for reason in stream.finish_reasons]
+            assert "cancelled" not in [reason for stream in streams for reason in stream.finish_reasons]
+
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
