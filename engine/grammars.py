@@ -159,7 +159,7 @@ class Grammars:
             self._worker = Worker("headrace-grammar", self._post, _THREADS)
         self._worker.submit(lambda: self._compile(wanted, opened, lambda: self._claim(wanted), deadline), compiled)
 
-    # -- in the worker's threads ----------------------------------------------------------------------------------------
+    # -- in the worker's threads ---------------------------------------------------------------------------------------
 
     def _claim(self, wanted: ResponseFormat) -> bool:
         """Whether anybody still wants this; if not, whoever asks from now on begins anew."""
