@@ -214,6 +214,7 @@ class Engine:
         check_streamed(params)
         asking = Asking(params, adapter, tenant, cache_salt, priority)
         generation = make_generation(asking, loop, opened.tokenizer, self.config.max_unread_tokens)
+        loop.expect(generation)
 
         def tokenize() -> list[int]:  # nothing where nobody wants it any more
             return [] if generation.finished else to_token_ids(prompt, opened.tokenizer)
@@ -296,7 +297,7 @@ class Engine:
         if generation.finished:
             return
         try:
-            loop, opened = self._serving()
+            loop, opened = self._serving(draining=True)
             check_abilities(asking.params, opened.abilities)
             loop.scheduler.check_length(len(ids))  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
@@ -323,17 +324,17 @@ class Engine:
         if generation.finished:
             return
         try:
-            loop, opened = self._serving()
+            loop, opened = self._serving(draining=True)
             vocab_size = opened.info.vocab_size
             requests = make_requests(ids, asking, opened.tokenizer, vocab_size, self._random, grammar)
             loop.submit(generation, ids, requests)
         except HeadraceError as error:
             generation.abandon(error)
 
-    def _serving(self) -> tuple[StepLoop, Opened]:
+    def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
         if self._loop is not None and self._loop.crashed is not None:
             raise self._loop.crashed.with_traceback(None)
-        if self._loop is None or self._opened is None or self._closing:
+        if self._loop is None or self._opened is None or (self._loop.closed if draining else self._closing):
             raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
         return self._loop, self._opened
 

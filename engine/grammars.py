@@ -6,6 +6,8 @@ error; docs/sampling.md says how it was chosen.
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.errors import GrammarRejected, InvalidParams
 from headrace.engine.opened import Opened
+from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.threads import Poster, Worker
 
@@ -25,38 +28,64 @@ _THREADS: Final = 2
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
-_STATES: Final = 50_000  # of one or two kB each, in one row's lexer
+_STATES: Final = 50_000  # of some 60 bytes each, in a lexer that rows of one format share
+_MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
-_JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
+_JSON: Final[Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 
 Done = Callable[["CompiledGrammar | None", BaseException | None], None]
+_Waiting = tuple[Callable[[], bool], Done]
 
 
 class CompiledGrammar:
-    """A grammar that any number of rows may begin; never changed."""
+    """A grammar that any number of rows may begin, in one thread."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        """Keep `matcher`, which has consumed nothing, to be copied."""
+    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher) -> None:
+        """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one."""
+        self._fresh = fresh
         self._matcher = matcher
+        self._spent = False
 
     def begin(self, tokens: Sequence[int]) -> _Matcher:
-        """The state after `tokens`; in any one thread at a time."""
-        matcher = self._matcher.deep_copy()
-        matcher.consume_tokens(list(tokens))
-        return _Matcher(matcher)
+        """The state after `tokens`."""
+        if self._spent:
+            self._matcher, self._spent = self._fresh(), False
+        return _Matcher(self, self._matcher.deep_copy(), tokens)
+
+    def alone(self) -> LLMatcher:
+        """A matcher for the one row that found no room left in what all copies share: the states of their lexer."""
+        self._spent = True
+        return self._fresh()
 
 
 class _Matcher:
     """Where one row stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, grammar: CompiledGrammar, matcher: LLMatcher, tokens: Sequence[int]) -> None:
+        self._grammar: CompiledGrammar | None = grammar
         self._matcher = matcher
+        self._tokens = list(tokens)
+        matcher.consume_tokens(self._tokens)
 
     def advance(self, token: int) -> None:
+        self._tokens.append(token)
         self._matcher.consume_token(token)
 
     def allowed(self) -> bytes:
-        return b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+        mask = self._matcher.compute_bitmask()
+        if not self._matcher.is_error():  # asked now: finding the mask may be what fails
+            return mask
+        if self._grammar is None:
+            return b""
+        self._matcher, self._grammar = self._grammar.alone(), None
+        self._matcher.consume_tokens(self._tokens)
+        return self.allowed()
 
 
 class Grammars:
@@ -65,11 +94,14 @@ class Grammars:
     def __init__(self, post: Poster) -> None:
         """Compile nothing yet; `post` brings results to the event loop."""
         self._post = post
-        self._workers: list[Worker] = []
+        self._worker: Worker | None = None
         self._queued = 0
-        self._turn = 0
         self._closed = False
+        self._lock = threading.Lock()
+        self._in_flight: dict[ResponseFormat, list[_Waiting]] = {}
+        """Who waits for what is queued or being compiled; under the lock."""
         self._kept: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
+        self._tokens_lock = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
 
     def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
@@ -94,53 +126,64 @@ class Grammars:
         if self._queued >= _QUEUED:
             done(None, _rejected(f"{_QUEUED} others wait to be compiled", wanted, _QUEUED))
             return
-        deadline = time.monotonic() + _SECONDS
         self._queued += 1
-
-        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
-            self._queued -= 1
-            if grammar is not None:
-                self._kept[wanted] = grammar
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-            done(grammar, error)
-
-        self._worker().submit(lambda: self._compile(wanted, opened, still_wanted, deadline), compiled)
+        with self._lock:
+            waiting = self._in_flight.setdefault(wanted, [])
+            waiting.append((still_wanted, done))
+            if len(waiting) > 1:
+                return
+        self._submit(wanted, opened, waiting)
 
     def close(self) -> None:
         """Drop what waits and join the threads."""
         self._closed = True
-        for worker in self._workers:
-            worker.close()
+        if self._worker is not None:
+            self._worker.close()
 
-    def _worker(self) -> Worker:
-        self._turn += 1
-        if len(self._workers) < _THREADS:
-            self._workers.append(Worker("headrace-grammar", self._post))
-        return self._workers[self._turn % len(self._workers)]
+    def _submit(self, wanted: ResponseFormat, opened: Opened, waiting: list[_Waiting]) -> None:
+        deadline = time.monotonic() + _SECONDS
 
-    # -- in a worker's thread -----------------------------------------------------------------------------------------
+        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
+            with self._lock:
+                if self._in_flight.get(wanted) is waiting:
+                    del self._in_flight[wanted]
+            self._queued -= len(waiting)
+            if grammar is not None:
+                self._kept[wanted] = grammar
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            for _, done in waiting:
+                done(grammar, error)
+
+        if self._worker is None:
+            self._worker = Worker("headrace-grammar", self._post, threads=_THREADS)
+        self._worker.submit(lambda: self._compile(wanted, opened, lambda: self._claim(wanted), deadline), compiled)
+
+    # -- in the worker's threads ---------------------------------------------------------------------------------------
+
+    def _claim(self, wanted: ResponseFormat) -> bool:
+        """Whether anybody still wants this; if not, whoever asks from now on begins anew."""
+        with self._lock:
+            if not self._closed and any(still_wanted() for still_wanted, _ in self._in_flight[wanted]):
+                return True
+            del self._in_flight[wanted]
+            return False
 
     def _compile(
         self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], deadline: float
     ) -> CompiledGrammar | None:
-        if self._closed or not still_wanted():
+        if not still_wanted():
             return None
         if time.monotonic() > deadline:
             raise _rejected(f"it waited {_SECONDS:g} s for others to be compiled", wanted, _SECONDS)
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
-        source: str
+        tokens = self._tokens(opened)
         try:
-            if wanted.kind in ("json_schema", "json_object"):
-                source = LLMatcher.grammar_from_json_schema(wanted.source, overrides=_JSON)
-            elif wanted.kind == "lark":
-                source = LLMatcher.grammar_from_lark(wanted.source)
-            else:
-                source = LLMatcher.grammar_from_regex(wanted.source)
-            matcher = LLMatcher(self._tokens(opened), source, log_level=0, limits=limits)
-        except ValueError as error:
+            source = _source(wanted)
+            matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
+        except (ValueError, RecursionError) as error:
             raise _rejected(str(error), wanted) from None
         matcher.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
         if forced := matcher.compute_ff_tokens():
@@ -148,18 +191,19 @@ class Grammars:
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _rejected(matcher.get_error().partition("\n")[0], wanted)
-        matcher.reset()
         if time.monotonic() > deadline:
             raise _rejected(f"it takes longer than {_SECONDS:g} s to compile", wanted, _SECONDS)
-        return CompiledGrammar(matcher)
+        matcher.reset()
+        return CompiledGrammar(lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher)
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
-        if self._ll_tokenizer is None:
-            from llguidance import LLTokenizer, TokenizerWrapper
+        with self._tokens_lock:
+            if self._ll_tokenizer is None:
+                from llguidance import LLTokenizer, TokenizerWrapper
 
-            vocabulary = _Vocabulary(opened)
-            self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
-        return self._ll_tokenizer
+                vocabulary = _Vocabulary(opened)
+                self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
+            return self._ll_tokenizer
 
 
 class _Vocabulary:
@@ -174,6 +218,7 @@ class _Vocabulary:
         self.eos_token_id = _end_ids(opened)[0]
         special = tokenizer.table.special_ids.union(tokenizer.eos_ids)
         self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece or token in special]
+        self._special = frozenset(self.special_token_ids)
         self.tokens = [piece or b"<none %d>" % token for token, piece in enumerate(pieces)]
         self._tokenizer = tokenizer
         self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in special}
@@ -188,7 +233,9 @@ class _Vocabulary:
             return self._longest_first(text)
         ids = [token for token in ids if token not in frame]
         same = b"".join(self.tokens[token] for token in ids if token < len(self.tokens)) == text
-        return ids if same else self._longest_first(text)  # many put a space before a text
+        if not same or self._special.intersection(ids):  # many put a space before a text; it may spell a control token
+            return self._longest_first(text)
+        return ids
 
     def _longest_first(self, text: bytes) -> list[int]:
         ids = []
@@ -203,10 +250,29 @@ class _Vocabulary:
         return ids
 
 
+def _source(wanted: ResponseFormat) -> str:
+    """The grammar as llguidance reads it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    from llguidance import LLMatcher
+
+    if wanted.kind in ("json_schema", "json_object"):
+        schema = json.loads(wanted.source)
+        if isinstance(schema, dict) and "x-guidance" in schema:  # llguidance reads it here alone
+            raise ValueError("x-guidance, which would change how the schema is kept, is not supported")
+        return LLMatcher.grammar_from_json_schema(wanted.source, overrides=_JSON)
+    if wanted.kind == "lark":
+        return LLMatcher.grammar_from_lark(wanted.source)
+    return LLMatcher.grammar_from_regex(wanted.source)
+
+
 def _end_ids(opened: Opened) -> list[int]:
     """End-of-sequence ids that the model can say."""
     return [token for token in opened.tokenizer.eos_ids if token < opened.info.vocab_size]
 
 
 def _rejected(what: str, wanted: ResponseFormat, limit: object = None) -> GrammarRejected:
-    return GrammarRejected(f"response_format: {what}", field="response_format", value=wanted, limit=limit)
+    message = f"response_format: {what[:_MESSAGE]}, got {shown(wanted.source)}"
+    return GrammarRejected(message, field="response_format", value=wanted, limit=limit)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -61,6 +62,7 @@ class StepLoop:
         self._waiter = waiter
         self._launch_ahead = launch_ahead
         self._generations: dict[int, Generation] = {}
+        self._expected: WeakSet[Generation] = WeakSet()
         self._wakeup = anyio.Event()
         self._closing = False
         self._idle = anyio.Event()
@@ -69,6 +71,15 @@ class StepLoop:
         """What was committed and is still to be delivered."""
 
     # -- what streams call ------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more may be submitted."""
+        return self._closing
+
+    def expect(self, generation: Generation) -> None:
+        """Let a drain wait for `generation`, which will be submitted or abandoned."""
+        self._expected.add(generation)
 
     def submit(self, generation: Generation, prompt: list[int], requests: Sequence[Request]) -> None:
         """Queue the choices of `generation`, all of the same `prompt`.
@@ -140,7 +151,9 @@ class StepLoop:
         self._wake()
 
     async def drained(self) -> None:
-        """Wait until no request is left."""
+        """Wait until no request is left, nor one that is still being prepared."""
+        for generation in list(self._expected):
+            await generation.admitted.wait()
         while self._generations:
             await self._idle.wait()
 

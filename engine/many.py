@@ -127,7 +127,7 @@ class _Many:
         self._limit = limit
         self._return_errors = return_errors
         self._in_flight = 0
-        """Choices submitted and not ended."""
+        """Rows that what is submitted and has not ended may take."""
         self._freed = anyio.Event()
         self._failure: BaseException | None = None
         self._tasks: TaskGroup = anyio.create_task_group()
@@ -157,21 +157,21 @@ class _Many:
         for index in count():
             past_end = index == num_params
             each = params if isinstance(params, SamplingParams) else SamplingParams() if past_end else params[index]
-            choices = each.best_of or each.n
-            await self._room(choices)  # before the prompt is taken: what is not submitted stays with the caller
+            rows = _rows_of(each)
+            await self._room(rows)  # before the prompt is taken: what is not submitted stays with the caller
             prompt = await pull()
             if num_params is not None and past_end != (prompt is _Mark.END):
                 raise _unequal(num_params, "more" if past_end else str(index))
             if prompt is _Mark.END:
                 return
             self.answers.append(None)
-            self._in_flight += choices
+            self._in_flight += rows
             self._tasks.start_soon(self._answer, index, prompt, each)
             await checkpoint()  # its submission tokenises: no more than one between two turns of the event loop
 
-    async def _room(self, choices: int) -> None:
-        """Wait until so many more choices keep the limit, or nothing is in flight."""
-        while self._in_flight and self._in_flight + choices > self._limit:
+    async def _room(self, rows: int) -> None:
+        """Wait until so many more rows keep the limit, or nothing is in flight."""
+        while self._in_flight and self._in_flight + rows > self._limit:
             self._freed = anyio.Event()
             await self._freed.wait()
 
@@ -186,13 +186,18 @@ class _Many:
         except Exception as error:  # not of this request, such as a keyword that is none
             self._fail(error)
         self.ended += 1
-        self._in_flight -= params.best_of or params.n
+        self._in_flight -= _rows_of(params)
         self._freed.set()
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
             self._tasks.cancel_scope.cancel()
+
+
+def _rows_of(params: SamplingParams) -> int:
+    """Rows that a generation may take at a time; a search has those of two rounds while one follows the other."""
+    return 2 * params.beam_width if params.beam_width is not None else params.best_of or params.n
 
 
 def _puller(prompts: Prompts) -> Callable[[], Awaitable[Prompt | _Mark]]:

@@ -29,6 +29,7 @@ _MAX_LISTED = 1024
 _MAX_IDS = 2**15
 _MAX_WORDS = 64
 _MAX_WORD_LENGTH = 128
+_MAX_WORDS_LENGTH = 1024  # of all together: they are tokenised on the event loop
 _MAX_LOGPROBS = 20
 _NOT_WITH_BEAMS = (
     "best_of", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
@@ -87,7 +88,8 @@ class SamplingParams(BaseModel):
     forbidden_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=_MAX_IDS)] = ()
     """Tokens that are never chosen."""
     bad_words: Annotated[tuple[BadWord, ...], Field(max_length=_MAX_WORDS)] = ()
-    """Strings whose tokens, with a space before them or without, are never completed in this order."""
+    """Strings whose tokens, with a space before them or without, are never completed in this order; together of at most
+    1024 characters."""
     response_format: ResponseFormat | None = None
     """What the text must be: JSON, by a schema or not, or of a grammar. It is that where the choice ends by itself."""
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
@@ -154,6 +156,9 @@ class SamplingParams(BaseModel):
         if self.allowed_token_ids is not None and not set(self.allowed_token_ids).difference(self.forbidden_token_ids):
             what = "forbidden_token_ids leave none of them"
             raise _conflict("allowed_token_ids", self.allowed_token_ids, what, None)
+        if sum(map(len, self.bad_words)) > _MAX_WORDS_LENGTH:
+            what = f"must have at most {_MAX_WORDS_LENGTH} characters together"
+            raise _conflict("bad_words", self.bad_words, what, _MAX_WORDS_LENGTH)
         self._check_beams()
         if self.response_format is not None:
             self._refuse(_NOT_WITH_GRAMMARS, "response_format")

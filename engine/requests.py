@@ -23,8 +23,8 @@ __all__ = ["Asking", "check_abilities", "make_generation", "make_requests"]
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
 _UNLIMITED = 2**62
-_MAX_PROMPT_REPORTS = 2**19
-"""Log-probabilities of one prompt: some 50 MB of host memory."""
+_MAX_PROMPT_REPORTS = 2**16
+"""Log-probabilities of one prompt: more of them would hold up the event loop when they are read."""
 _NEEDS: dict[str, Ability] = {
     "presence_penalty": "shaping",
     "frequency_penalty": "shaping",

@@ -68,7 +68,12 @@ class ResponseFormat(BaseModel):
         Raises:
             InvalidParams: There is none, or one is empty or no string.
         """
-        if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts) or not texts:
+        if (
+            isinstance(texts, str)
+            or not isinstance(texts, Sequence)
+            or not all(isinstance(text, str) and text for text in texts)
+            or not texts
+        ):
             raise _refused("a choice is of at least one text, none of them empty", texts)
         return cls._make("choice", "|".join(map(_escaped, texts)))
 
@@ -76,6 +81,8 @@ class ResponseFormat(BaseModel):
     def _make(cls, kind: str, source: Any) -> Self:
         if not isinstance(source, str) or not 0 < len(source) <= _MAX_LENGTH:
             raise _refused(f"{kind} must be text of 1 to {_MAX_LENGTH} characters", source, _MAX_LENGTH)
+        if any("\ud800" <= char <= "\udfff" for char in source):
+            raise _refused(f"{kind} must not hold surrogates", source)
         return cls(kind=kind, source=source)  # type: ignore[arg-type]
 
     @model_validator(mode="before")

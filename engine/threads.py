@@ -98,14 +98,15 @@ _Call: TypeAlias = tuple[float, int, Callable[[], Any] | None, _Done | None]
 
 
 class Worker:
-    """One thread that runs blocking calls, one after the other, and hands their results to the event loop."""
+    """One thread or more that run blocking calls and hand their results to the event loop."""
 
-    def __init__(self, name: str, post: Poster, *, cheapest_first: bool = False) -> None:
-        """Start the thread.
+    def __init__(self, name: str, post: Poster, *, threads: int = 1, cheapest_first: bool = False) -> None:
+        """Start the threads.
 
         Args:
-            name: Name of the thread, for debuggers.
+            name: Name of the threads, for debuggers.
             post: How results get back.
+            threads: How many calls may run at a time.
             cheapest_first: Take up waiting calls by their cost, not in their order.
         """
         self._calls: queue.SimpleQueue[_Call] | queue.PriorityQueue[_Call] = (
@@ -113,8 +114,9 @@ class Worker:
         )
         self._arrivals = itertools.count()
         self._post = post
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(
         self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None], *, cost: float = 0.0
@@ -179,9 +181,11 @@ class Worker:
                     done(None, error)
 
     def close(self) -> None:
-        """Finish what is queued and join the thread."""
-        self._calls.put((math.inf, next(self._arrivals), None, None))
-        self._thread.join()
+        """Finish what is queued and join the threads."""
+        for _ in self._threads:
+            self._calls.put((math.inf, next(self._arrivals), None, None))
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while True:

@@ -92,15 +92,18 @@ class _Penalties:
         self._frequency = np.float32(frequency)
         self._presence = np.float32(presence)
         self._place_V: NDArray[np.int32] = np.full(vocab_size, -1, np.int32)
-        self._ids: _Ids = np.zeros(64, np.int64)
-        self._counts: NDArray[np.float32] = np.zeros(64, np.float32)
+        self._ids: _Ids = np.zeros(0, np.int64)
+        self._counts: NDArray[np.float32] = np.zeros(0, np.float32)
         self._size = 0
 
     def count(self, tokens: Sequence[int], prompt_len: int) -> None:
-        for token in np.unique(tokens[:prompt_len]).tolist():
-            self.add(token, 0)
-        for token, times in zip(*np.unique(tokens[prompt_len:], return_counts=True), strict=True):
-            self.add(int(token), int(times))
+        ids, place_of = np.unique(np.array(tokens, np.int64), return_inverse=True)
+        size = max(64, 2 * len(ids))
+        self._ids, self._counts = np.zeros(size, np.int64), np.zeros(size, np.float32)
+        self._ids[: len(ids)] = ids
+        self._counts[: len(ids)] = np.bincount(place_of[prompt_len:], minlength=len(ids))
+        self._place_V[ids] = np.arange(len(ids))
+        self._size = len(ids)
 
     def add(self, token: int, times: int) -> None:
         place = int(self._place_V[token])

@@ -87,9 +87,9 @@ class CpuOptions:
         Returns:
             The ids, as `sample` returns them or `NOTHING_LEFT`, and reports by place among `works`.
         """
-        if not self._options:
-            return sample(logits_SV, choosing), {}
         asking = {place: options for place, work in enumerate(works) if (options := self._options.get(work.row))}
+        if not asking:
+            return sample(logits_SV, choosing), {}
         wanted = [place for place, options in asking.items() if options.reporting and _wants(options)]
         original_TV = logits_SV[wanted]  # indexing copies: shaping below leaves these rows alone
         shaped_SV = logits_SV.float()

@@ -240,3 +240,20 @@ def test_a_device_without_logprobs_refuses() -> None:
                 await engine.generate("a", SamplingParams(beam_width=2))
 
     anyio.run(run)
+
+
+def test_many_searches_take_the_rows_that_their_rounds_need(folder: Path) -> None:
+    async def ask() -> None:
+        async with Engine(folder, **OPTIONS, max_rows=8) as engine:
+            steps: list[int] = []
+
+            def prompts() -> Iterator[list[int]]:
+                for prompt in PROMPTS[:2] * 3:
+                    steps.append(engine.stats().steps)
+                    yield prompt
+
+            asked = SamplingParams(beam_width=4, max_tokens=6, ignore_eos=True)
+            assert len(await engine.generate_many(prompts(), asked)) == 6
+            assert steps[1] == 0 and steps[2] >= 6, "two searches of twice four rows are two for each of eight rows"
+
+    anyio.run(ask)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from slow_sampling import log_softmax, shaped
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams, TokenLogprobs
+from headrace.engine.model import cpu_options
 from headrace.engine.requests import Asking, make_requests
 from headrace.engine.scheduling.request import Request
 from headrace.engine.testing import ByteTokenizer, Capacity, ScriptedEngine
@@ -420,3 +421,35 @@ def test_a_request_that_asks_for_nothing_more_carries_nothing_more() -> None:
     asking = Asking(SamplingParams(temperature=0.3, top_k=4, stop=["x"]), None, None, None, 0)
     [request] = make_requests([1, 2], asking, ByteTokenizer(), 257, random.Random(0))
     assert request.shaping is None and request.reporting is None
+
+
+def test_plain_rows_take_the_short_way_once_others_have_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[int] = []
+    logprobs = cpu_options.logprobs
+
+    def counted(logits: Any, tokens: Any, counts: Any) -> Any:
+        reported.append(len(tokens))
+        return logprobs(logits, tokens, counts)
+
+    monkeypatch.setattr(cpu_options, "logprobs", counted)
+
+    async def ask() -> None:
+        async with Engine(folder, **OPTIONS) as engine:
+            asked = SamplingParams(n=3, max_tokens=2, logprobs=0, ignore_eos=True)
+            await engine.generate(SHARED, asked)
+            reported.clear()
+            await engine.generate(SHARED, SamplingParams(max_tokens=2, ignore_eos=True))
+            assert not reported
+
+    anyio.run(ask)
+
+
+def test_what_would_hold_up_the_event_loop_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidParams, match="together") as caught:
+        SamplingParams(bad_words=["a" * 100] * 11)
+    assert (caught.value.field, caught.value.limit) == ("bad_words", 1024)
+    SamplingParams(bad_words=["a" * 16] * 64)
+    asking = Asking(SamplingParams(prompt_logprobs=20), None, None, None, 0)
+    assert make_requests([1] * 3120, asking, ByteTokenizer(), VOCAB, random.Random(0))
+    with pytest.raises(InvalidParams, match="prompt_logprobs"):
+        make_requests([1] * 3121, asking, ByteTokenizer(), VOCAB, random.Random(0))

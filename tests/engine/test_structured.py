@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,24 +157,33 @@ class Pieces(ByteTokenizer):
         return [254, *(" " + text).encode()] if text else [254]
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Pieces()], ids=["bytes", "pieces"])
-def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -> None:
-    """Whatever the vocabulary, as its detokenizer shows the tokens; the logits are wider than it is."""
+def compiled(wanted: ResponseFormat, tokenizer: ByteTokenizer) -> grammars.CompiledGrammar:
     runner: Any = None
     names = [field.name for field in dataclasses.fields(EngineInfo)]
     info = EngineInfo(**dict.fromkeys(names, 0) | {"vocab_size": 310})
     opened = Opened(runner, tokenizer, CAPACITY, info)
     compiler = grammars.Grammars(lambda call: None)  # type: ignore[arg-type]
+    grammar = compiler._compile(wanted, opened, lambda: True, math.inf)
+    assert grammar is not None
+    return grammar
+
+
+def ids_of(mask: bytes) -> list[int]:
+    return [token for token in range(len(mask) * 8) if mask[token // 8] >> token % 8 & 1]
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Pieces()], ids=["bytes", "pieces"])
+def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -> None:
+    """Whatever the vocabulary, as its detokenizer shows the tokens; the logits are wider than it is."""
     chance = random.Random(1)
     for seed in range(60):
         schema = random_schema(seed)
-        grammar = compiler._compile(ResponseFormat.json_schema(schema), opened, lambda: True, math.inf)
-        assert grammar is not None
+        grammar = compiled(ResponseFormat.json_schema(schema), tokenizer)
         state, ids = grammar.begin([]), list[int]()
         while not ids or ids[-1] != END:
             mask = state.allowed()
             assert len(mask) % 4 == 0
-            allowed = [token for token in range(310) if mask[token // 8] >> token % 8 & 1]
+            allowed = ids_of(mask)
             ids.append(END if END in allowed and chance.random() < 0.3 else chance.choice(allowed))
             state.advance(ids[-1])
             assert len(ids) < 3000
@@ -181,6 +191,74 @@ def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -
         jsonschema.validate(json.loads("".join([*map(detokenizer.feed, ids), detokenizer.flush()])), schema)
         resumed = grammar.begin(ids[:-1])
         assert resumed.allowed()[END // 8] >> END % 8 & 1
+
+
+class Controls(ByteTokenizer):
+    """Finds a control token in any text, as most tokenizers do."""
+
+    def __init__(self) -> None:
+        pieces = [bytes([byte]) for byte in range(256)] + [b"</s>", b"<call>"]
+        self.table = TokenTable(pieces, special_ids=frozenset({256, 257}))
+
+    def encode(self, text: str) -> list[int]:
+        before, *rest = text.split("<call>")
+        return [*before.encode(), *(token for part in rest for token in (257, *part.encode()))]
+
+
+def test_a_forced_text_may_spell_a_control_token() -> None:
+    state, ids = compiled(ResponseFormat.choice(["<call>"]), Controls()).begin([]), list[int]()
+    while END not in (allowed := ids_of(state.allowed())):
+        ids.append(allowed[0])
+        state.advance(allowed[0])
+    assert bytes(ids) == b"<call>"
+
+
+def test_a_row_that_needs_too_many_states_fails_alone_and_its_format_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_STATES", 2000)
+    grammar = compiled(ResponseFormat.regex("(?s:.*)a(?s:.{30})c(?s:.{5})d"), ByteTokenizer())
+    chance = random.Random(1)
+    text = b"zzza" + b"z" * 30 + b"czzzzzd"
+
+    def walk() -> int:
+        state, taken = grammar.begin([]), 0
+        while mask := state.allowed():
+            assert ids_of(mask) != [END], "it ended where it ran out"
+            state.advance(chance.choice([97, 98, 99]))  # each place where an `a` may stand doubles the states
+            taken += 1
+            assert taken < 10_000
+        return taken
+
+    other = grammar.begin([])
+    for byte in text[:10]:
+        assert byte in ids_of(other.allowed())
+        other.advance(byte)
+    first = walk()
+    for byte in text[10:]:
+        assert byte in ids_of(other.allowed()), "a row beside it that needs few"
+        other.advance(byte)
+    assert END in ids_of(other.allowed())
+    assert min(walk(), walk()) > first / 3, "later requests of the same format"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "admitted"),
+    [
+        ({"additionalProperties": {"type": "string"}}, '{"a": 1, "\\u0061": "x"}', False),
+        ({"additionalProperties": {"type": "string"}}, '{"a": 1, "b\\u000ac": "x"}', False),
+        ({"additionalProperties": {"type": "string"}}, '{"a": 1, "b\\nc": 2}', True),
+        ({"additionalProperties": {"type": "string"}}, '{"a": 1, "d\\n\\"\\\\": "x"}', True),
+        ({"additionalProperties": {"type": "number", "minimum": -9, "maximum": 9e9}}, '{"a": 1, "d": 1e999}', False),
+    ],
+)
+def test_what_json_is_admitted(schema: dict[str, Any], text: str, admitted: bool) -> None:
+    properties = {"a": {"type": "integer"}, "b\nc": {"type": "integer"}}
+    wanted = ResponseFormat.json_schema({"type": "object", "properties": properties} | schema)
+    state = compiled(wanted, ByteTokenizer()).begin([])
+    fits = True
+    for token in [*text.encode(), END]:
+        fits = fits and token in ids_of(state.allowed())
+        state.advance(token)
+    assert fits == admitted
 
 
 # -- formats that are refused -----------------------------------------------------------------------------------------
@@ -204,9 +282,16 @@ HOSTILE: dict[str, Callable[[], ResponseFormat]] = {
     "unknown type": lambda: ResponseFormat.json_schema({"type": "strin"}),
     "unsatisfiable": lambda: ResponseFormat.json_schema({"type": "integer", "minimum": 5, "maximum": 3}),
     "not supported": lambda: ResponseFormat.json_schema({"not": {"type": "string"}}),
+    "told to be lenient": lambda: ResponseFormat.json_schema(
+        {"enum": [1], "not": {"const": 1}, "x-guidance": {"lenient": True}}
+    ),
+    "no object": lambda: ResponseFormat(kind="json_schema", source="5"),
+    "deeper": lambda: ResponseFormat(kind="json_schema", source="[" * 60_000),
     "open bracket": lambda: ResponseFormat.regex("("),
     "no start": lambda: ResponseFormat.lark('other: "a"'),
     "no grammar": lambda: ResponseFormat.lark("start: ("),
+    "long pattern": lambda: ResponseFormat.regex("(" + "a" * 60_000),
+    "long rule": lambda: ResponseFormat.lark("start: " + "a" * 60_000),
 }
 
 
@@ -221,12 +306,13 @@ def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(folder: Path, n
                 seen.extend([token.id async for token in plain])
 
             tasks.start_soon(read)
+            wanted = HOSTILE[name]()
             begin = time.perf_counter()
             with pytest.raises(GrammarRejected) as caught:
-                await engine.generate([65], hot(HOSTILE[name]()))
+                await engine.generate([65], hot(wanted))
             assert time.perf_counter() - begin < 8
             assert caught.value.field == "response_format" and str(caught.value).startswith("response_format: ")
-            assert len(str(caught.value)) < 1000
+            assert len(str(caught.value)) < 500 and repr(wanted.source)[:70] in str(caught.value)
             good = await engine.generate([65], hot(ResponseFormat.choice(["a"])))
             assert good.choices[0].text == "a"
         assert len(seen) == 150
@@ -248,6 +334,11 @@ def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(folder: Path, n
         lambda: ResponseFormat.choice([]),
         lambda: ResponseFormat.choice(["a", ""]),
         lambda: ResponseFormat.choice("abc"),
+        lambda: ResponseFormat.choice(5),  # type: ignore[arg-type]
+        lambda: ResponseFormat.choice(["\ud800"]),
+        lambda: ResponseFormat.json_schema({"const": "\udfff"}),
+        lambda: SamplingParams(response_format={"type": "choice", "choice": 5}),
+        lambda: SamplingParams(response_format={"type": "regex", "regex": "\ud800"}),
         lambda: SamplingParams(response_format={"type": "yaml"}),
         lambda: SamplingParams(response_format={"type": "json_schema"}),
         lambda: SamplingParams(response_format={"type": "json_schema", "json_schema": {}}),
@@ -305,6 +396,11 @@ def test_a_model_without_an_end_and_a_device_without_masks_refuse(folder: Path, 
 def slow_schema(seed: int) -> ResponseFormat:
     """Takes more than a tenth of a second to compile."""
     return ResponseFormat.json_schema(many_properties(2000) | {"description": str(seed)})
+
+
+def slow_but_good() -> ResponseFormat:
+    """Takes some 0.1 s to compile."""
+    return ResponseFormat.json_schema(many_properties(500) | {"additionalProperties": False})
 
 
 def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
@@ -399,6 +495,59 @@ def test_a_format_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch
         async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
             for seed in range(3):
                 await engine.generate([65], hot(ResponseFormat.regex("[ab]{3}"), seed))
+            together = [hot(ResponseFormat.regex("[ab]{4}"), seed) for seed in range(9)]
+            assert len(await engine.generate_many([[65]] * 9, together)) == 9
 
     anyio.run(ask)
-    assert len(calls) == 1
+    assert len(calls) == 2
+
+
+def test_one_slow_format_holds_up_one_thread_and_the_vocabulary_is_read_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    slow, go_on = ResponseFormat.regex("slow"), threading.Event()
+    compile_one, vocabulary = grammars.Grammars._compile, grammars._Vocabulary
+
+    def compile_slowly(self: grammars.Grammars, wanted: ResponseFormat, *args: Any) -> object:
+        if wanted == slow:
+            assert go_on.wait(20)
+        return compile_one(self, wanted, *args)
+
+    def read_slowly(opened: Opened) -> object:
+        read.append(opened)
+        time.sleep(0.05)
+        return vocabulary(opened)
+
+    monkeypatch.setattr(grammars.Grammars, "_compile", compile_slowly)
+    monkeypatch.setattr(grammars, "_Vocabulary", read_slowly)
+
+    async def ask() -> None:
+        async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            first = [engine.stream([65], hot(ResponseFormat.choice([text]))) for text in "ab"]
+            for stream in first:
+                await stream.admitted()
+            held = engine.stream([65], hot(slow))
+            with anyio.fail_after(10):
+                for text in "cdef":
+                    await engine.generate([65], hot(ResponseFormat.choice([text])))
+            go_on.set()
+            await held.admitted()
+
+    anyio.run(ask)
+    assert len(read) == 1
+
+
+def test_a_drain_waits_for_what_is_still_being_prepared(folder: Path, anyio_backend: Backend) -> None:
+    asked = hot(slow_but_good(), max_tokens=20)
+
+    async def ask() -> None:
+        async with no_leaks(), Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            streams = [engine.stream([65], asked), engine.stream([65] * 1500, SamplingParams(max_tokens=1))]
+            await anyio.sleep(0.01)
+            await engine.aclose(drain=20)
+            assert [[choice async for choice in stream] != [] for stream in streams] == [True, True]
+            assert None not in [reason for stream in streams for reason in stream.finish_reasons]
+            assert "cancelled" not in [reason for stream in streams for reason in stream.finish_reasons]
+
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from headrace.engine.scheduling.shaping import Shaping
+from headrace.ops import cpu_shape
 from headrace.ops.cpu_shape import Shaper
 
 VOCAB = 8
@@ -138,3 +139,11 @@ def test_masks_that_leave_nothing_are_told() -> None:
     assert not shaper(Shaping(allowed=(2,), bad_words=((5, 2),)), [5], 1).shape(
         np.zeros(VOCAB, np.float32), np.array([5])
     )
+
+
+def test_a_long_prompt_is_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cpu_shape._Penalties, "add")  # which takes one token
+    known = [3, 5, 3, *range(1000, 9000), 5, 5, 3, 7]
+    made = shaper(Shaping(frequency_penalty=0.5), known, len(known) - 4, 9000)
+    found = shape(made, [1.0] * 9000, known)
+    assert {token: value for token, value in enumerate(found) if value != 1.0} == {3: 0.5, 5: 0.0, 7: 0.5}
