@@ -1,7 +1,8 @@
 """`BoundedH11`: uvicorn's h11 protocol with the deadlines that it lacks; never sees what a request asks.
 
-h11 itself refuses heads beyond its size and malformed framing. What is added: a head must arrive in time, a client that
-stops reading is cut off, and a refusal of the protocol is JSON like every other.
+h11 itself refuses heads beyond its size and malformed framing. What is added: a head must arrive in time, and so must
+the rest of a body that nobody reads any more; a client that stops reading is cut off; and a refusal of the protocol is
+JSON like every other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = ["BoundedH11"]
 _MAX_HEAD = 65_536
 _MIN_CHUNK = 64  # bytes that parts of a body have on average, beyond the first thousand
 _FREE_CHUNKS = 1024
+_MAX_UNREAD = 4 * 2**20  # bytes of a body that are thrown away after its answer
 
 
 class _BoundedConnection(h11.Connection):
@@ -63,6 +65,8 @@ class BoundedH11(H11Protocol):
         self._max_connections = max_connections
         self._head_timer: Any = None
         self._stall_timer: Any = None
+        self._unread: int | None = None
+        """Bytes thrown away of a body whose request has been answered; None where there is no such body."""
 
     def connection_made(self, transport: Any) -> None:
         """Expect a head."""
@@ -75,9 +79,25 @@ class BoundedH11(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse; where a head is incomplete, the clock runs."""
         super().data_received(data)
+        if self._unread is not None and self.conn.their_state is h11.SEND_BODY:
+            self._unread += len(data)
+            if self._unread > _MAX_UNREAD:
+                self.transport.abort()
+            return
+        self._unread = None
         if self.conn.their_state is not h11.IDLE:
             self._stop_head_timer()
         elif self._head_timer is None:
+            self._expect_head()
+
+    def on_response_complete(self) -> None:
+        """The answer is sent; what is left of the request's body has as long to come as a head."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._start_stall_timer()
+        elif self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            self._unread = 0
+            self._stop_head_timer()
             self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -89,13 +109,19 @@ class BoundedH11(H11Protocol):
     def pause_writing(self) -> None:
         """The client reads too slowly: the buffer must drain in time."""
         super().pause_writing()
-        if self._stall_timer is None:
-            self._stall_timer = self.loop.call_later(self._stall_timeout, self.transport.abort)
+        self._start_stall_timer()
 
     def resume_writing(self) -> None:
         """The client has read."""
         self._stop_stall_timer()
         super().resume_writing()
+        if self.transport.is_closing():
+            self._start_stall_timer()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came: close, once what is left of the answer has been read."""
+        super().timeout_keep_alive_handler()
+        self._start_stall_timer()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
@@ -117,6 +143,10 @@ class BoundedH11(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _start_stall_timer(self) -> None:
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self._stall_timeout, self.transport.abort)
 
     def _stop_stall_timer(self) -> None:
         if self._stall_timer is not None:

@@ -149,6 +149,42 @@ def test_06_a_client_that_is_too_slow() -> None:
         server.check()
 
 
+def _answer(sock: socket.socket) -> bool:
+    """Whether the answer to /health/live comes."""
+    found = b""
+    while not found.endswith(b'"live"}'):
+        found += sock.recv(65536)
+    return status_of(found) == 200
+
+
+def test_06_a_body_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is answered by the head alone; what follows must end in time, and is thrown away up to a limit."""
+    monkeypatch.setattr("headrace.server.running._HEADER_TIMEOUT", 1.0)
+    request = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with serving(scripted()) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as short:
+            short.sendall(request % 2)
+            assert _answer(short)
+            short.sendall(b"ab" + request % 0)  # what ends in time leaves a connection that goes on
+            assert _answer(short)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
+            slow.sendall(request % 10**9)
+            assert _answer(slow)
+            began = time.monotonic()
+            with pytest.raises(ConnectionError):
+                while time.monotonic() - began < 5:
+                    slow.sendall(b"x")
+                    time.sleep(0.05)
+            assert 0.5 < time.monotonic() - began < 3
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as fast:
+            fast.sendall(request % 10**9)
+            assert _answer(fast)
+            with pytest.raises(ConnectionError):
+                for _ in range(64):
+                    fast.sendall(bytes(2**20))
+        until(lambda: not server.server.server_state.connections)
+
+
 @pytest.mark.parametrize(
     "lines",
     [
