@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from headrace.server.http_protocol import BoundedH11
 from headrace.server.service import Service
+from headrace.server.websocket_protocol import BoundedWebSocket
 
 __all__ = ["DrainingServer", "make_server", "settle_memory"]
 
@@ -64,18 +65,20 @@ class DrainingServer(uvicorn.Server):
 def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info", **more: Any) -> DrainingServer:
     """A server for an application of `create_app`; `more` goes to `uvicorn.Config`."""
     service: Service = app.state.service
+    stall_timeout = service.settings.stall_timeout + 1.0  # the application ends a request more gently before
     protocol: Any = partial(
         BoundedH11,
         header_timeout=_HEADER_TIMEOUT,
-        stall_timeout=service.settings.stall_timeout + 1.0,
+        stall_timeout=stall_timeout,
         max_connections=_most_connections(),
     )
+    sockets: Any = partial(BoundedWebSocket, stall_timeout=stall_timeout)
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         http=protocol,
-        ws="websockets-sansio",
+        ws=sockets,
         ws_max_size=min(service.settings.max_body_bytes, 2**20),
         ws_per_message_deflate=False,
         timeout_graceful_shutdown=5,

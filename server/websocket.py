@@ -9,17 +9,19 @@ Frames are JSON objects. From the client:
 To the client, always with the request's id: `chunk` with a chat.completion.chunk as `data`, `completion` with a whole
 answer where the request does not stream, then `done`; or `error` with OpenAI's error object, which is the end as well.
 A request with `credit` sends while it has some: each chunk uses up as many as it has tokens. Without credit the tokens
-stay with the engine, which stops computing when its reader's window is full. What breaks these rules closes the socket
-with 4001, a draining server with 1012.
+stay with the engine, which stops computing when its reader's window is full. An id may be used again after its end; at
+most 64 requests run at once. What breaks these rules closes the socket with 4001, a draining server with 1012.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import orjson
 from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
@@ -79,7 +81,7 @@ class _ChatSocket:
             self._service.sockets.discard(self)
         if self._close is not None:
             code, reason = self._close
-            with anyio.move_on_after(1.0):
+            with anyio.move_on_after(1.0), suppress(WebSocketDisconnect):
                 await self._socket.close(code, reason)
 
     def drain(self) -> None:
@@ -128,7 +130,7 @@ class _ChatSocket:
         if kind == "request":
             self._start(identity, frame)
         elif kind == "cancel":
-            if outlet is not None:
+            if outlet is not None and not outlet.ended:
                 outlet.lost = "cancelled"
                 outlet.scope.cancel()
         elif kind == "credit":
@@ -140,12 +142,11 @@ class _ChatSocket:
 
     def _start(self, identity: str, frame: dict[str, Any]) -> None:
         credit = None if frame.get("credit") is None else _credit(frame["credit"])
-        outlet = _Outlet(identity, credit, self._send)
-        if identity in self._outlets or len(self._outlets) >= _MAX_REQUESTS:
-            what = "this id is in use" if identity in self._outlets else f"at most {_MAX_REQUESTS} requests at once"
-            self._tasks.start_soon(outlet.fail, ApiError(400, "invalid_value", f"id: {what}", param="id"))
-            return
-        self._outlets[identity] = outlet
+        if identity in self._outlets:
+            raise _Broken("a request with this id has not ended")
+        if len(self._outlets) >= _MAX_REQUESTS:
+            raise _Broken(f"a socket may have {_MAX_REQUESTS} requests at once")
+        self._outlets[identity] = outlet = _Outlet(identity, credit, self._send)
         self._tasks.start_soon(self._answer, outlet, frame.get("request"))
 
     async def _answer(self, outlet: _Outlet, body: object) -> None:
@@ -210,6 +211,8 @@ class _Outlet:
         self.identity = identity
         self.started = False
         self.lost = "disconnected"
+        self.ended = False
+        """The last frame is about to be sent: nothing may follow it."""
         self.scope = anyio.CancelScope()
         self._id = orjson.dumps(identity)
         self._credit = credit
@@ -240,16 +243,17 @@ class _Outlet:
     async def finish(self, frames: bytes) -> None:
         """Send the last chunks, and that it is done."""
         await self._chunks(frames)
-        await self._frame(b"done")
+        await self._end(b"done")
 
     async def whole(self, answer: bytes) -> None:
         """Send a whole answer, and that it is done."""
         await self._frame(b"completion", b',"data":' + answer)
-        await self._frame(b"done")
+        await self._end(b"done")
 
     async def fail(self, error: ApiError, frames: bytes = b"") -> None:
-        """Send the error, as a frame of its own."""
-        await self._frame(b"error", b"," + orjson.dumps(error_body(error))[1:-1])
+        """Send the error, as a frame of its own, unless the end has been sent."""
+        if not self.ended:
+            await self._end(b"error", b"," + orjson.dumps(error_body(error))[1:-1])
 
     async def ping(self, silent: float) -> None:
         """Do nothing: the socket has pings of its own."""
@@ -258,6 +262,11 @@ class _Outlet:
         """Send server-sent events as frames."""
         for event in events.split(b"\n\n")[:-1]:
             await self._frame(b"chunk", b',"data":' + event.removeprefix(b"data: "))
+
+    async def _end(self, kind: bytes, rest: bytes = b"") -> None:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that came before the end is told as the end
+        self.ended = True
+        await self._frame(kind, rest)
 
     async def _frame(self, kind: bytes, rest: bytes = b"") -> None:
         await self._send(b'{"type":"' + kind + b'","id":' + self._id + rest + b"}")

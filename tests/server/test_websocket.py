@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
+import socket as socketlib
+import struct
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import CAPACITY, Process, Serving, scripted, serving, until
+from starlette.websockets import WebSocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -94,14 +100,97 @@ def test_a_refusal_is_a_frame_with_its_id_and_others_go_on(server: Serving) -> N
     with opened(server.port) as socket:
         ask(socket, "good", max_tokens=60)
         ask(socket, "bad", temperature=3)
-        ask(socket, "good")
         socket.send(json.dumps({"type": "request", "id": "none"}))
-        found = frames(socket, until_ends=4)
-    assert found["bad"][0]["error"]["param"] == "temperature"
-    assert found["none"][0]["error"]["param"] == "request"
-    errors = [frame for frame in found["good"] if frame["type"] == "error"]
-    assert len(errors) == 1 and errors[0]["error"]["param"] == "id"
-    assert found["good"][-1]["type"] == "done"
+        found = frames(socket, until_ends=3)
+        assert found["bad"][0]["error"]["param"] == "temperature"
+        assert found["none"][0]["error"]["param"] == "request"
+        assert found["good"][-1]["type"] == "done"
+        ask(socket, "good")  # the id is free again
+        assert frames(socket, until_ends=1)["good"][-1]["type"] == "done"
+
+
+@pytest.mark.parametrize("ids", [["a", "a"], [str(number) for number in range(65)]])
+def test_an_id_in_use_or_too_many_requests_close_the_socket(server: Serving, ids: list[str]) -> None:
+    with opened(server.port) as socket:
+        for identity in ids:
+            ask(socket, identity, max_tokens=900, credit=0)
+        assert closed_with(socket) == 4001
+    until(lambda: server.idle)
+
+
+def test_a_cancel_after_the_last_frame_is_not_answered(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end is on its way, but the socket is busy: the cancel comes between."""
+    send = WebSocket.send_text
+
+    async def slow(self: WebSocket, data: str) -> None:
+        if '"done"' in data:
+            await send(self, '{"type": "ending", "id": "a"}')
+            await anyio.sleep(0.3)
+        await send(self, data)
+
+    monkeypatch.setattr(WebSocket, "send_text", slow)
+    with opened(server.port) as socket:
+        ask(socket, "a", max_tokens=2)
+        while json.loads(socket.recv(timeout=10))["type"] != "ending":
+            pass
+        socket.send(json.dumps({"type": "cancel", "id": "a"}))
+        assert json.loads(socket.recv(timeout=10)) == {"type": "done", "id": "a"}
+        with pytest.raises(TimeoutError):
+            socket.recv(timeout=0.5)
+
+
+# -- clients that do not read ---------------------------------------------------------------------------------------
+
+
+def unread(port: int) -> socketlib.socket:
+    """A client whose kernel takes little, and that reads nothing after the handshake."""
+    sock = socketlib.socket()
+    sock.setsockopt(socketlib.SOL_SOCKET, socketlib.SO_RCVBUF, 4096)
+    sock.settimeout(3.0)
+    sock.connect(("127.0.0.1", port))
+    lines = ["GET /v1/chat/completions HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade"]
+    lines += ["Sec-WebSocket-Version: 13", f"Sec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}", "", ""]
+    sock.sendall("\r\n".join(lines).encode())
+    assert b" 101 " in sock.recv(400)
+    return sock
+
+
+def masked(data: bytes, opcode: int, *, last: bool = True) -> bytes:
+    """A short frame, masked with zeros."""
+    size = bytes([0x80 | len(data)]) if len(data) < 126 else bytes([0x80 | 126]) + struct.pack("!H", len(data))
+    return bytes([0x80 * last | opcode]) + size + bytes(4) + data
+
+
+def test_pings_of_a_client_that_reads_no_pongs_are_left_unread() -> None:
+    with serving(scripted(), ServerSettings(stall_timeout=1)) as server, unread(server.port) as sock:
+        flood, sent = masked(b"p" * 125, 9) * 500, 0
+        began = time.monotonic()
+        with pytest.raises(OSError):  # the server reads no more, then cuts the connection
+            while time.monotonic() - began < 10:
+                sent += sock.send(flood)
+        assert sent < 16 * 2**20
+        until(lambda: not server.server.server_state.connections)
+        server.check()
+
+
+def test_a_stalled_reader_is_cut_off() -> None:
+    engine = FakeEngine(max_context=20_000, num_pages=20_000)
+    settings = ServerSettings(served_model_name="scripted", stall_timeout=1)
+    with serving(engine, settings) as server, unread(server.port) as sock:
+        body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "stream": True, "n": 8}
+        body |= {"max_tokens": 19_000, "ignore_eos": True}
+        frame = json.dumps({"type": "request", "id": "a", "request": body}).encode()
+        sock.sendall(masked(frame, 1))
+        until(lambda: bool(server.service.running))
+        until(lambda: not server.server.server_state.connections, seconds=20)
+        assert not server.service.running
+
+
+def test_a_message_in_empty_parts_is_cut_off(server: Serving) -> None:
+    with unread(server.port) as sock:
+        sock.sendall(masked(b"{", 1, last=False) + masked(b"", 0, last=False) * 2000)
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(100) == b""
 
 
 def test_cancel_ends_one_request_alone(server: Serving) -> None:
