@@ -129,7 +129,7 @@ class Answering:
             span = start_span(figures, ask.prompts, ask.params, service.model)
             service.check_accepting()
             rows = max(ask.params.n, ask.params.beam_width or 1)
-            self._permit = service.limits.admit(self._caller, len(ask.prompts) * rows)
+            self._permit = service.limits.admit(self._caller, len(ask.prompts) * rows, ask.priority)
             service.running.add(self)
             self._scope.deadline = anyio.current_time() + self._timeout
             with self._scope:

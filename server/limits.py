@@ -107,19 +107,23 @@ class Limits:
         """What a key may use."""
         return self._own.get(name, self._settings.default_limits)
 
-    def admit(self, caller: Caller, weight: int) -> Permit:
+    def admit(self, caller: Caller, weight: int, priority: int = 0) -> Permit:
         """Take a request in.
 
         Args:
             caller: Who asks.
             weight: Prompts times choices.
+            priority: Lower is served first.
 
         Raises:
             ApiError: 429 where the key has used up what it may, 503 where too much waits, 400 where one request asks
-                for more than there may ever be.
+                for more than there may ever be, or to be served before others.
         """
         account = self._account(caller.name)
         limits = account.limits
+        if priority < limits.min_priority:
+            message = f"priority: at least {limits.min_priority} for this key, got {priority}"
+            raise ApiError(400, "invalid_value", message, param="priority")
         most = min(self._settings.max_queue, weight if limits.concurrency is None else limits.concurrency)
         if weight > most > 0:
             raise ApiError(400, "invalid_value", f"n: {weight} choices in one request, at most {most} here", param="n")

@@ -546,13 +546,26 @@ def test_37_limits_of_a_key_change_while_it_runs() -> None:
         assert 1 <= int(refused.headers["retry-after"]) <= 30
         path = "/v1/admin/keys/me/limits"
         changed = server.client.put(path, json={"tokens_per_minute": 600}, headers=boss)
-        assert changed.json() == {"concurrency": None, "tokens_per_minute": 600}
+        assert changed.json() == {"concurrency": None, "tokens_per_minute": 600, "min_priority": 0}
         assert server.client.get(path, headers=boss).json() == changed.json()
         check_error(server.client.put("/v1/admin/keys/you/limits", json={}, headers=boss), 404, "key_not_found")
         check_error(server.client.put(path, json={"concurrency": -1}, headers=boss), 400)
         assert server.post({"prompt": "x" * 700, "max_tokens": 1}).status_code == 200  # overdrawn by one request
         check_error(server.post({"prompt": "x"}), 429, "rate_limit_exceeded")
         assert [future.result().status_code for future in long] == [200, 200]
+
+
+def test_37_nobody_goes_before_others_unless_its_key_may() -> None:
+    settings = ServerSettings(
+        api_keys={"me": KEY, "urgent": "the-urgent-key"}, key_limits={"urgent": KeyLimits(min_priority=-5)}
+    )
+    urgent = {"authorization": "Bearer the-urgent-key"}
+    with serving(scripted(), settings) as server:
+        error = check_error(server.post({"prompt": "x", "priority": -1}), 400, "invalid_value")
+        assert error["param"] == "priority" and "-1" in error["message"] and "0" in error["message"]
+        assert server.post({"prompt": "x", "priority": 1}).status_code == 200
+        assert server.post({"prompt": "x", "priority": -5}, headers=urgent).status_code == 200
+        check_error(server.post({"prompt": "x", "priority": -6}, headers=urgent), 400, "invalid_value")
 
 
 def test_38_a_request_that_waits_too_long_is_never_computed() -> None:
