@@ -143,7 +143,7 @@ class Answering:
         finally:
             service.running.discard(self)
             if self._permit is not None:
-                self._permit.end()
+                self._permit.end(refund=all(stream.queued for stream in self._streams))  # nothing was computed
             figures.reason = figures.reason or self._outlet.lost
             service.telemetry.end(figures, self._streams, admitted=self._permit is not None)
             if span is not None:

@@ -58,10 +58,12 @@ class Permit:
         """Charge generated tokens to the key."""
         self.account.tokens -= tokens
 
-    def end(self) -> None:
-        """Give everything back; later calls do nothing."""
+    def end(self, *, refund: bool = False) -> None:
+        """Give everything back, with `refund` what was charged for the prompt too; later calls do nothing."""
         if not self.ended:
             self.ended = True
+            if refund:
+                self.account.tokens += self.tokens
             if self.waiting:
                 self.waiting = False
                 self.limits.left_queue(self, departed=False)

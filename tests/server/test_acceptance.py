@@ -568,6 +568,16 @@ def test_37_nobody_goes_before_others_unless_its_key_may() -> None:
         check_error(server.post({"prompt": "x", "priority": -6}, headers=urgent), 400, "invalid_value")
 
 
+def test_37_what_is_refused_is_not_charged() -> None:
+    settings = ServerSettings(default_limits=KeyLimits(tokens_per_minute=600))
+    with serving(scripted(), settings) as server:
+        for _ in range(5):
+            check_error(server.post({"prompt": [1] * 500 + [10**6], "max_tokens": 1}), 400)
+        assert server.post({"prompt": "x" * 500, "max_tokens": 1}).status_code == 200
+        assert server.post({"prompt": "x" * 500, "max_tokens": 1}).status_code == 200  # overdraws
+        check_error(server.post({"prompt": "x"}), 429, "rate_limit_exceeded")
+
+
 def test_38_a_request_that_waits_too_long_is_never_computed() -> None:
     one_row = Capacity(num_pages=512, page_size=16, max_rows=1, max_batched_tokens=64, max_context=1024, vocab_size=257)
     runner = lambda: ScriptedRunner(one_row, gate=lambda: time.sleep(0.01))  # noqa: E731
