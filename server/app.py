@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
@@ -71,7 +72,7 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
     service.telemetry.name_routes(routes)
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Gate, settings=settings, telemetry=service.telemetry)],
+        middleware=[*_for_pages(settings), Middleware(Gate, settings=settings, telemetry=service.telemetry)],
         exception_handlers={
             ApiError: _told,
             HeadraceError: _told,
@@ -84,6 +85,20 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
     app.state.service = service
     app.state.exporter = Exporter(service)
     return app
+
+
+def _for_pages(settings: ServerSettings) -> list[Middleware]:
+    """What lets pages of the allowed origins read answers, refusals too; browsers ask first, without a key."""
+    if not settings.allowed_origins:
+        return []
+    origins = [origin.lower().rstrip("/") for origin in settings.allowed_origins]
+    exposed = ["x-request-id", "retry-after"]
+    methods = ["GET", "POST", "PUT"]
+    return [
+        Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=exposed
+        )
+    ]
 
 
 @asynccontextmanager

@@ -7,6 +7,8 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headrace.engine import InvalidParams
+
 __all__ = ["ANYBODY", "Caller", "Keyring"]
 
 
@@ -30,14 +32,14 @@ class Keyring:
         """Take secrets by name.
 
         Raises:
-            ValueError: Two keys have the same name or the same secret.
+            InvalidParams: Two keys have the same name or the same secret.
         """
         entries = [(name, secret, False) for name, secret in keys.items()]
         entries += [(name, secret, True) for name, secret in admin_keys.items()]
         self._callers = [(_digest(secret.encode()), Caller(name, admin)) for name, secret, admin in entries]
         names = {name for name, _, _ in entries}
         if len(names) < len(entries) or len({digest for digest, _ in self._callers}) < len(entries):
-            raise ValueError("two keys have the same name or the same secret")
+            raise InvalidParams("api_keys: two keys have the same name or the same secret", field="api_keys")
 
     @property
     def empty(self) -> bool:

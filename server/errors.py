@@ -55,7 +55,6 @@ class ApiError(Exception):
         message: str,
         *,
         param: str | None = None,
-        kind: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Hold what the client is told.
@@ -65,7 +64,6 @@ class ApiError(Exception):
             code: Machine-readable reason.
             message: One sentence for a person.
             param: The field of the request that is at fault.
-            kind: OpenAI's `type`; None follows from the status.
             headers: More headers of the answer, such as Retry-After.
         """
         super().__init__(message)
@@ -73,7 +71,7 @@ class ApiError(Exception):
         self.code = code
         self.message = message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 3] + "..."
         self.param = param
-        self.kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.headers = dict(headers or {})
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
@@ -85,7 +83,7 @@ class ApiError(Exception):
         message = self.message
         if message.startswith(self.param):
             message = known + message[len(self.param) :]
-        return ApiError(self.status, self.code, message, param=known, kind=self.kind, headers=self.headers)
+        return ApiError(self.status, self.code, message, param=known, headers=self.headers)
 
 
 _NAME = re.compile(r"\w+")

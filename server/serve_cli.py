@@ -188,8 +188,12 @@ async def _serve(
 def _named(values: list[str] | None, prefix: str) -> dict[str, str]:
     keys: dict[str, str] = {}
     for place, value in enumerate(values or (), 1):
-        name, separator, secret = value.partition("=")
-        keys[name if separator else f"{prefix}-{place}"] = secret if separator else value
+        name, _, secret = value.partition("=")
+        if not secret.strip("="):  # nothing, or the padding of a bare secret in base64
+            name, secret = f"{prefix}-{place}", value
+        if name in keys:
+            raise typer.BadParameter(f"{prefix} {place}: another one has its name already")  # which may be a secret
+        keys[name] = secret
     return keys
 
 

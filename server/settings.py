@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headrace.engine import InvalidParams
 from headrace.engine.params import invalid_params
 
 __all__ = ["KeyLimits", "ServerSettings"]
@@ -18,11 +19,16 @@ Seconds = Annotated[float, Field(gt=0)]
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise invalid_params(error, type(self)) from None
+            first = error.errors(include_url=False)[0]
+            if first["loc"][:1] not in (("api_keys",), ("admin_keys",)):
+                raise invalid_params(error, type(self)) from None
+            field, what = str(first["loc"][0]), "a name" if first["loc"][-1] == "[key]" else "a secret"
+            message = f"{field}: {what} is malformed: {first['msg']}"  # never shows what was given
+            raise InvalidParams(message, field=field) from None
 
 
 class KeyLimits(_Frozen):

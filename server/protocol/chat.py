@@ -77,9 +77,9 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Annotated[str, Field(strict=True)] | None, parts_schema("text")] = None
-    reasoning_content: Annotated[str, Field(strict=True)] | None = None
     tool_calls: Annotated[tuple[ToolCallFields, ...], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(strict=True, max_length=256)] | None = None
+    reasoning_content: Annotated[str, Field(strict=True)] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -111,6 +111,8 @@ class ChatMessage(BaseModel):
             message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
         return message
 
 

@@ -232,6 +232,8 @@ def parse(
         fields = shape.model_validate(body)
     except ValidationError as error:
         raise shape_error(error) from None
+    if settings.strict_fields and (part := _unknown_part(fields, body)):
+        raise ApiError(400, "unknown_parameter", f"{part}: unknown field", param=part)
     if fields.stream_options is not None and not fields.streams:
         raise ApiError(400, "invalid_value", "stream_options: only with stream", param="stream_options")
     most = min(settings.max_choices, _MAX_BEAMS) if fields.use_beam_search else settings.max_choices
@@ -251,6 +253,22 @@ def _check_best_of(fields: RequestFields) -> None:
     if fields.streams and not fields.use_beam_search:
         message = "best_of: is ranked when all is generated and cannot be streamed"
         raise ApiError(400, "invalid_value", message, param="best_of")
+
+
+def _unknown_part(fields: BaseModel, given: Mapping[str, Any]) -> str | None:
+    """Path of the first unknown field inside the objects that `given` holds; its own fields are not looked at."""
+    for name in type(fields).model_fields:
+        value, raw = getattr(fields, name), given.get(name)
+        parts = [("", value, raw)]
+        if isinstance(value, tuple) and isinstance(raw, list):
+            parts = [(f"[{place}]", *pair) for place, pair in enumerate(zip(value, raw, strict=True))]
+        for place, shape, part in parts:
+            if isinstance(shape, BaseModel) and isinstance(part, Mapping):
+                unknown = min(part.keys() - type(shape).model_fields.keys(), default=None)
+                unknown = unknown or _unknown_part(shape, part)
+                if unknown:
+                    return f"{name}{place}.{unknown}"
+    return None
 
 
 def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -32,6 +32,7 @@ from headrace.engine.fake_device import FakeEngine
 from headrace.engine.scheduling.plan import NON_FINITE, Capacity
 from headrace.engine.testing import ScriptedRunner
 from headrace.server import KeyLimits, ServerSettings
+from headrace.server.protocol.chat import ChatMessage
 
 KEY = "the-key-of-tests"
 CHAT_PATH = "/v1/chat/completions"
@@ -272,6 +273,26 @@ def test_10_origins_of_pages(server: Serving) -> None:
         assert other.client.get("/v1/models", headers={"origin": "https://good.example"}).status_code == 200
 
 
+def test_10_pages_of_an_allowed_origin_may_fetch() -> None:
+    origin = {"origin": "https://good.example"}
+    settings = ServerSettings(api_keys={"me": KEY}, allowed_origins=("https://Good.example/",))
+    with serving(scripted(), settings) as server:
+        ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+        url = server.url + CHAT_PATH
+        preflight = httpx2.options(url, headers=origin | ask, trust_env=False)  # browsers send no key with it
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://good.example"
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        answer = server.post({"prompt": "x"}, headers=origin)
+        refused = httpx2.post(url, headers=origin, trust_env=False)
+        for each, status in ((answer, 200), (refused, 401)):
+            assert each.status_code == status
+            assert each.headers["access-control-allow-origin"] == "https://good.example"
+        evil = httpx2.options(url, headers=ask | {"origin": "https://evil.example"}, trust_env=False)
+        assert evil.status_code >= 400 and "access-control-allow-origin" not in evil.headers
+
+
 # -- fields ---------------------------------------------------------------------------------------------------------
 
 Bad = tuple[dict[str, Any], str | None, str | None]
@@ -476,6 +497,24 @@ def test_33_unknown_fields(server: Serving) -> None:
     with serving(scripted(), ServerSettings(strict_fields=True)) as strict:
         assert check_error(strict.post(body), 400, "unknown_parameter")["param"] == "continuous_usage_stats"
         assert strict.post({"prompt": "x", "ignore_eos": True}).status_code == 200
+        called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}", "foo": 1}}
+        nested: list[tuple[dict[str, Any], str]] = [
+            ({"messages": [*MESSAGES, {"role": "user", "content": "x", "foo": 1}]}, "messages[1].foo"),
+            (
+                {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [called]}]},
+                "messages[1].tool_calls[0].function.foo",
+            ),
+            ({"messages": MESSAGES, "stream": True, "stream_options": {"foo": 1}}, "stream_options.foo"),
+        ]
+        for body, param in nested:
+            assert server.post(body, CHAT_PATH).status_code == 200
+            assert check_error(strict.post(body, CHAT_PATH), 400, "unknown_parameter")["param"] == param
+        assert strict.post({"messages": MESSAGES, "stop": ["a", "b"]}, CHAT_PATH).status_code == 200
+
+
+def test_33_reasoning_of_earlier_turns_goes_to_the_template() -> None:
+    turn = {"role": "assistant", "content": "b", "reasoning_content": "why"}
+    assert ChatMessage.model_validate(turn).for_template(0) == turn
 
 
 def test_35_salts_and_keys_share_no_cached_prompt() -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import anyio
 import pytest
 import tiny_models
+import typer
 
 from headrace.engine import Engine, SamplingParams
 from headrace.server.cli import main
+from headrace.server.serve_cli import _named
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, typed: str = "") -> int:
@@ -93,3 +95,22 @@ def test_without_keys_only_loopback_is_served(
 ) -> None:
     assert run(monkeypatch, "serve", "--host", host) == 2
     assert "loopback" in capsys.readouterr().err
+
+
+def test_keys_of_the_command_line() -> None:
+    assert _named(["ann=secret-of-ann", "c2VjcmV0LW9mLWJvYg==", "eve=c2VjcmV0LWZvci1ldmU="], "key") == {
+        "ann": "secret-of-ann",
+        "key-2": "c2VjcmV0LW9mLWJvYg==",
+        "eve": "c2VjcmV0LWZvci1ldmU=",
+    }
+    for twice in (["ann=first-secret", "ann=second-secret"], ["key-2=first-secret", "second-secret"]):
+        with pytest.raises(typer.BadParameter) as error:
+            _named(twice, "key")
+        assert "secret" not in error.value.message
+
+
+def test_a_bad_key_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("me=hush hush hush", "hush me=long-enough-secret"):
+        assert run(monkeypatch, "serve", "--api-key", key) != 0
+        shown = capsys.readouterr().err
+        assert "api_keys" in shown and "hush" not in shown

@@ -158,5 +158,13 @@ def test_settings_name_what_is_wrong(field: str, value: Any) -> None:
     assert error.value.field is not None and error.value.field.startswith(field)
 
 
+@pytest.mark.parametrize("keys", [{"a": "kept sec"}, {"a": "kept-se"}, {"kept sec": "long-enough"}])
+@pytest.mark.parametrize("field", ["api_keys", "admin_keys"])
+def test_what_is_wrong_with_a_key_is_said_without_it(field: str, keys: dict[str, str]) -> None:
+    with pytest.raises(InvalidParams, match=field) as error:
+        ServerSettings(**{field: keys})
+    assert "kept" not in str(error.value) + repr(error.value.value)
+
+
 def test_settings_do_not_show_secrets() -> None:
     assert "secret" not in repr(ServerSettings(api_keys={"a": "secret-enough"}, admin_keys={"b": "secret-as-well"}))
