@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope
 from headrace.server.errors import ApiError
 from headrace.server.settings import ServerSettings
 
-__all__ = ["ClientGone", "read_json"]
+__all__ = ["ClientGone", "announced", "read_json"]
 
 _CLOSE = {"connection": "close"}
 _LONG = 2**18  # bytes that take some milliseconds: more are not read on the event loop
@@ -75,6 +75,12 @@ def _parse(body: bytes, max_nesting: int) -> dict[str, Any]:
     if _nests_deeper(value, max_nesting):
         raise ApiError(400, "invalid_json", f"the body nests deeper than {max_nesting}")
     return value
+
+
+def announced(scope: Scope, settings: ServerSettings) -> int:
+    """Bytes that a request's body will have, as far as `read_json` takes it; the most it may where it does not say."""
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    return min(int(length[:20]), settings.max_body_bytes) if length.isdigit() else settings.max_body_bytes
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from headrace.server.auth import Caller
@@ -15,6 +16,7 @@ from headrace.server.settings import KeyLimits, ServerSettings
 __all__ = ["Limits", "Permit"]
 
 _WINDOW = 10.0
+_SMALLEST_UPLOAD = 65_536  # bytes that even a small body counts for: its connection costs something, too
 _LONGEST_RETRY = 30.0  # official clients give up where they are told to wait much longer
 
 
@@ -27,6 +29,8 @@ class _Account:
     tokens: float = 0.0
     """Tokens that may still be used; negative where they were overdrawn."""
     refilled: float = 0.0
+    uploading: int = 0
+    """Bytes of bodies that are being read."""
 
 
 @dataclass(slots=True)
@@ -91,6 +95,7 @@ class Limits:
         self._queue = _Queue()
         self._accounts: dict[str, _Account] = {}
         self._own = dict(settings.key_limits)
+        self._uploading = 0
         self.live = 0
         """Admitted requests that have not ended."""
 
@@ -150,6 +155,27 @@ class Limits:
         """
         if self._queue.choices + weight > self._settings.max_queue:
             raise self.overloaded()
+
+    @contextmanager
+    def upload(self, caller: Caller, size: int) -> Iterator[None]:
+        """Hold room for a body of `size` bytes while it is read; one key may hold half of all there is.
+
+        Raises:
+            ApiError: 429 where the key has too little left, 503 where the server has.
+        """
+        account, size = self._account(caller.name), max(size, _SMALLEST_UPLOAD)
+        settings = self._settings
+        if account.uploading + size > max(settings.max_upload_bytes // 2, settings.max_body_bytes, size):
+            raise self._too_many("this key sends too much at once", self.retry_after())
+        if self._uploading + size > max(settings.max_upload_bytes, settings.max_body_bytes, size):
+            raise self.overloaded()
+        account.uploading += size
+        self._uploading += size
+        try:
+            yield
+        finally:
+            account.uploading -= size
+            self._uploading -= size
 
     def add_prompt(self, permit: Permit, tokens: int) -> None:
         """Count a permit's prompt tokens, as `Permit.add_prompt`."""

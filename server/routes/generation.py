@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from headrace.engine import Prompt, SamplingParams
 from headrace.engine.tools import ToolParser, make_parser, parser_class
 from headrace.server.answering import Answering, Ask
-from headrace.server.body import ClientGone, read_json
+from headrace.server.body import ClientGone, announced, read_json
 from headrace.server.connection import Connection
 from headrace.server.errors import ApiError, error_response
 from headrace.server.gate import CALLER, REQUEST_ID
@@ -66,7 +66,8 @@ class GenerationRoute:
         service.check_accepting()  # before a body is read
         service.limits.check_queue()
         try:
-            body = await read_json(scope, receive, service.settings)
+            with service.limits.upload(scope[CALLER], announced(scope, service.settings)):
+                body = await read_json(scope, receive, service.settings)
         except ClientGone:
             return
         ask, timeout = self._ask(service, body), _timeout(scope)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.engine import InvalidParams, Prompt
-from headrace.server.body import read_json
+from headrace.server.body import announced, read_json
 from headrace.server.errors import ApiError, as_api_error, shape_error
 from headrace.server.gate import CALLER
 from headrace.server.protocol.chat import Messages
@@ -76,7 +76,8 @@ async def detokenize(request: Request) -> Response:
 
 async def _fields(request: Request, shape: type[BaseModel]) -> Any:
     service: Service = request.app.state.service
-    body = await read_json(request.scope, request.receive, service.settings)
+    with service.limits.upload(request.scope[CALLER], announced(request.scope, service.settings)):
+        body = await read_json(request.scope, request.receive, service.settings)
     try:
         fields: Any = shape.model_validate(body)
     except ValidationError as error:

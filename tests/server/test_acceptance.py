@@ -14,6 +14,7 @@ test_responses.py and test_messages.py. Row 62, a client host that dies without 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import signal
 import socket
@@ -615,6 +616,21 @@ def test_37_what_is_refused_is_not_charged() -> None:
         assert server.post({"prompt": "x" * 500, "max_tokens": 1}).status_code == 200
         assert server.post({"prompt": "x" * 500, "max_tokens": 1}).status_code == 200  # overdraws
         check_error(server.post({"prompt": "x"}), 429, "rate_limit_exceeded")
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+def test_37_bodies_that_do_not_come_hold_no_more_than_a_share(path: bytes) -> None:
+    limits = {"max_upload_bytes": 4 * 2**20, "max_body_bytes": 2**20, "body_timeout": 5.0}
+    with serving(scripted(), ServerSettings(**limits)) as server, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2)]
+        for sock in held:
+            sock.sendall(head(b"", b"Content-Length: %d" % 2**20, path=path, length=False))
+        until(lambda: server.service.limits._uploading == 2 * 2**20)
+        check_error(server.post({"prompt": "x"}, path.decode()), 429, "rate_limit_exceeded")
+        for sock in held:
+            vanish(sock)
+        until(lambda: server.service.limits._uploading == 0)
+        server.check()
 
 
 def test_38_a_request_that_waits_too_long_is_never_computed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -90,6 +91,25 @@ def test_retry_after_is_the_time_the_queue_takes() -> None:
     assert 4 <= min(pauses) and max(pauses) <= 7  # 500 wait, 100 a second go
     clock.now += 60
     assert int(limits.overloaded().headers["retry-after"]) == 1  # nothing is known any more
+
+
+def test_bodies_that_are_read_at_once_are_bounded_for_each_key_and_for_all() -> None:
+    limits = Limits(ServerSettings(max_upload_bytes=2**20, max_body_bytes=2**18), Clock())
+    with contextlib.ExitStack() as uploads:
+
+        def fits(caller: Caller, size: int) -> int:
+            try:
+                uploads.enter_context(limits.upload(caller, size))
+            except ApiError as refusal:
+                return refusal.status
+            return 200
+
+        assert [fits(ANN, 2**18) for _ in range(3)] == [200, 200, 429]
+        assert [fits(BOB, 1) for _ in range(9)] == [200] * 8 + [429]  # a small one counts for 64 KiB
+        assert fits(Caller("eve"), 1) == 503
+    assert limits._uploading == 0 and all(account.uploading == 0 for account in limits._accounts.values())
+    with limits.upload(ANN, 2**18):
+        pass
 
 
 def test_prompt_tokens_that_wait_are_bounded_but_a_single_one_is_not() -> None:
