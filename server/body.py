@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope
 from headrace.server.errors import ApiError
 from headrace.server.settings import ServerSettings
 
-__all__ = ["ClientGone", "announced", "read_json"]
+__all__ = ["ClientGone", "announced", "nests_deeper", "read_json"]
 
 _CLOSE = {"connection": "close"}
 _LONG = 2**18  # bytes that take some milliseconds: more are not read on the event loop
@@ -72,7 +72,7 @@ def _parse(body: bytes, max_nesting: int) -> dict[str, Any]:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, "invalid_type", "the body must be a JSON object")
-    if _nests_deeper(value, max_nesting):
+    if nests_deeper(value, max_nesting):
         raise ApiError(400, "invalid_json", f"the body nests deeper than {max_nesting}")
     return value
 
@@ -103,7 +103,8 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, "request_too_large", f"the body may have {limit} bytes", headers=_CLOSE)
 
 
-def _nests_deeper(value: Any, limit: int) -> bool:
+def nests_deeper(value: Any, limit: int) -> bool:
+    """Whether `value`, an array or object of JSON, has more than `limit` of them inside each other, itself counted."""
     level = [value]
     while level:
         if not limit:

@@ -38,9 +38,9 @@ class KeyLimits(_Frozen):
         InvalidParams: A value is out of its range.
     """
 
-    concurrency: Annotated[int, Field(ge=0)] | None = None
+    concurrency: Annotated[int, Field(ge=0, strict=True)] | None = None
     """Requests at once, waiting ones included; each prompt and choice counts."""
-    tokens_per_minute: Annotated[int, Field(ge=0)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=0, strict=True)] | None = None
     """Prompt and completion tokens. A burst of a whole minute is allowed; what is overdrawn delays later requests."""
     min_priority: Annotated[int, Field(ge=-1000, le=0, strict=True)] = 0
     """The lowest `priority` that requests may name. Lower is served first, before the requests of all other keys."""

@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.server.answering import Answering
+from headrace.server.body import nests_deeper
 from headrace.server.errors import ApiError, as_api_error, error_body
 from headrace.server.gate import CALLER, REQUEST_ID
 from headrace.server.routes.generation import ask_chat
@@ -164,6 +165,9 @@ class _ChatSocket:
         try:
             if not isinstance(body, dict):
                 raise ApiError(400, "invalid_type", "request: must be a JSON object", param="request")
+            most = self._service.settings.max_nesting
+            if nests_deeper(body, most):
+                raise ApiError(400, "invalid_json", f"request: nests deeper than {most}", param="request")
             ask = ask_chat(self._service, body)
         except Exception as error:
             await outlet.fail(as_api_error(error))

@@ -589,7 +589,9 @@ def test_37_limits_of_a_key_change_while_it_runs() -> None:
         assert changed.json() == {"concurrency": None, "tokens_per_minute": 600, "min_priority": 0}
         assert server.client.get(path, headers=boss).json() == changed.json()
         check_error(server.client.put("/v1/admin/keys/you/limits", json={}, headers=boss), 404, "key_not_found")
-        check_error(server.client.put(path, json={"concurrency": -1}, headers=boss), 400)
+        bad: list[tuple[str, Any]] = [("concurrency", -1), ("concurrency", "8"), ("concurrency", True), ("self", 1)]
+        for field, value in [*bad, ("tokens_per_minute", 1.0), ("cls", {})]:
+            assert check_error(server.client.put(path, json={field: value}, headers=boss), 400)["param"] == field
         assert server.post({"prompt": "x" * 700, "max_tokens": 1}).status_code == 200  # overdrawn by one request
         check_error(server.post({"prompt": "x"}), 429, "rate_limit_exceeded")
         assert [future.result().status_code for future in long] == [200, 200]

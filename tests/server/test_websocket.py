@@ -109,6 +109,17 @@ def test_a_refusal_is_a_frame_with_its_id_and_others_go_on(server: Serving) -> N
         assert frames(socket, until_ends=1)["good"][-1]["type"] == "done"
 
 
+def test_a_request_that_nests_too_deep_is_refused(server: Serving) -> None:
+    nested: Any = {}
+    for _ in range(400):
+        nested = {"properties": nested}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    with opened(server.port) as socket:
+        ask(socket, "a", tools=[tool], metadata=nested)
+        error = frames(socket, until_ends=1)["a"][-1]["error"]
+    assert error["code"] == "invalid_json" and error["param"] == "request"
+
+
 @pytest.mark.parametrize("ids", [["a", "a"], [str(number) for number in range(65)]])
 def test_an_id_in_use_or_too_many_requests_close_the_socket(server: Serving, ids: list[str]) -> None:
     with opened(server.port) as socket:
