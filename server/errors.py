@@ -8,7 +8,7 @@ path, address or traceback leaves the process.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -43,6 +43,7 @@ ERROR_BODY: Final = "headrace.error_body"
 """Key of the scope under which a path's own shape of errors is found; OpenAI's where there is none."""
 
 _MAX_MESSAGE = 500
+_MAX_SHOWN = 40  # characters of a value
 
 
 class ApiError(Exception):
@@ -154,7 +155,17 @@ def shape_error(error: ValidationError) -> ApiError:
         code = "invalid_type"
     elif kind == "extra_forbidden":
         code = "unknown_parameter"
-    return ApiError(400, code, f"{param}: {first['msg']}", param=param or None)
+    given = "" if kind == "missing" else f", got {_clipped(first['input'])}"
+    return ApiError(400, code, f"{param}: {first['msg']}{given}", param=param or None)
+
+
+def _clipped(value: Any) -> str:
+    """`value` in a message; what may be large is cut or counted without being written out first."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= _MAX_SHOWN else repr(value[:_MAX_SHOWN]) + "..."
+    if isinstance(value, Sequence | Mapping):
+        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
+    return repr(value)
 
 
 _UNION_ARM = re.compile(r"(str|int|float|bool)$|(list|dict|tuple|literal)\[|(constrained|function|tagged|model)-")
