@@ -325,9 +325,8 @@ class Engine:
             return
         try:
             loop, opened = self._serving(draining=True)
-            vocab_size = opened.info.vocab_size
-            requests = make_requests(ids, asking, opened.tokenizer, vocab_size, self._random, grammar)
-            loop.submit(generation, ids, requests)
+            made = make_requests(ids, asking, opened.tokenizer, opened.info.vocab_size, self._random, grammar)
+            loop.submit(generation, ids, made)
         except HeadraceError as error:
             generation.abandon(error)
 
