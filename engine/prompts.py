@@ -74,6 +74,8 @@ def check_text_size(prompt: object, longest: int, max_context: int) -> None:
     Raises:
         PromptTooLong: It has more characters than the context has bytes, were every token the longest.
     """
+    if not longest:  # a model without a tokenizer, which refuses text by itself
+        return
     size, most = _text_size(prompt), longest * max_context
     if size > most:
         raise PromptTooLong(

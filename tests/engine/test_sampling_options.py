@@ -361,15 +361,15 @@ def test_log_probabilities_of_a_prompt_are_bounded() -> None:
         asking = Asking(SamplingParams(prompt_logprobs=20), None, None, None, 0)
         return make_requests([1] * length, asking, ByteTokenizer(), 257, random.Random(0))
 
-    assert asked(24_966)[0].reporting is not None
+    assert asked(3_120)[0].reporting is not None
     with pytest.raises(InvalidParams) as caught:
-        asked(24_967)
-    assert caught.value.field == "prompt_logprobs" and caught.value.limit == 24_966
+        asked(3_121)
+    assert caught.value.field == "prompt_logprobs" and caught.value.limit == 3_120
 
 
 def test_tokens_of_bad_words_are_bounded() -> None:
     def asked(count: int) -> list[Request]:
-        words = [f"{at:0128d}" for at in range(count)]  # 128 bytes are 128 tokens, and 129 with the space
+        words = [f"{at:04d}" + "\U0001f600" * 31 for at in range(count)]  # 128 tokens, and 129 with the space
         return make_requests(
             [1], Asking(SamplingParams(bad_words=words), None, None, None, 0), ByteTokenizer(), 257, random.Random(0)
         )
