@@ -71,18 +71,13 @@ def open_engine(config: EngineConfig) -> Opened:
             source = path
         device = _open_device(config, spec, source)
     capacity = device.capacity
-    info = EngineInfo(
+    info = EngineInfo.of(
+        capacity,
         model=name,
         architecture=spec.architecture,
-        max_context=capacity.max_context,
-        vocab_size=spec.vocab_size,
         dtype=device.dtype,
         device=device.name,
-        num_pages=capacity.num_pages,
-        page_size=capacity.page_size,
         page_bytes=device.page_bytes,
-        max_rows=capacity.max_rows,
-        max_batched_tokens=capacity.max_batched_tokens,
     )
     return Opened(device.runner, tokenizer, capacity, info, device.abilities)
 

@@ -98,17 +98,6 @@ class FakeEngine(Engine):
 
     def _open(self) -> Opened:
         capacity = self._capacity
-        info = EngineInfo(
-            model="fake",
-            architecture="fake",
-            max_context=capacity.max_context,
-            vocab_size=capacity.vocab_size,
-            dtype="none",
-            device="fake",
-            num_pages=capacity.num_pages,
-            page_size=capacity.page_size,
-            page_bytes=0,
-            max_rows=capacity.max_rows,
-            max_batched_tokens=capacity.max_batched_tokens,
-        )
+        names = {"model": "fake", "architecture": "fake", "dtype": "none", "device": "fake"}
+        info = EngineInfo.of(capacity, **names, page_bytes=0)
         return Opened(_FakeRunner(*self._pace), ByteTokenizer(), capacity, info)

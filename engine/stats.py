@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Self
+
+from headrace.engine.scheduling.plan import Capacity
 
 __all__ = ["EngineInfo", "EngineStats", "Meter"]
 
@@ -30,6 +33,23 @@ class EngineInfo:
     """Bytes of one page, over all layers."""
     max_rows: int
     max_batched_tokens: int
+
+    @classmethod
+    def of(cls, capacity: Capacity, *, model: str, architecture: str, dtype: str, device: str, page_bytes: int) -> Self:
+        """A model on a device that holds `capacity`."""
+        return cls(
+            model=model,
+            architecture=architecture,
+            max_context=capacity.max_context,
+            vocab_size=capacity.vocab_size,
+            dtype=dtype,
+            device=device,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            page_bytes=page_bytes,
+            max_rows=capacity.max_rows,
+            max_batched_tokens=capacity.max_batched_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,17 +182,6 @@ class ScriptedEngine(Engine):
 
     def _open(self) -> Opened:
         capacity = self._capacity
-        info = EngineInfo(
-            model="scripted",
-            architecture="scripted",
-            max_context=capacity.max_context,
-            vocab_size=capacity.vocab_size,
-            dtype="none",
-            device="none",
-            num_pages=capacity.num_pages,
-            page_size=capacity.page_size,
-            page_bytes=0,
-            max_rows=capacity.max_rows,
-            max_batched_tokens=capacity.max_batched_tokens,
-        )
+        names = {"model": "scripted", "architecture": "scripted", "dtype": "none", "device": "none"}
+        info = EngineInfo.of(capacity, **names, page_bytes=0)
         return Opened(self._make_runner(), ByteTokenizer(), capacity, info)
