@@ -1,6 +1,7 @@
-"""`Engine`: opens a model inside the caller's event loop and turns prompts into streams; the public face of headrace.
+"""`Engine`: turns prompts into streams inside the caller's event loop; the public face of headrace.
 
-Owns the lifetime of everything else; never plans a step and never touches a tensor. Next to read: stream.py.
+Owns intake, from a prompt to a submitted request; never plans a step and never touches a tensor; life.py opens and
+closes what it needs. Next to read: stream.py.
 """
 
 from __future__ import annotations
@@ -10,31 +11,23 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeAlias, Unpack, overload
-
-import anyio
-from anyio.abc import TaskGroup
-from anyio.lowlevel import checkpoint
+from typing import Any, TypeAlias, Unpack, overload
 
 from headrace.engine.collect import check_streamed, collect, streamed_params
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
+from headrace.engine.errors import HeadraceError
 from headrace.engine.events import Completion
 from headrace.engine.generation import Generation, as_headrace
-from headrace.engine.grammars import CompiledGrammar, Grammars
-from headrace.engine.loop import StepLoop
+from headrace.engine.grammars import CompiledGrammar
+from headrace.engine.life import Life
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.messages import Message
-from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
 from headrace.engine.requests import Asking, check_abilities, make_generation, make_requests
-from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 from headrace.engine.text import Detokenizer
-from headrace.engine.threads import Poster, Worker, outlast
 
 __all__ = ["Engine", "Message", "Prompt"]
 
@@ -44,7 +37,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 _DEFAULT_PARAMS = SamplingParams()
 
 
-class Engine:
+class Engine(Life):
     """An inference engine that lives in the caller's event loop: `async with Engine("path/to/model") as engine`.
 
     All methods are called on that event loop's thread. Several engines may be open at once.
@@ -60,125 +53,8 @@ class Engine:
         Raises:
             InvalidParams: An option is unknown or out of its range.
         """
-        self.config = EngineConfig(model=model, **options)
+        super().__init__(EngineConfig(model=model, **options))
         self._random = random.Random(self.config.seed)
-        self._entered = False
-        self._opened: Opened | None = None
-        self._loop: StepLoop | None = None
-        self._closing = False
-        self._teardown_error: Exception | None = None
-
-    # -- life -------------------------------------------------------------------------------------------------------
-
-    async def __aenter__(self) -> Self:
-        """Load the model in a thread and start the step loop.
-
-        Raises:
-            ModelRejected: The model's files cannot be used.
-            DeviceUnavailable: The device is not there.
-            RuntimeError: The engine is already open.
-        """
-        if self._entered:
-            raise RuntimeError("an Engine is opened once; make another for another opening")
-        self._entered = True
-        self._post = Poster()
-        self._helper = Worker("headrace-helper", self._post, cheapest_first=True)
-        self._waiter = Worker("headrace-waiter", self._post)
-        self._grammars = Grammars(self._post)
-        try:
-            opened = await self._helper.run(self._open_and_keep)
-            await checkpoint()
-        except BaseException:
-            self._entered = False
-            await self._return_resources()
-            raise
-        scheduler = Scheduler(opened.capacity, secret=os.urandom(32), prefix_cache=self.config.prefix_cache)
-        runner = opened.runner
-        self._loop = StepLoop(scheduler, runner, self._waiter, launch_ahead=self.config.launch_ahead)
-        self._tasks: TaskGroup = anyio.create_task_group()
-        await self._tasks.__aenter__()
-        self._stopped = anyio.Event()
-        self._tasks.start_soon(self._drive, self._loop, name="headrace step loop")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Cancel what runs, return all memory and join all threads.
-
-        Raises:
-            EngineCrashed: The step loop died, and the block did not raise anything itself.
-        """
-        try:
-            await self.aclose()
-        finally:
-            await self._tasks.__aexit__(None, None, None)
-        if error is None and self._loop is not None and self._loop.crashed is not None:
-            raise self._loop.crashed
-
-    async def aclose(self, drain: float = 0.0) -> None:
-        """Take nothing new in, wait up to `drain` seconds for what runs, cancel the rest and return all memory.
-
-        May be called more than once, and before `async with` ends.
-
-        Raises:
-            InvalidParams: `drain` is negative or NaN; the engine stays open.
-        """
-        if not drain >= 0.0:
-            raise InvalidParams(
-                f"drain: must be at least 0 seconds, got {drain!r}", field="drain", value=drain, limit={"ge": 0.0}
-            )
-        loop = self._loop
-        if loop is None:
-            return
-        self._closing = True
-        try:
-            if drain > 0.0:
-                with anyio.move_on_after(drain):
-                    await loop.drained()
-        finally:
-            loop.close()  # which also ends the drain of whoever else is closing
-            cancelled = await outlast(self._stopped)
-        failed, self._teardown_error = self._teardown_error, None
-        if (error := cancelled or failed) is not None:
-            raise error
-
-    def _open(self) -> Opened:
-        from headrace.engine.build import open_engine  # the one place that sees every ring, imported when needed
-
-        return open_engine(self.config)
-
-    def _open_and_keep(self) -> Opened:
-        self._opened = self._open()  # kept even if whoever waits for it is cancelled: it must be closed
-        return self._opened
-
-    async def _drive(self, loop: StepLoop) -> None:
-        """The step loop's task: runs it to its end, then returns what the engine holds, whoever waits for that."""
-        try:
-            try:
-                await loop.run()
-            finally:
-                await self._return_resources()
-        except Exception as error:  # told to whoever closes the engine, rather than by cancelling the host's task
-            self._teardown_error = error
-        finally:
-            self._stopped.set()
-
-    async def _return_resources(self) -> None:
-        opened, self._opened = self._opened, None
-        crashed = self._loop and self._loop.crashed
-
-        def close(opened: Opened) -> None:
-            self._grammars.close()
-            opened.runner.close()
-
-        try:
-            self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
-            if opened is not None:
-                await self._helper.run(partial(close, opened))
-        finally:
-            self._helper.close()
-            self._waiter.close()
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -329,13 +205,6 @@ class Engine:
             loop.submit(generation, ids, made)
         except HeadraceError as error:
             generation.abandon(error)
-
-    def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
-        if self._loop is not None and self._loop.crashed is not None:
-            raise self._loop.crashed.with_traceback(None)
-        if self._loop is None or self._opened is None or (self._loop.closed if draining else self._closing):
-            raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
-        return self._loop, self._opened
 
     # -- looking in -------------------------------------------------------------------------------------------------
 

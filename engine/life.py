@@ -1,0 +1,155 @@
+"""`Life`: opens what an engine holds, drives its step loop in a task of the caller's event loop, and returns it all.
+
+Owns the model's opening, the threads and the end of everything; never sees a request. Next to read: loop.py.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import EngineStopped, InvalidParams
+from headrace.engine.grammars import Grammars
+from headrace.engine.loop import StepLoop
+from headrace.engine.opened import Opened
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.threads import Poster, Worker, outlast
+
+__all__ = ["Life"]
+
+
+class Life:
+    """An opening of a model, from `async with` to `aclose`; `Engine` adds what it can be asked for."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Hold nothing yet."""
+        self.config = config
+        self._entered = False
+        self._opened: Opened | None = None
+        self._loop: StepLoop | None = None
+        self._closing = False
+        self._teardown_error: Exception | None = None
+
+    async def __aenter__(self) -> Self:
+        """Load the model in a thread and start the step loop.
+
+        Raises:
+            ModelRejected: The model's files cannot be used.
+            DeviceUnavailable: The device is not there.
+            RuntimeError: The engine is already open.
+        """
+        if self._entered:
+            raise RuntimeError("an Engine is opened once; make another for another opening")
+        self._entered = True
+        self._post = Poster()
+        self._helper = Worker("headrace-helper", self._post, cheapest_first=True)
+        self._waiter = Worker("headrace-waiter", self._post)
+        self._grammars = Grammars(self._post)
+        try:
+            opened = await self._helper.run(self._open_and_keep)
+            await checkpoint()
+        except BaseException:
+            self._entered = False
+            await self._return_resources()
+            raise
+        scheduler = Scheduler(opened.capacity, secret=os.urandom(32), prefix_cache=self.config.prefix_cache)
+        runner = opened.runner
+        self._loop = StepLoop(scheduler, runner, self._waiter, launch_ahead=self.config.launch_ahead)
+        self._tasks: TaskGroup = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._stopped = anyio.Event()
+        self._tasks.start_soon(self._drive, self._loop, name="headrace step loop")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what runs, return all memory and join all threads.
+
+        Raises:
+            EngineCrashed: The step loop died, and the block did not raise anything itself.
+        """
+        try:
+            await self.aclose()
+        finally:
+            await self._tasks.__aexit__(None, None, None)
+        if error is None and self._loop is not None and self._loop.crashed is not None:
+            raise self._loop.crashed
+
+    async def aclose(self, drain: float = 0.0) -> None:
+        """Take nothing new in, wait up to `drain` seconds for what runs, cancel the rest and return all memory.
+
+        May be called more than once, and before `async with` ends.
+
+        Raises:
+            InvalidParams: `drain` is negative or NaN; the engine stays open.
+        """
+        if not drain >= 0.0:
+            raise InvalidParams(
+                f"drain: must be at least 0 seconds, got {drain!r}", field="drain", value=drain, limit={"ge": 0.0}
+            )
+        loop = self._loop
+        if loop is None:
+            return
+        self._closing = True
+        try:
+            if drain > 0.0:
+                with anyio.move_on_after(drain):
+                    await loop.drained()
+        finally:
+            loop.close()  # which also ends the drain of whoever else is closing
+            cancelled = await outlast(self._stopped)
+        failed, self._teardown_error = self._teardown_error, None
+        if (error := cancelled or failed) is not None:
+            raise error
+
+    def _open(self) -> Opened:
+        from headrace.engine.build import open_engine  # the one place that sees every ring, imported when needed
+
+        return open_engine(self.config)
+
+    def _open_and_keep(self) -> Opened:
+        self._opened = self._open()  # kept even if whoever waits for it is cancelled: it must be closed
+        return self._opened
+
+    async def _drive(self, loop: StepLoop) -> None:
+        """The step loop's task: runs it to its end, then returns what the engine holds, whoever waits for that."""
+        try:
+            try:
+                await loop.run()
+            finally:
+                await self._return_resources()
+        except Exception as error:  # told to whoever closes the engine, rather than by cancelling the host's task
+            self._teardown_error = error
+        finally:
+            self._stopped.set()
+
+    async def _return_resources(self) -> None:
+        opened, self._opened = self._opened, None
+        crashed = self._loop and self._loop.crashed
+
+        def close(opened: Opened) -> None:
+            self._grammars.close()
+            opened.runner.close()
+
+        try:
+            self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
+            if opened is not None:
+                await self._helper.run(partial(close, opened))
+        finally:
+            self._helper.close()
+            self._waiter.close()
+
+    def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
+        if self._loop is not None and self._loop.crashed is not None:
+            raise self._loop.crashed.with_traceback(None)
+        if self._loop is None or self._opened is None or (self._loop.closed if draining else self._closing):
+            raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
+        return self._loop, self._opened
