@@ -1,0 +1,125 @@
+"""`BlockLayout`: where every matrix of one LoRA adapter lies in its one contiguous block; counts, never holds a tensor.
+
+A low-rank update of a weight W [out, in] is y += (x A^T) B^T, A [r, in] and B [out, r] (Hu et al., 2021). A block holds
+all of an adapter's updates at their own ranks, layer by layer, and in a layer site by site. A site is what the decoder
+multiplies in one product: `qkv` (modules q, k, v), `o`, `gate_up` (gate, up) and `down`. Each site holds
+
+    A  [sum of its modules' ranks, in]   the modules' rows, in order: one read of x serves them all
+    B  [rank, out] for each module       transposed, so that it streams along its outputs, with the scale folded in
+
+After the layers come `embed` (A [vocab, rank], one row a token id; B [rank, hidden]) and `head` (A [rank, hidden],
+B [rank, vocab]). A rank is the module's own, rounded up to `RANK_MULTIPLE` with zeros, and 0 where the adapter leaves
+the module alone. Every matrix therefore begins at a multiple of 8 elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["EMBED", "HEAD", "MODULES", "RANK_MULTIPLE", "SITES", "BlockLayout", "ModelShape", "module_row"]
+
+RANK_MULTIPLE = 8
+SITES: dict[str, tuple[str, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
+"""The modules of each site of a layer, in the order of the block."""
+MODULES = tuple(module for modules in SITES.values() for module in modules)
+"""The seven modules of a layer, in the order of the table's rows."""
+EMBED, HEAD = -2, -1
+"""Rows of the table, counted from its end, of the two modules that belong to no layer."""
+
+
+def module_row(layer: int, module: str) -> int:
+    """The table's row of a layer's module."""
+    return layer * len(MODULES) + MODULES.index(module)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that decide how large an adapter of it is."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+
+    def size(self, module: str) -> tuple[int, int]:
+        """(inputs, outputs) of a module of `MODULES`, of `embed` or of `head`."""
+        hidden, heads, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = {
+            "q": (hidden, heads),
+            "k": (hidden, kv),
+            "v": (hidden, kv),
+            "o": (heads, hidden),
+            "gate": (hidden, self.ffn_size),
+            "up": (hidden, self.ffn_size),
+            "down": (self.ffn_size, hidden),
+            "embed": (self.vocab_size, hidden),
+            "head": (hidden, self.vocab_size),
+        }
+        return sizes[module]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLayout:
+    """The places of one adapter's matrices, in elements from the start of its block."""
+
+    shape: ModelShape
+    ranks: NDArray[np.int64]
+    """[layers * 7 + 2]: each module's padded rank: layer by layer as in `MODULES`, then `embed`, then `head`."""
+    a: NDArray[np.int64]
+    """[layers * 7 + 2]: where each module's rows of A begin; a site's A is that of its first module."""
+    b: NDArray[np.int64]
+    """[layers * 7 + 2]: where each module's B begins."""
+    elements: int
+    """Length of the block; 0 for an adapter that has no low-rank updates."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, ranks: Mapping[tuple[int, str], int]) -> BlockLayout:
+        """Lay out an adapter.
+
+        Args:
+            shape: The model's sizes.
+            ranks: The rank of each (layer, module) that the adapter has; the layer of `embed` and `head` is -1.
+        """
+        rows = shape.num_layers * len(MODULES) + 2
+        padded, a, b = (np.zeros(rows, np.int64) for _ in range(3))
+        for (layer, module), rank in ranks.items():
+            row = {"embed": EMBED, "head": HEAD}[module] if layer < 0 else module_row(layer, module)
+            padded[row] = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
+        end = 0
+        groups = [
+            [(module_row(layer, module), module) for module in modules]
+            for layer in range(shape.num_layers)
+            for modules in SITES.values()
+        ]
+        for group in [*groups, [(rows + EMBED, "embed")], [(rows + HEAD, "head")]]:
+            for row, module in group:
+                a[row] = end
+                end += int(padded[row]) * shape.size(module)[0]
+            for row, module in group:
+                b[row] = end
+                end += int(padded[row]) * shape.size(module)[1]
+        return cls(shape, padded, a, b, end)
+
+    def places(self) -> list[tuple[int, str, int]]:
+        """(layer, module, table row) of every module that has an update; the layer of `embed` and `head` is -1."""
+        count = len(MODULES)
+        found = []
+        for row in np.flatnonzero(self.ranks).tolist():
+            layer, place = divmod(row, count)
+            if layer < self.shape.num_layers:
+                found.append((layer, MODULES[place], row))
+            else:
+                found.append((-1, ("embed", "head")[place], row))
+        return found
