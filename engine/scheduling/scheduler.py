@@ -1,17 +1,17 @@
 """`Scheduler`: which requests compute how many tokens in the next step, and what a finished step means for them.
 
-Owns the queues, the rows and the page tables; changes state only in its own synchronous methods and returns what
-others must do. Never waits, never reads a clock, never sees a tensor. Next to read: pages.py.
+Changes state only in its own synchronous methods and returns what others must do; roster.py keeps the books, and a
+policy says who comes first. Never waits, never reads a clock, never sees a tensor. Next to read: roster.py.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.engine.errors import NonFiniteLogits, PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
-from headrace.engine.scheduling.invariants import check_scheduler
+from headrace.engine.scheduling.admission import Admission
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.plan import (
     NON_FINITE,
@@ -24,49 +24,45 @@ from headrace.engine.scheduling.plan import (
     StepPlan,
     Work,
 )
+from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.reports import take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import ReportedTokens
 
 __all__ = ["Scheduler"]
-
-
-def _order(request: Request) -> tuple[int, int, int]:
-    return request.order
 
 
 class Scheduler:
     """Continuous batching over paged memory.
 
     One rule: a request owes `known - planned` tokens. Decodes (which owe one) are planned first, then running
-    prefills, then waiting requests, oldest first within a priority, all under one token budget.
+    prefills, then waiting requests, each in the order of the policy, all under one token budget.
     """
 
-    def __init__(self, capacity: Capacity, *, secret: bytes, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, capacity: Capacity, *, secret: bytes, prefix_cache: bool = True, policy: Policy | None = None
+    ) -> None:
         """Start with no requests.
 
         Args:
             capacity: What the device holds.
             secret: Key of the prefix hash, up to 64 bytes.
             prefix_cache: False computes every prompt in full.
+            policy: Who comes first; None is `FirstCome`.
         """
         self.capacity = capacity
         self.pool = PagePool(capacity.num_pages, capacity.page_size, secret=secret, remember=prefix_cache)
-        self.requests: dict[int, Request] = {}
-        """Every request that still holds something or waits."""
-        self.preemptions = 0
         self.prompt_tokens = 0
         """Prompt tokens of all requests admitted so far."""
         self.cached_tokens = 0
         """Those of them that the prefix cache spared."""
         self.prefixes = Prefixes(self.pool, enabled=prefix_cache)
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
-        self._paused: list[Request] = []
-        self._free_rows = list(range(capacity.max_rows - 1, -1, -1))
-        self._draining = 0
-        self._arrivals = 0
+        self._policy = FirstCome() if policy is None else policy
+        self._roster = Roster(capacity, self.pool, self.prefixes, self._policy)
+        self._admission = Admission(self._roster, self.pool, self.prefixes, self._policy)
+        self._now = 0.0
         self._step = 0
 
     # -- intake ---------------------------------------------------------------------------------------------------
@@ -97,59 +93,46 @@ class Scheduler:
             PromptTooLong: Its prompt leaves no room for one token, ever.
         """
         request.limit = min(request.limit, self.check_length(request.prompt_len))
-        request.id = self._arrivals
-        self._arrivals += 1
-        self.requests[request.id] = request
-        insort(self._waiting, request, key=_order)
+        self._roster.take_in(request)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End `request` now, in whatever state it is; False if it has already ended."""
         if request.state is State.FINISHED:
             return False
-        self._end(request)
+        self._roster.end(request)
         request.finish_reason = reason
         return True
 
     def pause(self, request: Request) -> None:
         """Stop planning `request` until `resume`; it keeps its pages while nobody needs them."""
-        if request.state is State.WAITING:
-            self._waiting.remove(request)
-        elif request.state is State.RUNNING:
-            if not request.leaving:
-                self._running.remove(request)
-            self.prefixes.withdraw(request)
-        else:
-            return
-        request.state = State.PAUSED
-        self._paused.append(request)
+        self._roster.pause(request)
 
     def resume(self, request: Request) -> None:
         """Undo `pause`; nothing happens in any other state."""
-        if request.state is not State.PAUSED:
-            return
-        self._paused.remove(request)
-        if request.row < 0:
-            request.state = State.WAITING
-            insort(self._waiting, request, key=_order)
-            return
-        request.state = State.RUNNING
-        if not request.leaving:
-            insort(self._running, request, key=_order)
-            self.prefixes.promise(request)
+        self._roster.resume(request)
 
     # -- planning -------------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan | None:
-        """Decide the next step and count it as launched; None when nothing may run now."""
+    def plan(self, now: float = 0.0) -> StepPlan | None:
+        """Decide the next step and count it as launched; None when nothing may run now.
+
+        Args:
+            now: Seconds, on the clock of `Request.arrived`; only policies look at it.
+        """
+        self._now = now
         plan = StepPlan(self._step)
         budget = self.capacity.max_batched_tokens
-        for request in list(self._running):
-            if request.known - request.planned == 1 and request.known != request.limit and request.plannable:
+        prefills = []
+        for request in list(self._roster.running):
+            owed = request.known - request.planned
+            if owed > 1:
+                prefills.append(request)
+            elif owed and request.known != request.limit and request.plannable:
                 budget -= self._plan_tokens(plan, request, 1)
-        for request in list(self._running):
-            if budget and request.known - request.planned > 1 and request.plannable:
+        for request in sorted(prefills, key=self._standing):
+            if budget and request.plannable:
                 budget -= self._plan_tokens(plan, request, budget)
-        if budget and self._waiting:
+        if budget and self._roster.waiting:
             budget -= self._admit(plan, budget)
         if not plan.works:
             return None
@@ -208,91 +191,29 @@ class Scheduler:
 
     def _preempt_after(self, request: Request) -> bool:
         """Preempt the last in order behind `request`; True if its pages came back at once."""
-        if self._draining:  # pages are on their way back: taking more than is needed would thrash
+        roster = self._roster
+        if roster.draining:  # pages are on their way back: taking more than is needed would thrash
             return False
-        victim = max(self._paused_holders() or self._running, key=_order)
-        if victim is request:
-            return False
-        return self._preempt(victim)
+        victim = max(roster.paused_holders() or roster.running, key=self._standing)
+        return victim is not request and roster.preempt(victim)
 
-    def _preempt(self, victim: Request) -> bool:
-        """Send `victim` back to wait, now or at its last commit; True if now."""
-        self.preemptions += 1
-        victim.preemptions += 1
-        self.prefixes.withdraw(victim)
-        if victim.state is State.RUNNING:
-            self._running.remove(victim)
-        if victim.in_flight:
-            victim.leaving = True
-            self._draining += 1
-            return False
-        self._requeue(victim)
-        return True
-
-    # -- admission ------------------------------------------------------------------------------------------------
+    def _standing(self, request: Request) -> Any:
+        return self._policy.standing(request, self._now)
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
-        """Give rows to waiting requests, oldest first, and plan their first chunks; the tokens planned."""
+        """Give rows to waiting requests and plan their first chunks; the tokens planned."""
         spent = 0
-        looked_past = 0
-        for request in list(self._waiting):
-            if spent == budget or looked_past > self.capacity.max_rows or not self._row_is_free():
-                break
-            pages = self.prefixes.find(request, self._step)
-            if pages is None:  # another computes its prefix: waiting is cheaper than computing it twice
-                looked_past += 1
-                continue
-            pages = self._find_room(request, pages)
-            if pages is None:
-                break
+        for request, pages in self._admission.candidates(plan.step, self._now):
             self._take_row(plan, request, pages)
             spent += self._plan_tokens(plan, request, budget - spent)
+            if spent == budget:
+                break
         return spent
-
-    def _row_is_free(self) -> bool:
-        if not self._free_rows and not self._draining:
-            self._preempt_paused()
-        return bool(self._free_rows)
-
-    def _preempt_paused(self) -> bool:
-        """Preempt the last paused request that holds a row; True if its row and pages came back at once."""
-        holders = self._paused_holders()
-        return bool(holders) and self._preempt(max(holders, key=_order))
-
-    def _paused_holders(self) -> list[Request]:
-        return [request for request in self._paused if request.row >= 0 and not request.leaving]
-
-    def _find_room(self, request: Request, pages: list[int]) -> list[int] | None:
-        """The pages `request` may start with once it fits, preempting paused requests; None if it does not fit now."""
-        found: list[int] | None = pages
-        while found is not None and not self._fits(request, found):
-            if self._draining or not self._preempt_paused():
-                return None
-            found = self.prefixes.find(request, self._step)  # the paused request may have held them
-        return found
-
-    def _fits(self, request: Request, pages: Sequence[int]) -> bool:
-        """Whether all known tokens of `request` find room, and one more page for every running request."""
-        size = self.capacity.page_size
-        needed = -(-request.known // size) - len(pages)
-        if len(pages) * size > len(request.tokens) - 1:
-            needed += 1  # the last page is shared and only partly filled: it is copied when it is written
-        refs = self.pool.refs
-        needed += sum(1 for page in pages if refs[page] == 0)  # available now, but about to be held
-        return needed + len(self._running) <= self.pool.available
 
     def _take_row(self, plan: StepPlan, request: Request, pages: Sequence[int]) -> None:
         """Move `request` from the queue to a row that starts with `pages`."""
-        size = self.capacity.page_size
-        self._waiting.remove(request)
-        insort(self._running, request, key=_order)
-        for page in pages:
-            self.pool.share(page)
-        request.state = State.RUNNING
-        request.row = row = self._free_rows.pop()
-        request.pages = list(pages)
-        request.planned = request.computed = request.ready = min(len(pages) * size, len(request.tokens) - 1)
-        request.registered = request.planned // size
+        self._roster.start(request, pages)
+        row = request.row
         if not request.preemptions and request.elder < 0:
             request.cached = request.planned
             self.prompt_tokens += request.prompt_len
@@ -302,7 +223,6 @@ class Scheduler:
             asked = (request.shaping, request.reporting, request.grammar)
             plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(pages))
-        self.prefixes.promise(request)
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -333,7 +253,7 @@ class Scheduler:
                 if work.samples:
                     emissions.append(self._accept(request, token))
             if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
-                self._let_go(request)
+                self._roster.let_go(request)
         return with_reports(plan, tokens, emissions) if isinstance(tokens, ReportedTokens) else emissions
 
     def fail(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
@@ -351,8 +271,8 @@ class Scheduler:
             if request.state is not State.FINISHED:
                 emissions.append(self._fail_one(request, error))
             elif not request.in_flight:
-                self._let_go(request)
-        for request in list(self.requests.values()):
+                self._roster.let_go(request)
+        for request in list(self._roster.requests.values()):
             first = next((index for index, page in enumerate(request.pages) if page in spoilt), None)
             if first is None and (request.leader not in failed or not request.pages):
                 continue
@@ -360,7 +280,7 @@ class Scheduler:
             if request.state is not State.FINISHED:
                 request.discard = request.in_flight
                 if not request.leaving:
-                    self._preempt(request)
+                    self._roster.preempt(request)
         for page in spoilt:
             self.pool.forget(page)
         return emissions
@@ -388,95 +308,44 @@ class Scheduler:
 
     def _fail_one(self, request: Request, error: RequestFailed) -> Emission:
         request.failed = True
-        self._end(request)
+        self._roster.end(request)
         return Emission(request, None, None, error)
-
-    def _end(self, request: Request) -> None:
-        """Take `request` out of every queue; pages and row follow when nothing of it is in flight."""
-        self.prefixes.withdraw(request)
-        if request.state is State.WAITING:
-            self._waiting.remove(request)
-        elif request.state is State.PAUSED:
-            self._paused.remove(request)
-        elif not request.leaving:
-            self._running.remove(request)
-        request.state = State.FINISHED
-        if request.in_flight and not request.leaving:
-            self._draining += 1
-        elif not request.in_flight:
-            self._draining -= request.leaving
-            self._release(request)
-
-    def _let_go(self, request: Request) -> None:
-        """The last launched step of a request that ended or was preempted is committed."""
-        self._draining -= 1
-        if request.state is State.FINISHED:
-            self._release(request)
-        else:
-            self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        """Forget all progress of a preempted request but its tokens, and wait again."""
-        self._give_back(request)
-        request.leaving = False
-        request.known = len(request.tokens)
-        request.planned = request.computed = request.ready = request.registered = 0
-        if request.state is State.RUNNING:
-            request.state = State.WAITING
-            insort(self._waiting, request, key=_order)
-
-    def _release(self, request: Request) -> None:
-        self._give_back(request)
-        request.leader = None  # one that goes on for another would keep all that went before it
-        del self.requests[request.id]
-
-    def _give_back(self, request: Request) -> None:
-        self.pool.release(request.pages)
-        request.pages = []
-        if request.row >= 0:
-            self._free_rows.append(request.row)
-            request.row = -1
 
     # -- looking in -----------------------------------------------------------------------------------------------
 
     @property
+    def requests(self) -> dict[int, Request]:
+        """Every request that still holds something or waits, by its id."""
+        return self._roster.requests
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request lost its row and pages to another."""
+        return self._roster.preemptions
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold neither row nor pages and are not paused."""
-        return len(self._waiting)
+        return len(self._roster.waiting)
 
     @property
     def num_running(self) -> int:
         """Requests that are planned."""
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_paused(self) -> int:
         """Requests whose reader is behind."""
-        return len(self._paused)
+        return len(self._roster.paused)
 
     def live_tokens(self) -> int:
         """Distinct tokens whose keys and values requests hold now; a page that several share counts once."""
-        size = self.capacity.page_size
-        filled: dict[int, int] = {}
-        for request in self.requests.values():
-            for index, page in enumerate(request.pages):
-                filled[page] = max(filled.get(page, 0), min(size, request.planned - index * size))
-        return sum(filled.values())
+        return self._roster.live_tokens()
 
     def check(self) -> None:
-        """Assert every invariant of the scheduler and its pool (invariants.py lists them).
+        """Assert every invariant of requests, rows and pages (invariants.py lists them).
 
         Raises:
             AssertionError: One does not hold: a defect of headrace.
         """
-        check_scheduler(
-            self.pool,
-            self.requests.values(),
-            waiting=self._waiting,
-            running=self._running,
-            paused=self._paused,
-            free_rows=self._free_rows,
-            max_rows=self.capacity.max_rows,
-            draining=self._draining,
-            promises=self.prefixes.promises,
-        )
+        self._roster.check()

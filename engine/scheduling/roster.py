@@ -1,0 +1,184 @@
+"""`Roster`: which request waits, runs or pauses, on which row and with which pages; never decides which should.
+
+Every change of a request's state is one method here. Rows and pages of a request with launched steps go back only when
+the last of them is committed: until then it is counted as draining.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+from headrace.engine.scheduling.invariants import check_scheduler
+from headrace.engine.scheduling.pages import PagePool
+from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.prefix import Prefixes
+from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.waiting import Waiting
+
+__all__ = ["Roster"]
+
+
+def _order(request: Request) -> tuple[int, int, int]:
+    return request.order
+
+
+class Roster:
+    """All requests of one scheduler that have not ended, or still hold something."""
+
+    def __init__(self, capacity: Capacity, pool: PagePool, prefixes: Prefixes, policy: Policy) -> None:
+        """Start with no requests and every row free."""
+        self.requests: dict[int, Request] = {}
+        self.waiting = Waiting(policy)
+        self.running: list[Request] = []
+        """Those that are planned, by `Request.order`."""
+        self.paused: list[Request] = []
+        self.free_rows = list(range(capacity.max_rows - 1, -1, -1))
+        self.draining = 0
+        """Requests that ended or were preempted, and whose row and pages come back with their last launched step."""
+        self.preemptions = 0
+        self._max_rows = capacity.max_rows
+        self._pool = pool
+        self._prefixes = prefixes
+        self._arrivals = 0
+
+    def take_in(self, request: Request) -> None:
+        """Let a new request wait."""
+        request.id = self._arrivals
+        self._arrivals += 1
+        self.requests[request.id] = request
+        self.waiting.add(request)
+
+    def start(self, request: Request, pages: Sequence[int]) -> None:
+        """Give a waiting request a free row, which starts with `pages`."""
+        self.waiting.remove(request)
+        insort(self.running, request, key=_order)
+        for page in pages:
+            self._pool.share(page)
+        request.state = State.RUNNING
+        request.row = self.free_rows.pop()
+        request.pages = list(pages)
+        size = self._pool.page_size
+        request.planned = request.computed = request.ready = min(len(pages) * size, len(request.tokens) - 1)
+        request.registered = request.planned // size
+        self._prefixes.promise(request)
+
+    def pause(self, request: Request) -> None:
+        """Stop planning `request`; nothing happens to one that pauses or has ended."""
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        elif request.state is State.RUNNING:
+            if not request.leaving:
+                self.running.remove(request)
+            self._prefixes.withdraw(request)
+        else:
+            return
+        request.state = State.PAUSED
+        self.paused.append(request)
+
+    def resume(self, request: Request) -> None:
+        """Undo `pause`; nothing happens in any other state."""
+        if request.state is not State.PAUSED:
+            return
+        self.paused.remove(request)
+        if request.row < 0:
+            request.state = State.WAITING
+            self.waiting.add(request)
+            return
+        request.state = State.RUNNING
+        if not request.leaving:
+            insort(self.running, request, key=_order)
+            self._prefixes.promise(request)
+
+    def paused_holders(self) -> list[Request]:
+        """Paused requests that hold a row, and will unless they are preempted."""
+        return [request for request in self.paused if request.row >= 0 and not request.leaving]
+
+    def preempt(self, victim: Request) -> bool:
+        """Send `victim` back to wait, now or at its last commit; True if now."""
+        self.preemptions += 1
+        victim.preemptions += 1
+        self._prefixes.withdraw(victim)
+        if victim.state is State.RUNNING:
+            self.running.remove(victim)
+        if victim.in_flight:
+            victim.leaving = True
+            self.draining += 1
+            return False
+        self._requeue(victim)
+        return True
+
+    def end(self, request: Request) -> None:
+        """Take `request` out of every queue; pages and row follow when nothing of it is in flight."""
+        self._prefixes.withdraw(request)
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        elif request.state is State.PAUSED:
+            self.paused.remove(request)
+        elif not request.leaving:
+            self.running.remove(request)
+        request.state = State.FINISHED
+        if request.in_flight and not request.leaving:
+            self.draining += 1
+        elif not request.in_flight:
+            self.draining -= request.leaving
+            self._release(request)
+
+    def let_go(self, request: Request) -> None:
+        """The last launched step of a request that ended or was preempted is committed."""
+        self.draining -= 1
+        if request.state is State.FINISHED:
+            self._release(request)
+        else:
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Forget all progress of a preempted request but its tokens, and wait again."""
+        self._give_back(request)
+        request.leaving = False
+        request.known = len(request.tokens)
+        request.planned = request.computed = request.ready = request.registered = 0
+        if request.state is State.RUNNING:
+            request.state = State.WAITING
+            self.waiting.add(request)
+
+    def _release(self, request: Request) -> None:
+        self._give_back(request)
+        request.leader = None  # one that goes on for another would keep all that went before it
+        del self.requests[request.id]
+
+    def _give_back(self, request: Request) -> None:
+        self._pool.release(request.pages)
+        request.pages = []
+        if request.row >= 0:
+            self.free_rows.append(request.row)
+            request.row = -1
+
+    def live_tokens(self) -> int:
+        """Distinct tokens whose keys and values requests hold now; a page that several share counts once."""
+        size = self._pool.page_size
+        filled: dict[int, int] = {}
+        for request in self.requests.values():
+            for index, page in enumerate(request.pages):
+                filled[page] = max(filled.get(page, 0), min(size, request.planned - index * size))
+        return sum(filled.values())
+
+    def check(self) -> None:
+        """Assert every invariant of requests, rows and pages (invariants.py lists them).
+
+        Raises:
+            AssertionError: One does not hold: a defect of headrace.
+        """
+        self.waiting.check()
+        check_scheduler(
+            self._pool,
+            self.requests.values(),
+            waiting=list(self.waiting),
+            running=self.running,
+            paused=self.paused,
+            free_rows=self.free_rows,
+            max_rows=self._max_rows,
+            draining=self.draining,
+            promises=self._prefixes.promises,
+        )

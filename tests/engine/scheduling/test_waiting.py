@@ -1,0 +1,65 @@
+"""The queue of waiting requests: lanes, their fixed order, and the order among them as a policy wants it each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.engine.scheduling.policy import FirstCome
+from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.waiting import Waiting
+
+
+class Served(FirstCome):
+    """One lane for each priority; the one served least is next."""
+
+    def __init__(self) -> None:
+        self.served: dict[int, int] = {}
+
+    def lane(self, request: Request) -> int:
+        return request.priority
+
+    def urgency(self, request: Request, now: float) -> Any:
+        return self.served.get(request.priority, 0), request.priority
+
+
+def a_request(name: int, priority: int) -> Request:
+    return Request(tokens=[1], prompt_len=1, limit=2, sampling=Sampling(), priority=priority, id=name)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
+def test_lanes_are_served_in_turn_and_each_in_its_own_order(entries: list[tuple[int, bool]]) -> None:
+    policy = Served()
+    waiting = Waiting(policy)
+    requests = [a_request(name, priority) for name, (priority, _) in enumerate(entries)]
+    for request in requests:
+        waiting.add(request)
+        waiting.check()
+    gone = [request for request, (_, leaves) in zip(requests, entries, strict=True) if leaves]
+    for request in gone:
+        waiting.remove(request)
+        waiting.check()
+    left = [request for request in requests if request not in gone]
+    seen: list[Request] = []
+    for request in waiting.in_order(0.0):
+        unseen = [other for other in left if other not in seen]
+        least = min(unseen, key=lambda other: (*policy.urgency(other, 0.0), other.id))
+        assert request is least
+        waiting.remove(request)  # as if it were admitted, while the queue is being looked through
+        policy.served[request.priority] = policy.served.get(request.priority, 0) + 1
+        seen.append(request)
+    assert sorted(request.id for request in seen) == [request.id for request in left]
+    assert len(waiting) == 0 and list(waiting) == []
+
+
+def test_requests_that_are_passed_over_keep_their_places() -> None:
+    waiting = Waiting(FirstCome())
+    requests = [a_request(name, priority) for name, priority in enumerate([1, 0, 1])]
+    for request in requests:
+        waiting.add(request)
+    for request in waiting.in_order(0.0):
+        if request is requests[0]:
+            waiting.remove(request)
+    assert list(waiting.in_order(0.0)) == [requests[1], requests[2]]
