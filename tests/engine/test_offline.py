@@ -355,6 +355,7 @@ from headrace.engine.testing import Capacity, ScriptedEngine, ScriptedRunner
 SIZES = Capacity(num_pages=128, page_size=16, max_rows=4, max_batched_tokens=64, max_context=1024, vocab_size=257)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 ENDLESS = SamplingParams(ignore_eos=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 
 # Engine.stats() is for the event loop's thread alone, so these scripts look into the scheduler.
 def scripted(gate=lambda: time.sleep(0.005)):
