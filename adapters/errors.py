@@ -10,6 +10,7 @@ HeadraceError
 │   ├── ModelRejected     the model's files are missing, damaged, hostile or of an unknown kind
 │   └── DeviceUnavailable the device that was asked for is not there
 ├── RequestFailed         this request ended early; the engine serves on
+│   ├── HookFailed        a hook of this request raised, took too long or returned what it may not
 │   ├── NonFiniteLogits   the model produced NaN or infinity for this request
 │   └── OutOfMemory       the device had no memory for this request's step
 ├── EngineStopped         the engine is closed or closing, or was never opened
@@ -24,6 +25,7 @@ __all__ = [
     "EngineStopped",
     "GrammarRejected",
     "HeadraceError",
+    "HookFailed",
     "InvalidParams",
     "LoadFailed",
     "ModelRejected",
@@ -92,6 +94,10 @@ class DeviceUnavailable(LoadFailed):
 
 class RequestFailed(HeadraceError):
     """This request ended early; the engine serves on."""
+
+
+class HookFailed(RequestFailed):
+    """A hook of this request raised (then `__cause__` holds what), took too long or returned what it may not."""
 
 
 class NonFiniteLogits(RequestFailed):

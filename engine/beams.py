@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from headrace.engine.delivered import Delivered
 from headrace.engine.events import Usage
-from headrace.engine.generation import Control, Delivered, Generation
+from headrace.engine.generation import Control, Generation
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.request import Request, goes_on
@@ -56,7 +57,6 @@ class BeamGeneration(Generation):
         search.limit = min(search.limit, self._loop.most_tokens(len(prompt)) - len(prompt))
         self._beams = requests
         super().start(prompt, requests)
-        self.stop_ids = search.stop_ids
 
     @property
     def usage(self) -> Usage:

@@ -79,6 +79,8 @@ class EngineConfig(BaseModel):
     """Folder that `headrace kernels build` filled: GPU kernels found there need no compiler."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of a CPU step; None takes one less than torch would, so that a core is left to the event loop."""
+    hook_seconds: Annotated[float, Field(gt=0.0, le=60.0)] = 0.25
+    """Seconds that one call of a hook may take before its stream fails."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seeds the requests that name none: the same requests in the same order give the same tokens."""
 

@@ -15,10 +15,12 @@ from typing import Any, TypeAlias, Unpack, overload
 
 from headrace.engine.collect import check_streamed, collect, streamed_params
 from headrace.engine.config import EngineConfig
+from headrace.engine.delivered import TokenMaker
 from headrace.engine.errors import HeadraceError
 from headrace.engine.events import Completion
 from headrace.engine.generation import Generation, as_headrace
 from headrace.engine.grammars import CompiledGrammar
+from headrace.engine.hooks import StopWhen
 from headrace.engine.life import Life
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.messages import Message
@@ -67,6 +69,7 @@ class Engine(Life):
         tenant: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        stop_when: StopWhen | None = None,
     ) -> TokenStream:
         """Start a generation; returns at once and does no I/O.
 
@@ -77,6 +80,7 @@ class Engine(Life):
             tenant: Whom the request belongs to; tenants do not share prefix pages.
             cache_salt: Shares prefix pages with requests of the same salt instead.
             priority: Lower is served first.
+            stop_when: Called with each token after which its choice would go on; True ends it there, with `stop`.
 
         Returns:
             A stream; a `Rejected` request raises in its `admitted()` or first read.
@@ -88,8 +92,9 @@ class Engine(Life):
         """
         loop, opened = self._serving()
         check_streamed(params)
-        asking = Asking(params, adapter, tenant, cache_salt, priority)
-        generation = make_generation(asking, loop, opened.tokenizer, self.config.max_unread_tokens)
+        asking = Asking(params, adapter, tenant, cache_salt, priority, stop_when)
+        maker = TokenMaker(opened.tokenizer.table, params, asking.stop_ids(opened.tokenizer.eos_ids))
+        generation = make_generation(asking, loop, opened.tokenizer, maker, self.config)
         loop.expect(generation)
 
         def tokenize() -> list[int]:  # nothing where nobody wants it any more
@@ -109,7 +114,7 @@ class Engine(Life):
                 self._helper.submit(tokenize, tokenized, cost=tokenizing_cost(prompt))
         except Exception as error:
             tokenized(None, error)
-        return TokenStream(generation, opened.tokenizer.table, self._post, params)
+        return TokenStream(generation, maker, self._post, params)
 
     async def generate(
         self,
@@ -120,6 +125,7 @@ class Engine(Life):
         tenant: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        stop_when: StopWhen | None = None,
     ) -> Completion:
         """Run a generation to its end; arguments and errors as `stream`.
 
@@ -130,7 +136,15 @@ class Engine(Life):
         streamed = streamed_params(params)
         if streamed is not params:  # the stream would be refused by another name
             check_abilities(params, self._serving()[1].abilities)
-        stream = self.stream(prompt, streamed, adapter=adapter, tenant=tenant, cache_salt=cache_salt, priority=priority)
+        stream = self.stream(
+            prompt,
+            streamed,
+            adapter=adapter,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            priority=priority,
+            stop_when=stop_when,
+        )
         return await collect(stream, params)
 
     @overload
@@ -157,7 +171,7 @@ class Engine(Life):
             params: For all prompts, or a sequence of as many.
             progress: Show a bar on stderr: prompts done, and the tokens a second of the whole engine.
             return_errors: Put the error of a request that fails in the place of its answer, and go on.
-            asked: `adapter`, `tenant`, `cache_salt` and `priority`, as in `stream`.
+            asked: `adapter`, `tenant`, `cache_salt`, `priority` and hooks, as in `stream`.
 
         Returns:
             The answers in the order of the prompts.

@@ -6,33 +6,20 @@ Owns the unread items and the stop strings of one caller's request; never talks 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import anyio
 
-from headrace.engine.errors import HeadraceError
-from headrace.engine.events import FinishReason, Usage
+from headrace.engine.delivered import Delivered, TokenMaker
+from headrace.engine.errors import HeadraceError, HookFailed
+from headrace.engine.events import FinishReason, Token, Usage
+from headrace.engine.hooks import StopWhen, asks_to_stop
 from headrace.engine.mailbox import Mailbox
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.request import Request
-from headrace.engine.scheduling.shaping import Report
 from headrace.engine.text import Detokenizer, StopMatcher
 
-__all__ = ["Delivered", "Generation", "StopText", "as_headrace"]
-
-
-class Delivered(NamedTuple):
-    """One committed token of one choice, on its way to the reader."""
-
-    choice: int
-    id: int | None
-    text: str | None
-    """None where the reader turns ids into text; requests with stop strings need it earlier."""
-    finish_reason: FinishReason | None
-    report: Report | None = None
-    """Log-probabilities, where they are wanted."""
-    stop_string: str | None = None
-    """What ended the choice, where a stop string did."""
+__all__ = ["Control", "Generation", "StopText", "StopWatch", "as_headrace"]
 
 
 class Control(Protocol):
@@ -94,10 +81,35 @@ class StopText:
         return self._matcher.stop
 
 
+class StopWatch:
+    """The `stop_when` of one stream, which sees its tokens before their reader does."""
+
+    def __init__(self, stop_when: StopWhen, maker: TokenMaker, seconds: float) -> None:
+        """Call `stop_when` with what `maker` makes; each call has so many seconds."""
+        self.maker = maker
+        self._stop_when = stop_when
+        self._seconds = seconds
+
+    def stops(self, token: Token) -> bool:
+        """Whether the choice of `token` ends there.
+
+        Raises:
+            HookFailed: The hook did not do what it promised.
+        """
+        return asks_to_stop(self._stop_when, token, self._seconds)
+
+
 class Generation:
     """All choices of one caller's request."""
 
-    def __init__(self, control: Control, choices: int, window: int, stop_texts: Sequence[StopText] = ()) -> None:
+    def __init__(
+        self,
+        control: Control,
+        choices: int,
+        window: int,
+        stop_texts: Sequence[StopText] = (),
+        watch: StopWatch | None = None,
+    ) -> None:
         """Start unadmitted.
 
         Args:
@@ -105,11 +117,10 @@ class Generation:
             choices: How many choices there will be.
             window: Unread tokens after which the choices pause.
             stop_texts: The stop-string state of each choice, if there are stop strings.
+            watch: The caller's `stop_when`, if there is one.
         """
         self.requests: Sequence[Request] = ()
         self.prompt: list[int] = []
-        self.stop_ids: frozenset[int] = frozenset()
-        """Ids that end a choice; known with the requests."""
         self.mailbox: Mailbox[Delivered] = Mailbox()
         self.admitted = anyio.Event()
         """Set once the scheduler has the request, or it was refused or cancelled before."""
@@ -122,6 +133,7 @@ class Generation:
         self._window = window
         self._paused = False
         self._stop_texts = stop_texts
+        self._watch = watch
         self._choice_of: dict[int, int] = {}
         self._first: Request | None = None
         self._unfinished = choices
@@ -130,7 +142,6 @@ class Generation:
         """Take in the choices, which the scheduler has accepted."""
         self.prompt = prompt
         self.requests = requests
-        self.stop_ids = requests[0].stop_ids
         self._first = requests[0]
         self._choice_of = {request.id: choice for choice, request in enumerate(requests)}
         self.admitted.set()
@@ -164,13 +175,33 @@ class Generation:
                 self._control.finish(emission.request, "stop")
                 reason = "stop"
                 stop = self._stop_texts[choice].stop
-        self.mailbox.put(Delivered(choice, emission.token, text, reason, emission.report, stop))
+        item = Delivered(choice, emission.token, text, reason, emission.report, stop)
+        if self._watch is None:
+            self.mailbox.put(item)
+        else:
+            token = self._watch.maker.make(item)
+            self.mailbox.put(item._replace(token=token))  # before it is looked at: the hook may cancel the stream
+            if reason is None:
+                reason = self._asked(self._watch, token, emission.request)
         if reason is not None:
             self._count_end()
         elif len(self.mailbox) + self.held >= self._window and not self._paused:
             self._paused = True
             for request in self.requests:
                 self._control.pause(request)
+
+    def _asked(self, watch: StopWatch, token: Token, request: Request) -> FinishReason | None:
+        """The end that the caller's hook puts to the choice of `token`."""
+        try:
+            if not watch.stops(token) or not self._control.finish(request, "stop"):
+                return None
+        except HookFailed as error:
+            self.fail(error)
+            return None
+        text = self._stop_texts[token.index].feed(None, last=True)[0] if self._stop_texts else None
+        token.text += watch.maker.flush(token.index) if text is None else text
+        token.finish_reason = "stop"
+        return "stop"
 
     def drained(self) -> None:
         """The reader has taken all there was: paused choices run again."""

@@ -20,6 +20,7 @@ from anyio.lowlevel import checkpoint
 
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
+from headrace.engine.hooks import StopWhen
 from headrace.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class _Options(TypedDict, total=False):
     tenant: str | None
     cache_salt: str | None
     priority: int
+    stop_when: StopWhen | None
 
 
 class ManyOptions(_Options, total=False):

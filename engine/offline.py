@@ -94,7 +94,7 @@ class LLM:
             params: For all prompts, or a sequence of as many.
             progress: Show a bar on stderr while there are many prompts.
             return_errors: Put the error of a request that fails in the place of its answer, and go on.
-            asked: `adapter`, `tenant`, `cache_salt` and `priority`, as in `Engine.stream`.
+            asked: `adapter`, `tenant`, `cache_salt`, `priority` and hooks, as in `Engine.stream`.
 
         Returns:
             The answer, or the list of answers in the order of the prompts.

@@ -8,15 +8,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from headrace.engine.beams import BeamControl, BeamGeneration
+from headrace.engine.config import EngineConfig
+from headrace.engine.delivered import TokenMaker, detokenizer_of
 from headrace.engine.errors import InvalidParams, UnknownAdapter
-from headrace.engine.generation import Generation, StopText
+from headrace.engine.generation import Generation, StopText, StopWatch
+from headrace.engine.hooks import StopWhen, check_hook
 from headrace.engine.params import SamplingParams, shown
 from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.plan import Ability
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, Reporting, Shaping
-from headrace.engine.stream import detokenizer_of
 
 __all__ = ["Asking", "check_abilities", "make_generation", "make_requests"]
 
@@ -52,6 +54,7 @@ class Asking:
     tenant: str | None
     cache_salt: str | None
     priority: int
+    stop_when: StopWhen | None = None
 
     @property
     def sharing(self) -> str | None:
@@ -141,12 +144,15 @@ def make_requests(
     return requests
 
 
-def make_generation(asking: Asking, control: BeamControl, tokenizer: TokenizerLike, window: int) -> Generation:
-    """The engine's side of the stream that is asked for; arguments as `Generation`'s."""
+def make_generation(
+    asking: Asking, control: BeamControl, tokenizer: TokenizerLike, maker: TokenMaker, config: EngineConfig
+) -> Generation:
+    """The engine's side of the stream that is asked for, whose tokens `maker` makes."""
     params = asking.params
-    if params.beam_width is None:
-        return Generation(control, params.n, window, _stop_texts(asking, tokenizer))
-    return BeamGeneration(control, _search(asking, tokenizer), params.n)
+    if params.beam_width is not None:
+        return BeamGeneration(control, _search(asking, tokenizer), params.n)
+    watch = None if asking.stop_when is None else StopWatch(asking.stop_when, maker, config.hook_seconds)
+    return Generation(control, params.n, config.max_unread_tokens, _stop_texts(asking, tokenizer), watch)
 
 
 def _search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
@@ -287,6 +293,9 @@ def _check(asking: Asking, vocab_size: int) -> None:
         if value is not None and not isinstance(value, str):
             raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
     params = asking.params
+    check_hook(asking.stop_when, "stop_when")
+    if params.beam_width is not None and asking.stop_when is not None:
+        raise InvalidParams("stop_when: cannot go with beam_width", field="stop_when", value=asking.stop_when)
     listed = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": [token for token, _ in params.logit_bias],

@@ -1,20 +1,18 @@
-"""`TokenStream`: one caller's view of one generation; turns delivered ids into text and never decides what runs."""
+"""`TokenStream`: one caller's view of one generation; hands out its tokens and never decides what runs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.events import Chunk, FinishReason, Logprob, Token, TokenLogprobs, Usage
-from headrace.engine.generation import Delivered, Generation
+from headrace.engine.delivered import Delivered, TokenMaker, token_logprobs
+from headrace.engine.events import Chunk, FinishReason, Token, TokenLogprobs, Usage
+from headrace.engine.generation import Generation
 from headrace.engine.params import SamplingParams
-from headrace.engine.scheduling.shaping import Report
-from headrace.engine.text import Detokenizer, SpacedDetokenizer, TokenTable
 from headrace.engine.threads import Poster, TaskWatch
 
-__all__ = ["ChunkIterator", "TokenStream", "detokenizer_of"]
+__all__ = ["ChunkIterator", "TokenStream"]
 
 
 class TokenStream:
@@ -24,15 +22,12 @@ class TokenStream:
     dropping the last reference. One task reads at a time. Made by `Engine.stream`.
     """
 
-    def __init__(self, generation: Generation, table: TokenTable, post: Poster, params: SamplingParams) -> None:
-        """Read `generation`, turning ids into text by `table` as `params` want it."""
+    def __init__(self, generation: Generation, maker: TokenMaker, post: Poster, params: SamplingParams) -> None:
+        """Read `generation`, which was asked for with `params`, as the tokens of `maker`."""
         self._generation = generation
         self._post = post
-        self._table = table
-        self._detokenizers = [detokenizer_of(table, params) for _ in range(params.n)]
+        self._maker = maker
         self._reports_prompt = params.prompt_logprobs is not None
-        self._shows_stop = params.include_stop_str_in_output
-        self._positions = [0] * params.n
         self._finish_reasons: list[FinishReason | None] = [None] * params.n
         self._unyielded: deque[Token] = deque()
         self._reader = TaskWatch(generation.cancel)
@@ -74,7 +69,7 @@ class TokenStream:
         generation = self._generation
         reports = generation.requests[0].prompt_reports if generation.requests else []
         pairs = zip(generation.prompt[1:], reports, strict=False)
-        return [None, *(_token_logprobs(self._table, token, report) for token, report in pairs)]
+        return [None, *(token_logprobs(self._maker.table, token, report) for token, report in pairs)]
 
     async def admitted(self) -> None:
         """Wait until the engine has taken the request in; the first read does so by itself.
@@ -177,34 +172,10 @@ class TokenStream:
         return [self._token(item) for item in items]
 
     def _token(self, item: Delivered) -> Token:
-        choice = item.choice
-        reason = item.finish_reason
-        text = item.text
-        if text is None:
-            detokenizer = self._detokenizers[choice]
-            hidden = item.id is None or (reason == "stop" and not self._shows_stop and self._stops(item))
-            text = "" if hidden or item.id is None else detokenizer.feed(item.id)
-            if reason is not None:
-                text += detokenizer.flush()
-        if reason is not None:
-            self._finish_reasons[choice] = reason
-        position = self._positions[choice]
-        self._positions[choice] = position + 1
-        token = Token(
-            id=item.id,
-            text=text,
-            index=choice,
-            position=position,
-            finish_reason=reason,
-            stop_string=item.stop_string,
-        )
-        if item.report is not None and item.id is not None:
-            token.logprob = item.report.logprob
-            token.logprobs = _token_logprobs(self._table, item.id, item.report)
+        token = item.token or self._maker.make(item)
+        if token.finish_reason is not None:
+            self._finish_reasons[token.index] = token.finish_reason
         return token
-
-    def _stops(self, item: Delivered) -> bool:
-        return item.id in self._generation.stop_ids
 
 
 class ChunkIterator:
@@ -224,37 +195,3 @@ class ChunkIterator:
         if chunk is None:
             raise StopAsyncIteration
         return chunk
-
-
-def detokenizer_of(table: TokenTable, params: SamplingParams) -> Detokenizer:
-    """What turns the ids of one choice into text as `params` want it."""
-    if params.spaces_between_special_tokens and not params.skip_special_tokens:
-        return SpacedDetokenizer(table)
-    return Detokenizer(table, params.skip_special_tokens)
-
-
-def _token_logprobs(table: TokenTable, token: int, report: Report) -> TokenLogprobs:
-    piece = _piece(table, token)
-    return TokenLogprobs(
-        id=token,
-        token=piece.decode(errors="replace"),
-        bytes=piece,
-        logprob=report.logprob,
-        rank=report.rank,
-        top_logprobs=_ranked(table, report.top),
-    )
-
-
-def _ranked(table: TokenTable, top: Sequence[tuple[int, float]]) -> list[Logprob]:
-    """Tokens in falling order of likelihood; equals share a rank."""
-    found: list[Logprob] = []
-    for place, (token, logprob) in enumerate(top):
-        equal = place and logprob == top[place - 1][1]
-        piece = _piece(table, token)
-        rank = found[-1].rank if equal else place + 1
-        found.append(Logprob(id=token, token=piece.decode(errors="replace"), bytes=piece, logprob=logprob, rank=rank))
-    return found
-
-
-def _piece(table: TokenTable, token: int) -> bytes:
-    return table.pieces[token] if token < len(table.pieces) else b""

@@ -19,7 +19,7 @@ from headrace.engine import Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ["README.md", "docs/embedding.md", "docs/serving.md"]
-FRAGMENTS = ["docs/sampling.md", "docs/embedding.md"]
+FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md"]
 
 
 def blocks(document: str) -> list[tuple[str, str]]:
@@ -65,7 +65,8 @@ def test_programs_run(document: str, smollm2: Path) -> None:
 
 def test_fragments_run_and_leave_nothing_behind(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = {document: split(document, smollm2) for document in FRAGMENTS}
-    assert all(fragments for _, fragments in parts.values()) and not parts["docs/sampling.md"][0]
+    assert all(fragments for _, fragments in parts.values())
+    assert not parts["docs/sampling.md"][0] and not parts["docs/hooks.md"][0]
     fragments = [code for document in FRAGMENTS for code in parts[document][1]]
     closing = [code for code in fragments if "aclose" in code.co_names]
     assert len(closing) == 1 and len(fragments) > 5
