@@ -38,9 +38,7 @@ def asks_to_stop(stop_when: StopWhen, token: Token, seconds: float) -> bool:
         raise HookFailed(f"stop_when raised {type(error).__name__} at token {token.position}") from error
     spent = time.perf_counter() - started
     if spent > seconds:
-        raise HookFailed(
-            f"stop_when took {spent:.3f} s at token {token.position}, of {seconds:g} s that a hook may take"
-        )
+        raise HookFailed(f"stop_when took {spent:.3f} s at token {token.position}, where a hook has {seconds:g}")
     if type(answer) is not bool:
         raise HookFailed(f"stop_when must return a bool, got {type(answer).__name__} at token {token.position}")
     return answer
