@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.engine.config import EngineConfig
+from headrace.engine.embeddings import Embeddings
 from headrace.engine.engine import Engine, Message, Prompt
 from headrace.engine.errors import (
     DeviceUnavailable,
@@ -34,6 +35,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "DeviceUnavailable",
+    "Embeddings",
     "Engine",
     "EngineConfig",
     "EngineCrashed",

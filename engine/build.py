@@ -16,6 +16,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.messages import Message
 from headrace.engine.model.device import Device
+from headrace.engine.model.embedding_files import read_embedding
 from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.open_cpu import open_cpu
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
@@ -79,7 +80,9 @@ def open_engine(config: EngineConfig) -> Opened:
         device=device.name,
         page_bytes=device.page_bytes,
     )
-    return Opened(device.runner, tokenizer, capacity, info, device.abilities)
+    can_pool = "pooling" in device.abilities
+    embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last") if can_pool else None
+    return Opened(device.runner, tokenizer, capacity, info, device.abilities, embedding, spec.has_head)
 
 
 def build_kernels(config: EngineConfig, folder: str) -> int:

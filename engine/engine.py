@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from headrace.engine.collect import check_streamed, collect, streamed_params
 from headrace.engine.config import EngineConfig
 from headrace.engine.delivered import TokenMaker
-from headrace.engine.errors import HeadraceError
+from headrace.engine.embeddings import Embeddings, EmbedOptions, PoolingIntake, Who, embed
+from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
 from headrace.engine.generation import Generation, as_headrace
 from headrace.engine.grammars import CompiledGrammar
@@ -26,10 +27,14 @@ from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts
 from headrace.engine.messages import Message
 from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
-from headrace.engine.requests import Asking, check_abilities, make_generation, make_requests
+from headrace.engine.requests import Asking, check_abilities, check_generates, make_generation, make_requests
+from headrace.engine.scheduling.pooling import Pooling, PoolingKind
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 from headrace.engine.text import Detokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Engine", "Message", "Prompt"]
 
@@ -188,6 +193,7 @@ class Engine(Life):
             return
         try:
             loop, opened = self._serving(draining=True)
+            check_generates(opened)
             check_abilities(asking.params, opened.abilities)
             loop.scheduler.check_length(len(ids))  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
@@ -219,6 +225,73 @@ class Engine(Life):
             loop.submit(generation, ids, made)
         except HeadraceError as error:
             generation.abandon(error)
+
+    # -- without generating -----------------------------------------------------------------------------------------
+
+    async def embed(
+        self,
+        prompts: str | Iterable[Prompt],
+        *,
+        pooling: PoolingKind | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> Embeddings:
+        """Turn texts into vectors, at most two for each row at a time; other arguments as `stream`.
+
+        Args:
+            prompts: A text, or any iterable of prompts, each taken when there is room for it.
+            pooling: "last" token, "mean" of all or "cls" (first token); None is what the model's files say, else
+                "last".
+            normalize: Scale vectors to length 1; None is what the model's files say, else True.
+            dimensions: Keep only so many elements, the first ones, before normalising.
+            truncate: Cut what is longer than the context instead of refusing it.
+            adapter: Of all prompts, or a sequence with one for each.
+
+        Returns:
+            Vectors, float32 [prompts, dimensions] in the order of the prompts, and the tokens they took.
+
+        Raises:
+            InvalidParams: The model or its device does not do that, or `prompts` are none.
+            HeadraceError: The first prompt that failed, its message naming `prompts[index]`; the others are cancelled.
+        """
+        options = EmbedOptions(pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate)
+        who = Who(None, tenant, cache_salt, priority)
+        return await embed(self._pooling(), prompts, options, who, adapter)
+
+    async def hidden_states(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> Tensor:
+        """The hidden states of a prompt after the final norm; arguments as `stream`.
+
+        Returns:
+            A tensor [tokens, hidden size] in the model's dtype on its device: the one that the model wrote, not a copy,
+            where the prompt took one step. It was made under `torch.inference_mode`.
+
+        Raises:
+            InvalidParams: The device does not do that.
+            Rejected: The request can never run.
+            RequestFailed: It ended early.
+        """
+        if self._serving()[1].embedding is None:
+            raise InvalidParams("prompt: this device cannot give hidden states yet", field="prompt")
+        who = Who(adapter, tenant, cache_salt, priority)
+        states: Tensor = (await self._pooling().pool(prompt, who, Pooling("all")))[0]
+        return states
+
+    def _pooling(self) -> PoolingIntake:
+        self._serving()  # which a drain refuses, unlike what follows for calls that have begun
+        return PoolingIntake(partial(self._serving, draining=True), self._helper)
 
     # -- looking in -------------------------------------------------------------------------------------------------
 

@@ -240,7 +240,8 @@ class StepLoop:
             emissions = self.scheduler.fail(oldest.plan, _as_failure(error))
         else:
             emissions = self.scheduler.commit(oldest.plan, tokens)
-        self.meter.committed(time.perf_counter(), len(emissions))
+        generated = sum(emission.token is not None for emission in emissions)
+        self.meter.committed(time.perf_counter(), generated)
         self._emissions = emissions
 
     async def _deliver_all(self) -> None:

@@ -19,14 +19,13 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from headrace.engine.errors import HeadraceError, InvalidParams
-from headrace.engine.events import Completion
 from headrace.engine.hooks import StopWhen
 from headrace.engine.params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine, Prompt
 
-__all__ = ["KeepingErrors", "ManyOptions", "ManyParams", "Prompts", "check_many", "run_many"]
+__all__ = ["KeepingErrors", "Many", "ManyOptions", "ManyParams", "Prompts", "check_many", "run_many"]
 
 Prompts: TypeAlias = "Iterable[Prompt] | AsyncIterable[Prompt]"
 ManyParams: TypeAlias = SamplingParams | Sequence[SamplingParams]
@@ -68,7 +67,7 @@ async def run_many(
     """Generate for every prompt; arguments, result and errors as `Engine.generate_many`."""
     check_many(prompts, params)
     limit = _AHEAD * engine.info.max_rows
-    many = _Many(partial(engine.generate, **asked), prompts, params, limit, return_errors=return_errors)
+    many = Many(partial(engine.generate, **asked), prompts, params, limit, return_errors=return_errors)
     if not progress:
         return await many.run()
     with _Bar(engine, many, length_hint(prompts, -1)) as bar:
@@ -109,19 +108,19 @@ def _unequal(num_params: int, num_prompts: str) -> InvalidParams:
     )
 
 
-class _Many:
+class Many:
     """One call: feeds prompts in as earlier ones end, and keeps the answers in order."""
 
     def __init__(
         self,
-        generate: Callable[[Prompt, SamplingParams], Awaitable[Completion]],
-        prompts: Prompts,
+        generate: Callable[[Any, SamplingParams], Awaitable[Any]],
+        prompts: Iterable[Any] | AsyncIterable[Any],
         params: ManyParams,
         limit: int,
         *,
         return_errors: bool,
     ) -> None:
-        self.answers: list[Completion | HeadraceError | None] = []
+        self.answers: list[Any] = []
         self.ended = 0
         self._generate = generate
         self._prompts = prompts
@@ -230,7 +229,7 @@ def _named(error: ErrorT, index: int) -> ErrorT:
 class _Bar:
     """Prompts done and the engine's tokens a second, on stderr, drawn from the event loop: it has no thread."""
 
-    def __init__(self, engine: Engine, many: _Many, total: int) -> None:
+    def __init__(self, engine: Engine, many: Many, total: int) -> None:
         from rich.console import Console  # whoever asks for no bar does not pay for its import
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.plan import Ability, Capacity, Runner
+from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.stats import EngineInfo
 
 __all__ = ["Opened"]
@@ -21,3 +22,7 @@ class Opened:
     info: EngineInfo
     abilities: frozenset[Ability] = frozenset()
     """What the runner can do beyond `Sampling`; requests that need more are refused."""
+    embedding: Embedding | None = None
+    """How the model embeds texts; None where the runner cannot pool."""
+    generates: bool = True
+    """Whether the model can choose tokens at all."""

@@ -13,14 +13,16 @@ from headrace.engine.delivered import TokenMaker, detokenizer_of
 from headrace.engine.errors import InvalidParams, UnknownAdapter
 from headrace.engine.generation import Generation, StopText, StopWatch
 from headrace.engine.hooks import StopWhen, check_hook
+from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams, shown
 from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.plan import Ability
+from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, Reporting, Shaping
 
-__all__ = ["Asking", "check_abilities", "make_generation", "make_requests"]
+__all__ = ["Asking", "check_abilities", "check_generates", "make_generation", "make_pooling_request", "make_requests"]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
@@ -83,6 +85,17 @@ def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> 
             raise InvalidParams(f"{field}: this device cannot do it yet, got {shown(value)}", field=field, value=value)
 
 
+def check_generates(opened: Opened) -> None:
+    """Refuse a generation where the model cannot choose tokens.
+
+    Raises:
+        InvalidParams: It only embeds or scores texts.
+    """
+    if not opened.generates:
+        name = opened.info.architecture
+        raise InvalidParams(f"model: {name} cannot generate; use embed or score", field="model", value=name)
+
+
 def make_requests(
     ids: Sequence[int],
     asking: Asking,
@@ -142,6 +155,25 @@ def make_requests(
             )
         )
     return requests
+
+
+def make_pooling_request(ids: Sequence[int], asking: Asking, pooling: Pooling, vocab_size: int) -> Request:
+    """A request that generates nothing; arguments as `make_requests`.
+
+    Raises:
+        InvalidParams: A keyword is of the wrong kind.
+        UnknownAdapter: No adapter is loaded under that name.
+    """
+    _check(asking, vocab_size)
+    return Request(
+        tokens=list(ids),
+        prompt_len=len(ids),
+        limit=len(ids) + 1,
+        sampling=Sampling(),
+        pooling=pooling,
+        root=asking.root,
+        priority=asking.priority,
+    )
 
 
 def make_generation(

@@ -11,23 +11,43 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.engine.engine import Engine
 from headrace.engine.errors import InvalidParams
 from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
-from headrace.engine.scheduling.plan import NON_FINITE, Capacity, StepPlan
+from headrace.engine.scheduling.plan import NON_FINITE, Capacity, RowOptions, StepPlan, Work
+from headrace.engine.scheduling.pooling import Embedding
+from headrace.engine.scheduling.shaping import ReportedTokens
 from headrace.engine.stats import EngineInfo
 from headrace.engine.text import TokenTable
 
-__all__ = ["NON_FINITE", "ByteTokenizer", "Capacity", "ScriptedEngine", "ScriptedRunner", "scripted_token"]
+__all__ = [
+    "NON_FINITE",
+    "ByteTokenizer",
+    "Capacity",
+    "ScriptedEngine",
+    "ScriptedRunner",
+    "scripted_token",
+    "scripted_vector",
+]
 
 _POISON = -7
+_VECTOR = 8
 
 
 def scripted_token(tokens: Sequence[int], vocab_size: int) -> int:
     """The token that `ScriptedRunner` gives after `tokens`: a hash of all of them, below `vocab_size`."""
     digest = blake2b(b",".join(b"%d" % token for token in tokens), digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
+
+
+def scripted_vector(tokens: Sequence[int]) -> NDArray[np.float32]:
+    """The hidden state that `ScriptedRunner` gives after `tokens`: 8 elements from 0 to 1, a hash of them."""
+    digest = blake2b(b",".join(b"%d" % token for token in tokens), digest_size=_VECTOR).digest()
+    return np.array([byte / 255 for byte in digest], np.float32)
 
 
 class ScriptedStep:
@@ -76,6 +96,7 @@ class ScriptedRunner:
         self._cells = [[_POISON] * capacity.page_size for _ in range(capacity.num_pages)]
         self._tokens: list[dict[int, int]] = [{} for _ in range(capacity.max_rows)]
         self._tables: list[dict[int, int]] = [{} for _ in range(capacity.max_rows)]
+        self._options: dict[int, RowOptions] = {}
         self._lock = threading.Lock()
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
@@ -85,6 +106,9 @@ class ScriptedRunner:
             for row in plan.new_rows:
                 self._tokens[row.row] = dict(enumerate(row.tokens, row.start))
                 self._tables[row.row] = {}
+                self._options.pop(row.row, None)
+            for options in plan.options:
+                self._options[options.row] = options
             for entry in plan.entries:
                 self._tables[entry.row][entry.place] = entry.page
             for source, destination in plan.copies:
@@ -97,7 +121,8 @@ class ScriptedRunner:
             sampled = self._sample(plan)
             if isinstance(fault, int):
                 sampled[0] = fault
-            return ScriptedStep(sampled, None, self._gate)
+            pooled = {index: value for index, work in enumerate(plan.works) if (value := self._pool(work)) is not None}
+            return ScriptedStep(ReportedTokens(sampled, {}, {}, pooled) if pooled else sampled, None, self._gate)
 
     def close(self) -> None:
         """Forget everything."""
@@ -119,18 +144,31 @@ class ScriptedRunner:
             self._tokens[work.row][work.start + work.num_tokens] = _POISON
 
     def _sample(self, plan: StepPlan) -> list[int]:
-        size = self.capacity.page_size
         sampled = []
         for work in plan.works:
             end = work.start + work.num_tokens
-            table = self._tables[work.row]
             token = 0
             if work.samples:
-                read = [self._cells[table[position // size]][position % size] for position in range(end)]
-                token = self._eos.get(end, scripted_token(read, self.capacity.vocab_size))
+                token = self._eos.get(end, scripted_token(self._read(work), self.capacity.vocab_size))
                 self._tokens[work.row][end] = token
             sampled.append(token)
         return sampled
+
+    def _read(self, work: Work) -> list[int]:
+        """All tokens of a row, from its pages."""
+        size, table = self.capacity.page_size, self._tables[work.row]
+        end = work.start + work.num_tokens
+        return [self._cells[table[position // size]][position % size] for position in range(end)]
+
+    def _pool(self, work: Work) -> NDArray[np.float32] | None:
+        """What came of the hidden states of a row that is pooled and ends with `work`."""
+        options = self._options.get(work.row)
+        if options is None or options.pooling is None or work.start + work.num_tokens < options.prompt_len:
+            return None
+        read = self._read(work)
+        states = np.stack([scripted_vector(read[: end + 1]) for end in range(len(read))])
+        pooled: dict[str, NDArray[np.float32]] = {"last": states[-1], "mean": states.mean(0), "all": states}
+        return pooled[options.pooling.kind]
 
 
 class ByteTokenizer:
@@ -184,4 +222,5 @@ class ScriptedEngine(Engine):
         capacity = self._capacity
         names = {"model": "scripted", "architecture": "scripted", "dtype": "none", "device": "none"}
         info = EngineInfo.of(capacity, **names, page_bytes=0)
-        return Opened(self._make_runner(), ByteTokenizer(), capacity, info)
+        embedding = Embedding(_VECTOR, ("last", "mean"), "last", normalize=True)
+        return Opened(self._make_runner(), ByteTokenizer(), capacity, info, frozenset(("pooling",)), embedding)

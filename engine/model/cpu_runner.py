@@ -16,6 +16,7 @@ import torch
 from headrace.engine.model.cpu_options import prompt_places
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.memory import return_freed_memory
+from headrace.engine.model.pools import settle
 from headrace.engine.model.rows import CpuRows
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
@@ -73,7 +74,7 @@ class _CpuStep:
 class CpuRunner:
     """The device protocol on the CPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar"))
+    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar", "pooling"))
 
     def __init__(self, decoder: Decoder, ops: Mapping[int | None, CpuOps], capacity: Capacity, threads: int) -> None:
         """Allocate the paged cache and start the thread.
@@ -136,6 +137,8 @@ class CpuRunner:
         last_S = batch.last_S
         if batch.prompts:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
+        if batch.pooled:
+            last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
         hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, last_S)
         tokens = [0] * len(plan.works)
         reports: dict[int, Report] = {}
@@ -148,7 +151,9 @@ class CpuRunner:
             for index, token in zip(batch.samplers, chosen, strict=True):
                 tokens[index] = token
             reports = {batch.samplers[place]: report for place, report in found.items()}
-        if not reports and not batch.prompts:
+        if not reports and not batch.prompts and not batch.pooled:
             return tokens
-        prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:], decoder.logits)
-        return ReportedTokens(tokens, reports, prompts)
+        first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
+        prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], decoder.logits)
+        pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
+        return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.model.cpu_options import CpuOptions, PromptSpan
+from headrace.engine.model.pools import Pools, PoolSpan
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
 from headrace.ops.cpu_sample import Choosing
@@ -38,6 +39,8 @@ class StepBatch:
     choosing: list[Choosing]
     prompts: list[PromptSpan]
     """Where log-probabilities of a prompt are wanted."""
+    pooled: list[PoolSpan]
+    """Where hidden states are wanted."""
 
 
 class CpuRows:
@@ -51,6 +54,7 @@ class CpuRows:
         self._tables: NDArray[np.int64] = np.zeros((capacity.max_rows, max_pages), np.int64)
         self._sampling = [Sampling()] * capacity.max_rows
         self.options = CpuOptions(capacity.vocab_size)
+        self.pools = Pools()
 
     def update(self, plan: StepPlan) -> None:
         """Take in the plan's new rows and page entries."""
@@ -60,6 +64,7 @@ class CpuRows:
         for options in plan.options:  # bad words may begin in what the cache holds
             self._tokens[options.row, : len(options.tokens)] = options.tokens
         self.options.update(plan)
+        self.pools.update(plan)
         for row, place, page in plan.entries:
             self._tables[row, place] = page
 
@@ -73,13 +78,16 @@ class CpuRows:
             [np.arange(works[index].start, works[index].start + works[index].num_tokens) for index in order]
         )
         slots = self._tables[rows, positions // self._size] * self._size + positions % self._size
-        samplers, last, choosing, prompts = [], [], [], []
+        samplers, last, choosing, prompts, pooled = [], [], [], [], []
         end = 0
         for index in order:
             work = works[index]
             span = self.options.prompt_span(index, work, end)
             if span is not None:
                 prompts.append(span)
+            wanted = self.pools.span(index, work, end)
+            if wanted is not None:
+                pooled.append(wanted)
             end += work.num_tokens
             if work.samples:
                 samplers.append(index)
@@ -92,7 +100,7 @@ class CpuRows:
             prefills=self._prefills([works[index] for index in order[len(decodes) :]], len(decodes)),
         )
         tokens_N = torch.from_numpy(self._tokens[rows, positions])
-        return StepBatch(tokens_N, paged, samplers, torch.tensor(last, dtype=torch.int64), choosing, prompts)
+        return StepBatch(tokens_N, paged, samplers, torch.tensor(last, dtype=torch.int64), choosing, prompts, pooled)
 
     def known(self, work: Work) -> NDArray[np.int64]:
         """The tokens of a work's row up to its end."""

@@ -80,6 +80,8 @@ class DecoderSpec:
     tied_head: bool
     windows: tuple[int | None, ...]
     """For each layer, how many of the last positions a token attends to, itself included; None: all of them."""
+    has_head: bool = True
+    """Whether tokens can be chosen: without it (`tied_head` then stands for no head at all) the model only embeds."""
     checkpoint_dtype: str | None = None
     """`float32`, `bfloat16` or `float16` where the config names it; None for GGUF, whose tensors differ."""
 
@@ -127,6 +129,8 @@ FAMILIES = {
         default_head_dim=128,
     ),
 }
+
+_HEADLESS = {name.replace("ForCausalLM", "Model"): row for name, row in FAMILIES.items()}
 
 # Fields of other families that change the arithmetic, with the values under which they change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -185,6 +189,7 @@ def from_hf(config: Mapping[str, object], origin: str = "config.json") -> Decode
     """
     fields = Fields(config, origin)
     architecture, row = _row(fields)
+    has_head = architecture in FAMILIES
     for field, neutral in _NEUTRAL.items():
         if not any(config.get(field) is value or config.get(field) == value for value in neutral):
             fields.refuse(field, " or ".join(repr(value) for value in neutral))
@@ -210,8 +215,9 @@ def from_hf(config: Mapping[str, object], origin: str = "config.json") -> Decode
         o_bias=fields.chosen(row.o_bias),
         mlp_bias=fields.chosen(row.mlp_bias),
         qk_norm=row.qk_norm,
-        tied_head=fields.flag("tie_word_embeddings", False),
+        tied_head=fields.flag("tie_word_embeddings", False) or not has_head,
         windows=_hf_windows(fields, row, layers, context),
+        has_head=has_head,
         checkpoint_dtype=_hf_dtype(fields),
     )
     return checked(spec, origin, "num_key_value_heads", "head_dim")
@@ -227,9 +233,10 @@ def _row(fields: Fields) -> tuple[str, Family]:
             if fields.data.get("model_type") == row.model_type:
                 return architecture, row
         fields.refuse("model_type", ", ".join(row.model_type for row in FAMILIES.values()))
-    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in FAMILIES:
-        fields.refuse("architectures", ", ".join(FAMILIES))
-    row = FAMILIES[named[0]]
+    rows = FAMILIES | _HEADLESS
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in rows:
+        fields.refuse("architectures", ", ".join(rows))
+    row = rows[named[0]]
     if fields.data.get("model_type", row.model_type) != row.model_type:
         fields.refuse("model_type", row.model_type)
     return named[0], row

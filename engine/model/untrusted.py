@@ -12,11 +12,23 @@ from typing import NoReturn
 
 from headrace.engine.errors import ModelRejected
 
-__all__ = ["Fields", "parse_object", "read_object", "refuse"]
+__all__ = ["Fields", "parse_json", "parse_object", "read_bytes", "read_object", "refuse"]
 
 
 def parse_object(data: bytes, origin: str) -> dict[str, object]:
-    """Return the JSON object that `data` holds.
+    """Return the JSON object that `data` holds; arguments as `parse_json`.
+
+    Raises:
+        ModelRejected: It is not a JSON object, or an ambiguous one.
+    """
+    found = parse_json(data, origin)
+    if not isinstance(found, dict):
+        raise ModelRejected(f"{origin}: holds a {type(found).__name__}, not a JSON object", field=origin)
+    return found
+
+
+def parse_json(data: bytes, origin: str) -> object:
+    """Return the JSON value that `data` holds.
 
     Duplicate keys, NaN, infinities and nesting beyond the interpreter's stack are refused.
 
@@ -25,7 +37,7 @@ def parse_object(data: bytes, origin: str) -> dict[str, object]:
         origin: What the text is, for messages, such as `config.json`.
 
     Raises:
-        ModelRejected: It is not a JSON object, or an ambiguous one.
+        ModelRejected: It is not JSON, or ambiguous.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -45,11 +57,9 @@ def parse_object(data: bytes, origin: str) -> dict[str, object]:
         return value
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=constant, parse_float=number)
+        found: object = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=constant, parse_float=number)
     except (ValueError, RecursionError) as error:
         raise ModelRejected(f"{origin}: not valid JSON ({str(error)[:200]})", field=origin) from error
-    if not isinstance(found, dict):
-        raise ModelRejected(f"{origin}: holds a {type(found).__name__}, not a JSON object", field=origin)
     return found
 
 
@@ -58,6 +68,15 @@ def read_object(path: Path, limit: int) -> dict[str, object]:
 
     Raises:
         ModelRejected: The file is missing, too long, or not an unambiguous JSON object.
+    """
+    return parse_object(read_bytes(path, limit), path.name)
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Return what the file at `path` holds, which may be at most `limit` bytes long.
+
+    Raises:
+        ModelRejected: The file is missing or too long.
     """
     try:
         if not path.is_file():
@@ -69,7 +88,7 @@ def read_object(path: Path, limit: int) -> dict[str, object]:
     if len(data) > limit:
         message = f"{path.name}: longer than the {limit} bytes allowed"
         raise ModelRejected(message, field=path.name, value=path.stat().st_size, limit=limit)
-    return parse_object(data, path.name)
+    return data
 
 
 def refuse(origin: str, field: str, value: object, limit: object) -> NoReturn:

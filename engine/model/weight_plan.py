@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.engine.model.spec import DecoderSpec
 
-__all__ = ["GGUF_NAMES", "HF_NAMES", "Fused", "Names", "Part", "all_parts", "layer_plan", "top_plan"]
+__all__ = ["BARE_NAMES", "GGUF_NAMES", "HF_NAMES", "Fused", "Names", "Part", "all_parts", "layer_plan", "top_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,11 @@ HF_NAMES = Names(
         "down": "mlp.down_proj",
     },
     re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+)
+BARE_NAMES = Names(  # of a checkpoint saved without the class that holds the head
+    HF_NAMES.layer_prefix.removeprefix("model."),
+    {role: name.removeprefix("model.") for role, name in HF_NAMES.roles.items()},
+    re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
 )
 GGUF_NAMES = Names(
     "blk.{}.",

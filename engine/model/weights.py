@@ -20,7 +20,16 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.gguf import SERIAL_ELEMENTS, GgufFile
 from headrace.engine.model.safetensors_files import SafetensorsFolder
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.model.weight_plan import GGUF_NAMES, HF_NAMES, Fused, Part, all_parts, layer_plan, top_plan
+from headrace.engine.model.weight_plan import (
+    BARE_NAMES,
+    GGUF_NAMES,
+    HF_NAMES,
+    Fused,
+    Part,
+    all_parts,
+    layer_plan,
+    top_plan,
+)
 from headrace.ops.linear import GROUP, GroupQuantised
 
 __all__ = ["DecoderWeights", "LayerWeights", "Progress", "Source", "Weight", "load_weights"]
@@ -142,6 +151,8 @@ class _FromFile:
     ) -> None:
         self.source = source
         self.names = GGUF_NAMES if isinstance(source, GgufFile) else HF_NAMES
+        if not isinstance(source, GgufFile) and not any(name.startswith("model.") for name in source.shapes):
+            self.names = BARE_NAMES
         self.head_dim = spec.head_dim
         self.is_interleaved = isinstance(source, GgufFile) and source.metadata["general.architecture"] == "llama"
         self.dtype = dtype

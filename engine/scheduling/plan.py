@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
+from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
 
@@ -29,7 +30,7 @@ __all__ = [
     "Work",
 ]
 
-Ability: TypeAlias = Literal["shaping", "logprobs", "grammar"]
+Ability: TypeAlias = Literal["shaping", "logprobs", "grammar", "pooling"]
 """What not every runner can do: the parts of `RowOptions`."""
 
 NON_FINITE = -1
@@ -62,7 +63,10 @@ class Work(NamedTuple):
     start: int
     num_tokens: int
     samples: bool
-    """The last computed position is the last known one, so a new token is sampled at `start + num_tokens`."""
+    """The last computed position is the last known one, so a new token is sampled at `start + num_tokens`.
+
+    Never where the request is pooled.
+    """
 
 
 class NewRow(NamedTuple):
@@ -85,6 +89,7 @@ class RowOptions(NamedTuple):
     shaping: Shaping | None
     reporting: Reporting | None
     grammar: Grammar | None
+    pooling: Pooling | None = None
 
 
 class PageEntry(NamedTuple):
@@ -125,6 +130,8 @@ class Emission(NamedTuple):
     """Why the request failed; it then has no finish reason."""
     report: Report | None = None
     """Log-probabilities at the token, where the request wants them."""
+    pooled: Any = None
+    """What came of the hidden states, where the request ended with that: an array or tensor of the runner's making."""
 
 
 class Step(Protocol):
@@ -135,7 +142,7 @@ class Step(Protocol):
 
         Returns:
             One vocabulary id for each work of the plan, in order; `NON_FINITE` where the logits were not finite;
-            any value where the work samples nothing. A `ReportedTokens` where a row wants log-probabilities.
+            any value where the work samples nothing. A `ReportedTokens` where a row wants more than a token.
 
         Raises:
             Exception: The step failed; what it wrote is undefined.

@@ -1,4 +1,4 @@
-"""Takes the log-probabilities of a finished step to the requests that want them; steps without any never come here."""
+"""Takes what a finished step tells beside its tokens to the requests that want it; other steps never come here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def take_prompt_reports(plan: StepPlan, tokens: ReportedTokens) -> None:
 
 
 def with_reports(plan: StepPlan, tokens: ReportedTokens, emissions: Sequence[Emission]) -> list[Emission]:
-    """The emissions of a step, each with what the step says of its token."""
-    reports = {plan.works[index].request.id: report for index, report in tokens.chosen.items()}
-    return [emission._replace(report=reports.get(emission.request.id)) for emission in emissions]
+    """The emissions of a step, each with what the step says of its token, or what came of its hidden states."""
+    works = plan.works
+    reports = {works[index].request.id: report for index, report in tokens.chosen.items()}
+    pooled = {works[index].request.id: value for index, value in tokens.pooled.items()}
+    return [
+        emission._replace(report=reports.get(emission.request.id), pooled=pooled.get(emission.request.id))
+        for emission in emissions
+    ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from headrace.engine.events import FinishReason
+from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
 
 __all__ = ["Request", "Sampling", "State", "goes_on"]
@@ -56,6 +57,8 @@ class Request:
     shaping: Shaping | None = None
     reporting: Reporting | None = None
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
+    """What it wants of its hidden states; it then samples nothing and ends when its tokens are computed."""
     stop_ids: frozenset[int] = frozenset()
     root: bytes = b""
     """First link of the prefix hash chain: adapter and tenant salt."""
@@ -115,7 +118,8 @@ class Request:
     @property
     def has_options(self) -> bool:
         """Whether it asks for more than its sampling."""
-        return self.shaping is not None or self.reporting is not None or self.grammar is not None
+        asked = (self.shaping, self.reporting, self.grammar, self.pooling)
+        return any(each is not None for each in asked)
 
     @property
     def plannable(self) -> bool:
@@ -126,8 +130,10 @@ class Request:
     def cacheable(self) -> int:
         """Leading tokens that may come from the prefix cache: it holds no logits, so none that are yet to be reported.
 
-        The last token is always computed, for its logits.
+        Nor does it hold hidden states, so none that are pooled. The last token is always computed, for its logits.
         """
+        if self.pooling is not None and not self.pooling.spares:
+            return 0
         if self.reporting is not None and self.reporting.prompt is not None:
             if len(self.prompt_reports) < self.prompt_len - 1:
                 return len(self.prompt_reports)

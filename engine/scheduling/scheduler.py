@@ -67,22 +67,23 @@ class Scheduler:
 
     # -- intake ---------------------------------------------------------------------------------------------------
 
-    def check_length(self, prompt_len: int) -> int:
-        """The most tokens that a prompt of so many tokens may grow to.
+    def check_length(self, prompt_len: int, room: int = 1) -> int:
+        """The most tokens that a prompt of so many tokens may grow to, which is at least by `room`.
 
         Raises:
-            PromptTooLong: It leaves no room for one token, ever.
+            PromptTooLong: It leaves no room for so many tokens, ever.
         """
         capacity = self.capacity
-        pool_tokens = capacity.num_pages * capacity.page_size + 1  # the last token is never written
+        pool_tokens = capacity.num_pages * capacity.page_size + room  # the last token is never written
         most = min(capacity.max_context, pool_tokens)
-        if prompt_len >= most:
+        if prompt_len > most - room:
             what = "context" if most == capacity.max_context else "page pool"
+            why = "leave no room for one more in" if room else "are more than fit"
             raise PromptTooLong(
-                f"prompt: {prompt_len} tokens leave no room for one more in the {what} of {most}",
+                f"prompt: {prompt_len} tokens {why} the {what} of {most}",
                 field="prompt",
                 value=prompt_len,
-                limit=most - 1,
+                limit=most - room,
             )
         return most
 
@@ -90,9 +91,10 @@ class Scheduler:
         """Queue `request`, lowering its `limit` to what the context and the pool can hold.
 
         Raises:
-            PromptTooLong: Its prompt leaves no room for one token, ever.
+            PromptTooLong: Its prompt leaves no room for one token, ever; one that is pooled needs none.
         """
-        request.limit = min(request.limit, self.check_length(request.prompt_len))
+        room = 1 if request.pooling is None else 0
+        request.limit = min(request.limit, self.check_length(request.prompt_len, room) + 1 - room)
         self._roster.take_in(request)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
@@ -151,7 +153,7 @@ class Scheduler:
             count = self._grow(plan, request, count)
             if not count:
                 return 0
-        samples = start + count == request.known
+        samples = start + count == request.known and request.pooling is None
         plan.works.append(Work(request, request.row, start, count, samples))
         request.ready = start
         request.latest_step = plan.step
@@ -220,7 +222,7 @@ class Scheduler:
             self.cached_tokens += request.cached
         plan.new_rows.append(NewRow(row, request.planned, request.tokens[request.planned :], request.sampling))
         if request.has_options:
-            asked = (request.shaping, request.reporting, request.grammar)
+            asked = (request.shaping, request.reporting, request.grammar, request.pooling)
             plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(pages))
 
@@ -250,7 +252,7 @@ class Scheduler:
                 request.computed = work.start + work.num_tokens
                 if min(request.planned, len(request.tokens)) >= (request.registered + 1) * size:
                     self.prefixes.offer(request)
-                if work.samples:
+                if work.samples or (request.pooling is not None and request.computed == request.prompt_len):
                     emissions.append(self._accept(request, token))
             if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
                 self._roster.let_go(request)
@@ -286,13 +288,16 @@ class Scheduler:
         return emissions
 
     def _accept(self, request: Request, token: int) -> Emission:
-        """Append a sampled token and see whether it is the last."""
+        """Append a sampled token and see whether it is the last; a pooled request ends without one."""
         if token == NON_FINITE:
             for page in request.pages:  # whoever read them would fail in the same way
                 self.pool.forget(page)
             return self._fail_one(request, NonFiniteLogits("the logits of this request were not finite"))
         if token == NOTHING_LEFT:
             return self._fail_one(request, RequestFailed("masks or grammar of this request leave no token to choose"))
+        if request.pooling is not None:
+            self.finish(request, "stop")
+            return Emission(request, None, request.finish_reason)
         if not 0 <= token < self.capacity.vocab_size:
             what = f"the device sampled token {token} of a vocabulary of {self.capacity.vocab_size}"
             return self._fail_one(request, RequestFailed(what))

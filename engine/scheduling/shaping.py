@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 __all__ = ["MOST_WORD_TOKENS", "Grammar", "GrammarState", "Report", "ReportedTokens", "Reporting", "Shaping"]
 
@@ -87,10 +87,14 @@ class Report(NamedTuple):
 
 
 class ReportedTokens(list[int]):
-    """What a step returns where some of its rows want log-probabilities: its token ids, and the reports."""
+    """What a step returns where some of its rows want log-probabilities or are pooled: its token ids, and these."""
 
     def __init__(
-        self, tokens: Iterable[int], chosen: Mapping[int, Report], prompts: Mapping[int, list[Report]]
+        self,
+        tokens: Iterable[int],
+        chosen: Mapping[int, Report],
+        prompts: Mapping[int, list[Report]],
+        pooled: Mapping[int, Any] | None = None,
     ) -> None:
         """Hold one id for each work.
 
@@ -98,7 +102,9 @@ class ReportedTokens(list[int]):
             tokens: One id for each work.
             chosen: Index of a work -> the report on its sampled token.
             prompts: Index of a work -> reports on the tokens of the prompt from position `start + 1` of the work.
+            pooled: Index of a work that ends a pooled request -> what came of its hidden states.
         """
         super().__init__(tokens)
         self.chosen = chosen
         self.prompts = prompts
+        self.pooled = pooled or {}

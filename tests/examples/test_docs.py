@@ -19,7 +19,7 @@ from headrace.engine import Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ["README.md", "docs/embedding.md", "docs/serving.md"]
-FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md"]
+FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md", "docs/embeddings.md"]
 
 
 def blocks(document: str) -> list[tuple[str, str]]:
