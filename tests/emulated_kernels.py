@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from headrace.ops.cpu_logprobs import logprobs
 from headrace.ops.cpu_sample import Choosing, sample
 
 __all__ = ["KERNELS", "Misuse", "attend"]
@@ -227,6 +228,18 @@ def count_known(at: SimpleNamespace) -> None:
     at.marks[at.row] += 4 * torch.bincount(tokens[at.prompt_len :], minlength=at.size).int()
 
 
+def merge(at: SimpleNamespace) -> None:
+    """The whole line, by the CPU's function."""
+    for place, row in enumerate(at.rows.tolist()):
+        wanted, token = int(at.wants[row]), max(int(at.tokens[place]), 0)
+        if wanted:
+            demand(wanted - 1 <= at.width, "more likeliest tokens than a line has room for")
+            (found,) = logprobs(at.logits[place : place + 1], [token], [wanted - 1])
+            at.values[place, 0], at.out[place, 1] = found.logprob, found.rank
+            for step, (other, value) in enumerate(found.top):
+                at.out[place, at.HEAD + step], at.values[place, at.HEAD + at.width + step] = other, value
+
+
 def nothing(at: SimpleNamespace) -> None:
     """A step towards what `search` does at once."""
 
@@ -277,6 +290,8 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_words_kernel": words,
     "_count_chosen_kernel": count_chosen,
     "_count_known_kernel": count_known,
+    "_list_kernel": nothing,
+    "_merge_kernel": merge,
     "_survey_kernel": nothing,
     "_bounds_kernel": nothing,
     "_gather_kernel": nothing,

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.engine.errors import EngineCrashed
+from headrace.engine.model.cuda_reports import Lines, SentLines, with_reports
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Variant
 from headrace.engine.model.decoder import Decoder
@@ -28,7 +29,7 @@ from headrace.engine.model.prefills import Prefills
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.engine.scheduling.shaping import Shaping
+from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.ops.cuda import CudaOps
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_linear import LinearScratch
@@ -43,6 +44,7 @@ _USUAL_CONTEXT = 1024  # tokens
 _FEW_TOKENS = 20  # of a prefill that small products compute
 _ALL_OPTIONS = Shaping(bias=((0, 1.0),), frequency_penalty=1.0, bad_words=((0, 0, 0),))
 """One that needs every kernel of shaping."""
+_ALL_REPORTS = Reporting(completion=1, prompt=1)
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
 
 
@@ -80,19 +82,35 @@ def cuda_ops(
 
 
 class _Result:
-    """Pinned memory for the ids of one step, and the event after which they are there."""
+    """Pinned memory for what one step gives, and the event after which it is there."""
 
     def __init__(self, size: int) -> None:
         self.ids = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.view: NDArray[np.int32] = self.ids.numpy()
+        self.lines = self.ids[:0]
+        """Of log-probabilities; grows to what a step ever needed."""
         self.done = torch.cuda.Event(blocking=True)
         self.taken = False
+
+    def fetch(self, lines: Sequence[Lines], index_of: Mapping[int, int]) -> list[SentLines]:
+        """Enqueue the copy of lines, whose rows are those of the works `index_of`; where they will be."""
+        needed = sum(each.words_LW.numel() for each in lines)
+        if needed > len(self.lines):
+            self.lines = torch.empty(needed, dtype=torch.int32, pin_memory=True)
+        sent, start = [], 0
+        for words_LW, entries, of_prompt in lines:
+            end = start + words_LW.numel()
+            self.lines[start:end].copy_(words_LW.view(-1), non_blocking=True)
+            indexed = [(line, index_of[row], top) for line, row, top in entries]
+            sent.append(SentLines(start, (words_LW.shape[0], words_LW.shape[1]), indexed, of_prompt))
+            start = end
+        return sent
 
 
 class _CudaStep:
     """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
 
-    __slots__ = ("enqueued", "error", "places", "result")
+    __slots__ = ("enqueued", "error", "lines", "places", "result")
 
     def __init__(self, result: _Result) -> None:
         self.result = result
@@ -100,6 +118,8 @@ class _CudaStep:
         self.error: BaseException | None = None
         self.places: NDArray[np.int64]
         """Where in the result the id of each of the plan's works will be."""
+        self.lines: list[SentLines] = []
+        """Log-probabilities there."""
 
     def wait(self) -> Sequence[int]:
         """Block until the step has run.
@@ -116,7 +136,7 @@ class _CudaStep:
             with _faults_are_fatal():
                 self.result.done.synchronize()
             tokens: list[int] = self.result.view[self.places].tolist()
-            return tokens
+            return with_reports(tokens, self.result.lines.numpy(), self.lines) if self.lines else tokens
         finally:
             self.result.taken = False
 
@@ -146,7 +166,7 @@ class _Decodes(NamedTuple):
 class CudaRunner:
     """The device protocol on one GPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("shaping",))
+    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs"))
 
     def __init__(
         self,
@@ -204,8 +224,11 @@ class CudaRunner:
                 tokens -= count
                 if count:
                     plan.new_rows.append(NewRow(row, 0, [0] * count, sampling))
-                    if variant.shaped:
-                        plan.options.append(RowOptions(row, [0] * count, 1, _ALL_OPTIONS, None, None))
+                    shaping, reporting = _ALL_OPTIONS if variant.shaped else None, None
+                    if variant.places:
+                        reporting = _ALL_REPORTS
+                    if shaping or reporting:
+                        plan.options.append(RowOptions(row, [0] * count, count, shaping, reporting, None))
                     plan.works.append(Work(request, row, 0, count, True))
             self.launch(plan).wait()
 
@@ -286,27 +309,33 @@ class CudaRunner:
 
     def _enqueue(self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], step: _CudaStep) -> None:
         with self._on_stream(), _faults_are_fatal():
-            step.places = self._enqueue_all(plan, decodes, prefills, step.result)
+            lines = self._enqueue_all(plan, decodes, prefills, step)
+            if lines:
+                step.lines = step.result.fetch(lines, {work.row: index for index, work in enumerate(plan.works)})
             step.result.done.record(self._stream)
 
     def _enqueue_all(
-        self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], result: _Result
-    ) -> NDArray[np.int64]:
-        """Enqueue everything of `plan`; where each work's id will be in `result`."""
+        self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], step: _CudaStep
+    ) -> list[Lines]:
+        """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
         self._rows.add(plan.new_rows, plan.entries, plan.options)
         self._sampler.take(plan)
-        count = 0 if decodes is None else len(decodes.rows)
+        count, result = 0 if decodes is None else len(decodes.rows), step.result
+        lines: list[Lines] = []
         if decodes is not None:
             self._decode(decodes, plan.copies)
+            lines = self._sampler.lines(decodes.rows, 0)
         if not prefills:
             result.ids[:count].copy_(self._ids[:count], non_blocking=True)
-            return self._order_back(decodes)
+            step.places = self._order_back(decodes)
+            return lines
         if decodes is None:
             self._rows.flush(applied_by_graph=False)
             CudaOps.copy_pages(self._kv, plan.copies)
-        sampled = self._prefills.run(prefills, self._ids[count:])
+        sampled, more = self._prefills.run(prefills, self._ids, count)
         result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
-        return _places(plan.works, self._order_back(decodes), count)
+        step.places = _places(plan.works, self._order_back(decodes), count)
+        return lines + more
 
     @staticmethod
     def _order_back(decodes: _Decodes | None) -> NDArray[np.int64]:

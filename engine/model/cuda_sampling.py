@@ -1,8 +1,8 @@
 """`RowSampler`: the last part of each step of a CUDA engine: from logits to a token in every row, as the row asked.
 
 Owns which rows ask for what, and the memory between the kernels that serve them; never decides which rows run. A batch
-in which nobody asks for filters or for shaped logits runs none of their kernels. Next to read: cuda_shaping.py, and
-../../ops/cuda_sample.py.
+in which nobody asks for filters, shaped logits or log-probabilities runs none of their kernels. Next to read:
+cuda_shaping.py, cuda_reports.py and ../../ops/cuda_sample.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cuda_reports import USUAL_PLACES, Lines, ReportedRows
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_shaping import ShapedRows
 from headrace.engine.scheduling.plan import Capacity, StepPlan
@@ -31,11 +32,13 @@ class Variant(NamedTuple):
     """Top-k, top-p or min-p."""
     shaped: bool
     """Anything of `Shaping`."""
+    places: int
+    """Of lines of log-probabilities, for the likeliest tokens; 0 without such lines."""
 
 
-PLAIN: Final = Variant(filtered=False, shaped=False)
-VARIANTS: Final = tuple(itertools.starmap(Variant, itertools.product((False, True), repeat=2)))
-"""All there are."""
+PLAIN: Final = Variant(filtered=False, shaped=False, places=0)
+VARIANTS: Final = tuple(itertools.starmap(Variant, itertools.product((False, True), (False, True), (0, USUAL_PLACES))))
+"""All there are, but for the lines of large beam searches."""
 
 
 class RowSampler:
@@ -52,6 +55,7 @@ class RowSampler:
         """
         self._rows, self._capacity, self._dtype, self._device = rows, capacity, dtype, device
         self._shaped = ShapedRows(rows, capacity, device)
+        self.reported = ReportedRows(rows, capacity, device)
         self._scratch: dict[Variant, SampleScratch] = {}
 
     def take(self, plan: StepPlan) -> None:
@@ -61,10 +65,20 @@ class RowSampler:
             torch.OutOfMemoryError: They are the first that ask, and there is no memory for it.
         """
         self._shaped.take(plan.new_rows, plan.options)
+        self.reported.take(plan.new_rows, plan.options)
 
     def variant(self, rows: NDArray[np.int64]) -> Variant:
         """What these rows ask for together."""
-        return Variant(bool(self._rows.filtered[rows].any()), bool(self._shaped.asks[rows].any()))
+        return Variant(
+            filtered=bool(self._rows.filtered[rows].any()),
+            shaped=bool(self._shaped.asks[rows].any()),
+            places=self.reported.places(rows),
+        )
+
+    def lines(self, rows: NDArray[np.int64], first: int) -> list[Lines]:
+        """The lines, if any, that a choice for these rows has just left from line `first` on."""
+        places = self.reported.places(rows)
+        return [self.reported.written(rows, places, first)] if places else []
 
     def choose(
         self,
@@ -74,6 +88,7 @@ class RowSampler:
         ids_B: Tensor,
         variant: Variant,
         *,
+        first: int = 0,
         pdl: bool = False,
     ) -> None:
         """Choose and keep a token for each row.
@@ -84,12 +99,13 @@ class RowSampler:
             positions_B: int32 or int64: where each row's input token is.
             ids_B: int32: where the ids go, `NON_FINITE` and `NOTHING_LEFT` as in plan.py.
             variant: What the rows ask for.
+            first: Where their lines begin among those of log-probabilities.
             pdl: Launch programmatically dependent.
 
         Raises:
             torch.OutOfMemoryError: The variant is new, and there is no memory for what it needs.
         """
-        rows = self._rows
+        rows, given_BV = self._rows, logits_BV
         if variant.shaped:
             logits_BV = shape(logits_BV, rows_B, positions_B, rows.pool_RC, self._shaped.arrays(), pdl=pdl)
         sample(
@@ -98,11 +114,14 @@ class RowSampler:
         )  # fmt: skip
         if variant.shaped:
             count_chosen(rows_B, ids_B, self._shaped.arrays(), pdl=pdl)
+        if variant.places:
+            self.reported.write(given_BV, rows_B, ids_B, variant.places, first, pdl=pdl)
 
     def _scratch_for(self, variant: Variant) -> SampleScratch:
-        scratch = self._scratch.get(variant)
+        key = variant._replace(places=0)
+        scratch = self._scratch.get(key)
         if scratch is None:
-            scratch = self._scratch[variant] = SampleScratch(
+            scratch = self._scratch[key] = SampleScratch(
                 self._capacity.max_rows, self._capacity.vocab_size, self._device,
                 dtype=torch.float32 if variant.shaped else self._dtype, filters=variant.filtered,
             )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cuda_reports import MOST_POSITIONS, Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import RowSampler
 from headrace.engine.model.decoder import Decoder
@@ -36,6 +37,10 @@ class _Batch(NamedTuple):
     last_S: Tensor
     rows_S: Tensor
     last_positions_S: Tensor
+    prompt_P: Tensor
+    """Tokens after which the prompt goes on, where log-probabilities of it are wanted; and of each:"""
+    prompt_rows_P: Tensor
+    next_tokens_P: Tensor
 
 
 class Prefills:
@@ -66,20 +71,21 @@ class Prefills:
         self._attention = {
             window: PrefillAttention(each.shape, kv.device, backend=backend) for window, each in ops.items()
         }
-        words = 3 * capacity.max_batched_tokens + 3 * capacity.max_rows
+        words = 4 * capacity.max_batched_tokens + 3 * capacity.max_rows
         self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
         self._sent = [torch.cuda.Event() for _ in range(_RING)]
         self._sends = 0
 
-    def run(self, works: Sequence[Work], ids: Tensor) -> int:
+    def run(self, works: Sequence[Work], ids: Tensor, first: int) -> tuple[int, list[Lines]]:
         """Enqueue the forward of `works`, and sample for those that want it.
 
         Args:
             works: Of one step.
-            ids: int32: where sampled ids go, in the order of `works`.
+            ids: int32: where sampled ids go, in the order of `works`, from place `first` on.
+            first: Also where lines of log-probabilities begin.
 
         Returns:
-            How many ids were sampled.
+            How many ids were sampled, and the lines.
         """
         rows, size = self._rows, self._page_size
         batch = self._pack(works)
@@ -92,17 +98,33 @@ class Prefills:
         for window, attention in self._attention.items():
             attention.plan(counts, lengths, pages)
             steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention)
-        hidden_SE = self._decoder.hidden(batch.tokens_N, steps, self._kv, batch.last_S)
-        sampled = len(batch.last_S)
+        sampled, reported = len(batch.last_S), len(batch.prompt_P)
+        wanted = torch.cat((batch.last_S, batch.prompt_P)) if reported else batch.last_S
+        hidden_WE = self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted)
+        lines = [self._report(works, batch, hidden_WE[sampled:])] if reported else []
         if not sampled:
-            return 0
+            return 0, lines
         samplers = [work for work in works if work.samples]
         for work in samplers:
             rows.sampled(work.row, work.start + work.num_tokens)
-        variant = self._sampler.variant(np.array([work.row for work in samplers]))
-        logits_SV = self._decoder.logits(hidden_SE)
-        self._sampler.choose(logits_SV, batch.rows_S, batch.last_positions_S, ids[:sampled], variant)
-        return sampled
+        row_S = np.array([work.row for work in samplers])
+        logits_SV = self._decoder.logits(hidden_WE[:sampled])
+        self._sampler.choose(
+            logits_SV, batch.rows_S, batch.last_positions_S, ids[first : first + sampled],
+            self._sampler.variant(row_S), first=first,
+        )  # fmt: skip
+        return sampled, lines + self._sampler.lines(row_S, first)
+
+    def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor) -> Lines:
+        """Log-probabilities of the prompts, some positions at a time: their logits are wide."""
+        lines = self._sampler.reported.prompt_lines(works)
+        for start in range(0, len(hidden_PE), MOST_POSITIONS):
+            some = slice(start, start + MOST_POSITIONS)
+            self._sampler.reported.write_prompt(
+                self._decoder.logits(hidden_PE[some]), batch.prompt_rows_P[some], batch.next_tokens_P[some],
+                lines.words_LW[some],
+            )  # fmt: skip
+        return lines
 
     def _pack(self, works: Sequence[Work]) -> _Batch:
         """One copy to the device for all that a prefill needs to know of its tokens."""
@@ -117,10 +139,21 @@ class Prefills:
         slots_N = self._rows.pages[rows_N, positions_N // size].astype(np.int64) * size + positions_N % size
         samples = np.array([work.samples for work in works])
         last_S = ends[samples] - 1
-        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S])
+        prompt_P = self._prompt_places(works, ends - counts)
+        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P)
         on_device = self._send(np.concatenate(parts))
-        rows, positions, slots, last, row, at = torch.split(on_device, [len(part) for part in parts])
-        return _Batch(self._rows.pool_RC[rows, positions], positions, slots, last, row.int(), at)
+        rows, positions, slots, last, row, at, prompt = torch.split(on_device, [len(part) for part in parts])
+        pool_RC, of_prompt = self._rows.pool_RC, rows[prompt]
+        following = pool_RC[of_prompt, positions[prompt] + 1]
+        return _Batch(
+            pool_RC[rows, positions], positions, slots, last, row.int(), at, prompt, of_prompt.int(), following
+        )
+
+    def _prompt_places(self, works: Sequence[Work], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of a step's tokens a prompt follows that is to be reported on."""
+        counts = [self._sampler.reported.prompt_count(work) for work in works]
+        spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True) if count]
+        return np.concatenate(spans) if spans else np.empty(0, np.int64)
 
     def _send(self, words: NDArray[np.int64]) -> Tensor:
         slot = self._sends % _RING

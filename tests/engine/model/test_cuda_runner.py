@@ -23,7 +23,9 @@ from gpu.choosing import choose, random_sampling
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
+from gpu.options import KINDS, Answer, answers, check_same
 from gpu.shaping import SideBySide
+from gpu.test_options import mixed
 from gpu.test_soak import soak
 
 from headrace.engine import Engine, EngineCrashed, HeadraceError, OutOfMemory, RequestFailed, SamplingParams
@@ -232,73 +234,30 @@ def test_an_engine_takes_the_pages_that_fit_beside_all_else(zoo: Zoo, gpu: Gpu) 
 
 # -- what only some rows ask ----------------------------------------------------------------------------------------
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
-    {"repetition_penalty": 1.8, "temperature": 1.0, "seed": 5},
-    {"logit_bias": {30: 6.0, 40: 5.5, 50: -99.0}, "frequency_penalty": 2.0, "temperature": 1.0, "seed": 3, "n": 3},
-    {"allowed_token_ids": [20, 21, 22, 23, 24, 60], "temperature": 2.0, "seed": 4, "top_k": 3},
-    {"temperature": 1.0, "top_p": 0.8, "seed": 6},
-    {"forbidden_token_ids": range(0, 512, 2), "bad_words": ["ab", "river"], "temperature": 0.9, "seed": 7},
-    {"min_tokens": 12, "stop_token_ids": list(range(100, 116)), "repetition_penalty": 0.7},
-    {
-        "presence_penalty": -1.0,
-        "frequency_penalty": 0.2,
-        "repetition_penalty": 1.2,
-        "logit_bias": {70: 3.5, 80: -2.0, 90: 1.0},
-        "allowed_token_ids": list(range(5, 400)),
-        "forbidden_token_ids": [11, 12],
-        "min_tokens": 6,
-        "stop_token_ids": [33, 34, 35],
-        "temperature": 1.2,
-        "min_p": 0.01,
-        "seed": 11,
-    },
-]
-"""Some rows want nothing, and everything comes beside everything else."""
-
-
-async def shaped_outputs(engine: Engine, cases: Sequence[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
-    """All at once, the tokens of all choices; what ends by its stop tokens is shorter."""
-    found: dict[int, list[int]] = {}
-
-    async def one(index: int) -> None:
-        prompt, asked = cases[index]
-        params = SamplingParams(**({"temperature": 0.0, "max_tokens": 24} | asked))
-        choices = (await engine.generate(prompt, params)).choices
-        found[index] = [token for choice in choices for token in choice.token_ids]
-
-    with anyio.fail_after(120):
-        async with anyio.create_task_group() as tasks:
-            for index in range(len(cases)):
-                tasks.start_soon(one, index)
-    return [found[index] for index in range(len(cases))]
-
 
 @pytest.mark.parametrize("launch_ahead", [1, 2])
 @pytest.mark.parametrize("room", ["room", "chunked and preempted"])
-def test_shaped_rows_choose_as_on_the_cpu_beside_rows_that_ask_nothing(zoo: Zoo, launch_ahead: int, room: str) -> None:
+def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, launch_ahead: int, room: str
+) -> None:
     """Twice: the second time on cached pages, in rows whose last requests asked for something else."""
-    generator = random.Random(launch_ahead)
-    shared = draw(40, 3)
-    prompts_of = [draw(generator.randrange(1, 60), at) if at % 3 else [*shared, *draw(at, at)] for at in range(18)]
-    cases = [(prompt, OPTIONS[at % len(OPTIONS)]) for at, prompt in enumerate(prompts_of)]
-    again = [(prompt, OPTIONS[(at + 4) % len(OPTIONS)]) for at, prompt in enumerate(prompts_of)]
+    cases, again = mixed(launch_ahead, 16)
     cramped = {"kv_memory": kv_bytes(zoo.folder("exact"), 10), "max_batched_tokens": 40} if room != "room" else {}
 
-    async def run(**options: Any) -> tuple[list[list[int]], int]:
+    async def run(**options: Any) -> tuple[list[Answer], int]:
         async with open_engine(zoo.folder("exact"), **(SMALL | {"max_rows": 7} | options)) as engine:
-            found = await shaped_outputs(engine, cases) + await shaped_outputs(engine, again)
+            found = await answers(engine, cases) + await answers(engine, again)
             assert engine.stats().cached_tokens > 0
             await at_rest(engine)
             return found, engine.stats().preemptions
 
     wanted, _ = anyio.run(lambda: run(device="cpu"))
     with emulated() as gpu:
+        monkeypatch.setattr(importlib.import_module("headrace.engine.model.prefills"), "MOST_POSITIONS", 16)
         found, preemptions = anyio.run(lambda: run(device="cuda", launch_ahead=launch_ahead, **cramped))
-    assert found == wanted
-    assert bool(preemptions) == (room != "room")
-    assert gpu.launches["_shape_kernel"] < gpu.launches["_scores_kernel"]
+    check_same(found, wanted)
+    assert preemptions or room == "room"
+    assert gpu.launches["_merge_kernel"] < gpu.launches["_scores_kernel"] > gpu.launches["_shape_kernel"]
     assert LAUNCHER in gpu.captured_in and threading.main_thread().name not in gpu.captured_in
 
 
@@ -352,12 +311,12 @@ def test_shaping_without_memory_costs_the_requests_of_its_step(
 
     async def run() -> None:
         async with engine_on(zoo, "exact", max_rows=3, prefix_cache=False) as engine:
-            before = await shaped_outputs(engine, cases) if fails != "memory" else None
+            before = await answers(engine, cases) if fails != "memory" else None
             hit = failing(gpu, fails, torch.OutOfMemoryError("no memory"), LAUNCHER)
             with pytest.raises(OutOfMemory):
                 await engine.generate([5], SamplingParams(repetition_penalty=5.0, max_tokens=8))
             assert hit == ([LAUNCHER] if before else [])
-            after = await shaped_outputs(engine, cases)
+            after = await answers(engine, cases)
             assert before in (None, after)
             check_outcomes(await outcomes(engine, asked, 10), asked)
             await at_rest(engine)
@@ -374,7 +333,7 @@ def test_every_variant_is_captured_where_kernels_are_built(zoo: Zoo, gpu: Gpu) -
             opened = len(gpu.captured_in)
             asked = [(ids, TOP) for ids in prompts(7, 9, 11)]
             check_outcomes(await outcomes(engine, asked, 10), asked)
-            await shaped_outputs(engine, [(ids, each) for (ids, _), each in zip(asked, OPTIONS[1:4], strict=True)])
+            await answers(engine, [(ids, each) for (ids, _), each in zip(asked, KINDS[1:4], strict=True)])
             assert len(gpu.captured_in) == opened
 
     anyio.run(run)
