@@ -1,13 +1,11 @@
 """`CpuRunner`: carries out plans on the CPU in a thread of its own, which releases the GIL inside every operation.
 
-Owns the thread, the model and the paged cache; never decides what runs. Sampled tokens stay with the rows, so the next
+Owns the model and the paged cache; never decides what runs. Sampled tokens stay with the rows, so the next
 step can be launched before this one is done.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -16,6 +14,7 @@ import torch
 from headrace.engine.model.cpu_options import prompt_places
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.memory import return_freed_memory
+from headrace.engine.model.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.pools import settle
 from headrace.engine.model.rows import CpuRows
 from headrace.engine.model.spec import DecoderSpec
@@ -47,30 +46,6 @@ def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: tor
     }
 
 
-class _CpuStep:
-    """A launched step: its result arrives from the runner's thread."""
-
-    __slots__ = ("_done", "_error", "_tokens")
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._tokens: Sequence[int] = ()
-        self._error: BaseException | None = None
-
-    def settle(self, tokens: Sequence[int], error: BaseException | None) -> None:
-        """Set the result, from the runner's thread."""
-        self._tokens = tokens
-        self._error = error
-        self._done.set()
-
-    def wait(self) -> Sequence[int]:
-        """Block until the step has run."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._tokens
-
-
 class CpuRunner:
     """The device protocol on the CPU."""
 
@@ -90,42 +65,19 @@ class CpuRunner:
         self._any = ops[decoder.spec.windows[0]]  # all share one cache layout
         self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
         self._rows = CpuRows(capacity)
-        self._ready = threading.Event()
-        self._plans: queue.SimpleQueue[tuple[StepPlan, _CpuStep] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(threads,), name="headrace-cpu", daemon=True)
-        self._thread.start()
-        self._ready.wait()
-        torch.set_num_threads(torch.get_num_threads())  # what threads to come start with is the application's choice
+        self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
-    def launch(self, plan: StepPlan) -> _CpuStep:
+    def launch(self, plan: StepPlan) -> PlanStep:
         """Queue `plan` behind the steps launched before it."""
-        step = _CpuStep()
-        self._plans.put((plan, step))
-        return step
+        return self._thread.launch(plan)
 
     def close(self) -> None:
         """Join the thread and drop the model and the cache."""
-        self._plans.put(None)
-        self._thread.join()
+        self._thread.close()
         self._rows.options.close()
         self._decoder = None
         del self._kv, self._ops, self._any
         return_freed_memory()
-
-    def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        torch.get_num_threads()  # a thread's first look takes the process's number: let it be this one
-        self._ready.set()
-        with torch.inference_mode():
-            while (item := self._plans.get()) is not None:
-                plan, step = item
-                try:
-                    tokens = self._carry_out(plan)
-                except Exception as error:
-                    step.settle((), error)
-                else:
-                    step.settle(tokens, None)
-                del item, plan, step
 
     def _carry_out(self, plan: StepPlan) -> Sequence[int]:
         decoder = self._decoder
