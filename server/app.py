@@ -29,6 +29,7 @@ from headrace.server.routes.messages import ask_message
 from headrace.server.routes.metrics import show_metrics
 from headrace.server.routes.models import list_models, show_model
 from headrace.server.routes.openapi import openapi
+from headrace.server.routes.page import page_routes
 from headrace.server.routes.responses import ask_response
 from headrace.server.routes.tokens import detokenize, tokenize
 from headrace.server.service import Service
@@ -68,6 +69,8 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/v1/admin/keys/{name}/limits", show_limits, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", change_limits, methods=["PUT"]),
     ]
+    if settings.page:
+        routes += page_routes()
     service = Service(engine, settings)
     service.telemetry.name_routes(routes)
     app = Starlette(

@@ -6,6 +6,7 @@ it looks at the raw path alone, never at a URL put together from headers. What n
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
 import secrets
@@ -17,9 +18,19 @@ from headrace.server.auth import ANYBODY, Caller, Keyring
 from headrace.server.errors import ERROR_BODY, ApiError, as_api_error, error_response, messages_error_body
 from headrace.server.observability.telemetry import EXCHANGE, Exchange, Telemetry
 from headrace.server.observability.tracing import continued
+from headrace.server.routes.page import ASSETS
 from headrace.server.settings import ServerSettings
 
-__all__ = ["ADMIN_PREFIX", "CALLER", "MESSAGES_PATH", "METRICS_PATH", "PUBLIC_PATHS", "REQUEST_ID", "Gate"]
+__all__ = [
+    "ADMIN_PREFIX",
+    "CALLER",
+    "MESSAGES_PATH",
+    "METRICS_PATH",
+    "PUBLIC_PATHS",
+    "REQUEST_ID",
+    "SUBPROTOCOL",
+    "Gate",
+]
 
 logger = logging.getLogger("headrace.server")
 
@@ -31,6 +42,8 @@ ADMIN_PREFIX: Final = "/v1/admin/"
 MESSAGES_PATH: Final = "/v1/messages"
 """Anthropic's endpoint, with errors and a header of the request id as its clients know them."""
 METRICS_PATH: Final = "/metrics"
+SUBPROTOCOL: Final = "headrace"
+"""Of WebSockets whose client cannot send headers; the key comes as another one, `headrace.key.` and it in base64url."""
 
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PORT: Final = re.compile(rb":\d{1,5}$")
@@ -48,6 +61,9 @@ class Gate:
         self._metrics_keys = Keyring({} if settings.metrics_key is None else {"metrics": settings.metrics_key}, {})
         self._hosts = frozenset(host.lower().encode() for host in settings.allowed_hosts)
         self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in settings.allowed_origins)
+        self._public = PUBLIC_PATHS | (ASSETS.keys() if settings.page else frozenset())
+        # Its own page may ask, unless a page that lured a browser here could pass for it.
+        self._trusts_itself = settings.page and (b"*" not in self._hosts or not self._keys.empty)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request or refuse it; the lifespan passes."""
@@ -105,8 +121,13 @@ class Gate:
             if host not in self._hosts:
                 raise ApiError(403, "host_not_allowed", "this server does not answer to that Host")
         for name, value in headers:
-            if name == b"origin" and value.lower() not in self._origins:
+            if name == b"origin" and value.lower() not in self._origins and not self._is_own(value, hosts):
                 raise ApiError(403, "origin_not_allowed", "pages of that Origin may not ask this server")
+
+    def _is_own(self, origin: bytes, hosts: list[bytes]) -> bool:
+        """Whether `origin` is this server, as the client calls it; TLS may end in front of it."""
+        own = [scheme + host.strip() for host in hosts for scheme in (b"http://", b"https://")]
+        return self._trusts_itself and len(hosts) == 1 and origin in own
 
     def _caller(self, kind: str, path: str, headers: list[tuple[bytes, bytes]]) -> Caller:
         if path == METRICS_PATH:
@@ -115,7 +136,7 @@ class Gate:
             if path.startswith(ADMIN_PREFIX):
                 raise ApiError(403, "admin_only", "this needs an admin key, and the server has none")
             return ANYBODY
-        if path in PUBLIC_PATHS and kind == "http":
+        if path in self._public and kind == "http":
             return ANYBODY
         caller = self._keys.caller(_secret(headers))
         if caller is None:
@@ -143,19 +164,36 @@ class Gate:
 
 _LOOPBACK = frozenset({b"localhost", b"127.0.0.1", b"[::1]"})
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
-_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+_KEY_PROTOCOL = SUBPROTOCOL.encode() + b".key."
 
 
 def _secret(headers: list[tuple[bytes, bytes]]) -> bytes:
     """What the request shows as its one key; empty, which no key is, where it shows none or several."""
-    given = [(name, value) for name, value in headers if name in _KEY_HEADERS]
-    if len(given) != 1:
-        return b""
-    name, value = given[0]
+    given = [secret for name, value in headers for secret in _secrets(name, value)]
+    return given[0] if len(given) == 1 else b""
+
+
+def _secrets(name: bytes, value: bytes) -> list[bytes]:
+    """The keys in a header."""
     if name == b"x-api-key":
-        return value.strip()
-    scheme, _, secret = value.partition(b" ")
-    return secret.strip() if scheme.lower() == b"bearer" else b""
+        return [value.strip()]
+    if name == b"authorization":
+        scheme, _, secret = value.partition(b" ")
+        return [secret.strip() if scheme.lower() == b"bearer" else b""]
+    if name == b"sec-websocket-protocol":
+        protocols = (protocol.strip() for protocol in value.split(b","))
+        return [
+            _decoded(protocol[len(_KEY_PROTOCOL) :]) for protocol in protocols if protocol.startswith(_KEY_PROTOCOL)
+        ]
+    return []
+
+
+def _decoded(text: bytes) -> bytes:
+    """Base64url without its padding; empty where it is something else."""
+    try:
+        return base64.b64decode(text + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except ValueError:
+        return b""
 
 
 def _no_key() -> ApiError:

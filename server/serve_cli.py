@@ -50,6 +50,7 @@ HostsOption = Annotated[
 OriginsOption = Annotated[
     list[str] | None, typer.Option(help="Origin of web pages that may ask; repeatable. Left out: none.")
 ]
+PageOption = Annotated[bool, typer.Option(help="Serve the chat playground at /.")]
 NameOption = Annotated[str | None, typer.Option(help="What clients call the model.")]
 ParserOption = Annotated[
     str | None, typer.Option(help="Format of tool calls; left out, what the chat template teaches.")
@@ -64,7 +65,7 @@ MemoryOption = Annotated[
     str | None, typer.Option(help="Memory of keys and values, such as 40GiB; left out, a share of what is free.")
 ]
 KvDtypeOption = Annotated[str, typer.Option(help="Of keys and values: auto or fp8.")]
-PageOption = Annotated[int, typer.Option(help="Tokens in a page of keys and values.", min=1)]
+BlockOption = Annotated[int, typer.Option(help="Tokens in a page of keys and values.", min=1)]
 PrefixOption = Annotated[bool, typer.Option(help="Keep past prompts for requests that begin alike.")]
 SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no seed.")]
 SetOption = Annotated[
@@ -93,6 +94,7 @@ def serve(
     admin_api_key: AdminKeyOption = None,
     allowed_hosts: HostsOption = None,
     allowed_origins: OriginsOption = None,
+    page: PageOption = True,
     served_model_name: NameOption = None,
     tool_call_parser: ParserOption = None,
     device: DeviceOption = "auto",
@@ -103,7 +105,7 @@ def serve(
     max_num_batched_tokens: BatchOption = None,
     kv_cache_memory_bytes: MemoryOption = None,
     kv_cache_dtype: KvDtypeOption = "auto",
-    block_size: PageOption = 16,
+    block_size: BlockOption = 16,
     enable_prefix_caching: PrefixOption = True,
     seed: SeedOption = 0,
     more: SetOption = None,
@@ -126,6 +128,7 @@ def serve(
         "vllm_metric_names": vllm_metric_names,
         "default_limits": {"concurrency": max_concurrency_per_key, "tokens_per_minute": tokens_per_minute_per_key},
         "allowed_origins": allowed_origins or (),
+        "page": page,
         "served_model_name": served_model_name,
         "tool_call_parser": tool_call_parser,
         "max_queue": max_queue,

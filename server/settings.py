@@ -71,6 +71,8 @@ class ServerSettings(_Frozen):
     """Host headers that are served, without ports; `*` is any."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may ask; requests without an Origin are no page's."""
+    page: bool = True
+    """Serve the playground at `/`, with what it shows of the engine's load."""
     strict_fields: bool = False
     """Refuse unknown fields instead of ignoring them."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20

@@ -30,7 +30,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from headrace.server.answering import Answering
 from headrace.server.body import nests_deeper
 from headrace.server.errors import ApiError, as_api_error, error_body
-from headrace.server.gate import CALLER, REQUEST_ID
+from headrace.server.gate import CALLER, REQUEST_ID, SUBPROTOCOL
 from headrace.server.routes.generation import ask_chat
 from headrace.server.service import Service
 
@@ -70,7 +70,8 @@ class _ChatSocket:
 
     async def run(self) -> None:
         """Serve until the client goes away, breaks the protocol, or the server drains."""
-        await self._socket.accept()
+        offered = self._socket.scope.get("subprotocols") or ()
+        await self._socket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         self._service.sockets.add(self)
         try:
             async with self._tasks:

@@ -25,7 +25,7 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
     "ops/cuda_fused.py:_norm_rope_kernel": (76, "one kernel is one launch"),
     "ops/cuda_linear.py:_linear_kernel": (78, "one kernel is one launch"),
     "ops/cuda_vector.py:_vector_kernel": (70, "one kernel is one launch"),
-    "server/serve_cli.py:serve": (66, "three lines for each flag"),
+    "server/serve_cli.py:serve": (70, "three lines for each flag"),
 }
 
 # Folders of tests that mirror no folder of the package.
@@ -143,7 +143,7 @@ def test_every_package_is_listed_and_typed() -> None:
     for package in PACKAGES:
         assert (ROOT / package / "py.typed").is_file()
         data = project()["tool"]["setuptools"]["package-data"][f"headrace.{package}"]
-        assert data == (["csrc/*.cu", "py.typed"] if package == "ops" else ["py.typed"])
+        assert data == [*{"ops": ["csrc/*.cu"], "server": ["page/*"]}.get(package, []), "py.typed"]
     assert not (ROOT / "__init__.py").exists()
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("headrace.server.requests")
 EXCHANGE = "headrace.exchange"
 """Key of the scope under which routes find the `Exchange`."""
 PROBES = frozenset({"/health/live", "/health/ready", "/metrics"})
-"""Routes that machines ask every few seconds: logged at level DEBUG where they succeed."""
+"""Routes that machines ask every few seconds: logged at level DEBUG where they succeed, as what the page asks is."""
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 _GONE = 499
@@ -110,7 +110,7 @@ class Telemetry:
         method = method if method in _METHODS or method == "WEBSOCKET" else OTHER
         status = exchange.status or _GONE
         self.recorder.http[method, route, str(status)] += 1
-        level = logging.DEBUG if route in PROBES and status < 400 else logging.INFO
+        level = logging.DEBUG if (route in PROBES or route.startswith("/page/")) and status < 400 else logging.INFO
         if not logger.isEnabledFor(level):
             return
         fields: dict[str, Any] = {
