@@ -6,8 +6,9 @@ HeadraceError
 │   ├── GrammarRejected   a response format is invalid, too large or takes too long to compile
 │   ├── PromptTooLong     the prompt leaves no room for one token in the context or in the page pool
 │   └── UnknownAdapter    no adapter of that name is loaded
-├── LoadFailed            the engine did not start; nothing is held
+├── LoadFailed            a model or an adapter was not loaded; nothing of it is held
 │   ├── ModelRejected     the model's files are missing, damaged, hostile or of an unknown kind
+│   ├── AdapterRejected   an adapter's files are missing, damaged, hostile, or made for another model
 │   └── DeviceUnavailable the device that was asked for is not there
 ├── RequestFailed         this request ended early; the engine serves on
 │   ├── HookFailed        a hook of this request raised, took too long or returned what it may not
@@ -20,6 +21,7 @@ HeadraceError
 from __future__ import annotations
 
 __all__ = [
+    "AdapterRejected",
     "DeviceUnavailable",
     "EngineCrashed",
     "EngineStopped",
@@ -81,11 +83,15 @@ class UnknownAdapter(Rejected):
 
 
 class LoadFailed(_Refusal):
-    """The engine did not start; nothing is held."""
+    """A model or an adapter was not loaded; nothing of it is held."""
 
 
 class ModelRejected(LoadFailed):
     """The model's files are missing, damaged, hostile or of a kind that headrace does not know."""
+
+
+class AdapterRejected(LoadFailed):
+    """An adapter's files are missing, damaged, hostile or made for another model, or it does not fit the engine."""
 
 
 class DeviceUnavailable(LoadFailed):

@@ -6,6 +6,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.embeddings import Embeddings
 from headrace.engine.engine import Engine, Message, Prompt
 from headrace.engine.errors import (
+    AdapterRejected,
     DeviceUnavailable,
     EngineCrashed,
     EngineStopped,
@@ -31,6 +32,7 @@ from headrace.engine.stream import TokenStream
 
 __all__ = [
     "LLM",
+    "AdapterRejected",
     "Choice",
     "Chunk",
     "Completion",

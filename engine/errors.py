@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.adapters.errors import (
+    AdapterRejected,
     DeviceUnavailable,
     EngineCrashed,
     EngineStopped,
@@ -21,6 +22,7 @@ from headrace.adapters.errors import (
 )
 
 __all__ = [
+    "AdapterRejected",
     "DeviceUnavailable",
     "EngineCrashed",
     "EngineStopped",

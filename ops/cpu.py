@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+    from headrace.ops.paged import DecodeGroup, GivenKv, PagedBatch, PrefillRow
 
 __all__ = ["CpuKv", "CpuOps", "CpuStep"]
 
@@ -91,6 +91,7 @@ class CpuStep:
     sin_N1D: Tensor
     write: Tensor
     pieces: tuple[_Decode | _Prefill, ...]
+    given: tuple[GivenKv, ...]
 
 
 class CpuOps:
@@ -171,6 +172,7 @@ class CpuOps:
             self._sin_1D.index_select(0, batch.positions_N),
             self._write_index(batch.slots_N),
             tuple(pieces),
+            batch.given,
         )
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor) -> Tensor:
@@ -212,6 +214,8 @@ class CpuOps:
         rolled_NBD = torch.roll(qk_NBD, self.head_dim // 2, -1)
         qk_NBD = torch.addcmul(qk_NBD * step.cos_N1D, rolled_NBD, step.sin_N1D)
         new_NsD = torch.cat((qk_NBD[:, q_end:], qkv_NAD[:, k_end:]), 1).nan_to_num_(0.0, 0.0, 0.0)
+        for given in step.given:
+            new_NsD[given.tokens_M] = given.kv_LMsD[layer]
         kv.slots[layer].index_copy_(0, step.write, new_NsD.view(-1, self.head_dim))
         return qk_NBD[:, :q_end]
 
@@ -239,13 +243,13 @@ class CpuOps:
 
     def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
         """RMS norm of the sum."""
-        return self._normed_sum(x_NE, residual_NE, weight_E)[0]
+        return self.normed_sum(x_NE, residual_NE, weight_E)[0]
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
     ) -> tuple[Tensor, Tensor]:
         """(product of the norm of the sum, the sum)."""
-        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
         return packed(normed_NE), total_NE
 
     def norm_feed(
@@ -261,12 +265,13 @@ class CpuOps:
         """Rotate, store and attend: `rope_and_write`, then `attention`."""
         return self.attention(self.rope_and_write(qkv_NX, step, kv, layer, q_norm_D, k_norm_D), step, kv, layer)
 
-    # --- inside
-
-    def _normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+    def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        """(RMS norm of the sum, the sum)."""
         if residual_NE is None:
             return self.rms_norm(x_NE, weight_E), x_NE
         return self.add_rms_norm(x_NE, residual_NE, weight_E)
+
+    # --- inside
 
     def _plane_bytes(self) -> int:
         return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize

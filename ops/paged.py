@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DecodeGroup", "PagedBatch", "PrefillRow"]
+__all__ = ["DecodeGroup", "GivenKv", "PagedBatch", "PrefillRow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,16 @@ class PrefillRow:
     """Context length after this step in tokens; the queries are its last `count` positions."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenKv:
+    """Virtual tokens whose keys and values are given instead of computed (prefix tuning, Li and Liang, 2021)."""
+
+    tokens_M: Tensor
+    """int64: which of the step's tokens."""
+    kv_LMsD: Tensor
+    """[layers, M, 2 * K, D]: their keys, as they are after rotation, then their values."""
+
+
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
     """One step's tokens: their positions, the places their keys and values go to, and who attends to what."""
@@ -53,3 +63,4 @@ class PagedBatch:
     """int64 place of each token's key and value: page * page_size + offset."""
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillRow, ...]
+    given: tuple[GivenKv, ...] = ()

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import DecoderWeights, LayerWeights, Weight
 
-__all__ = ["Decoder", "DecoderOps"]
+__all__ = ["AdapterOps", "Decoder", "DecoderOps"]
 
 
 class DecoderOps(Protocol):
@@ -58,6 +58,37 @@ class DecoderOps(Protocol):
         self, qkv_NX: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: Any, kv: Any, layer: int
     ) -> Tensor:
         """Norm and rotate q and k, store k and v in their pages, softmax(q k^T / sqrt(D)) v: [N, H * D]."""
+        ...
+
+
+class AdapterOps(Protocol):
+    """What a device offers in a step in which tokens wear adapters: a device's own products, with the updates added.
+
+    Made anew for each step, it knows which token wears what. `site` is one of adapters/layout.py's.
+    """
+
+    def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
+        """The embeddings of the step's tokens, updated; those of virtual tokens take the place of the model's."""
+        ...
+
+    def product(self, x_NI: Tensor, packed: Any, layer: int, site: str) -> Tensor:
+        """As `DecoderOps.product`, with the site's updates."""
+        ...
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: Any, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderOps.norm_product`, with the site's updates."""
+        ...
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: Any, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderOps.norm_feed`, with the site's updates."""
+        ...
+
+    def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
+        """The logits, updated; its S tokens are those that the step asks logits of."""
         ...
 
 
@@ -110,7 +141,12 @@ class Decoder:
         )
 
     def hidden(
-        self, tokens_N: Tensor, steps: Mapping[int | None, Any], kv: Any, last_S: Tensor | None = None
+        self,
+        tokens_N: Tensor,
+        steps: Mapping[int | None, Any],
+        kv: Any,
+        last_S: Tensor | None = None,
+        adapters: AdapterOps | None = None,
     ) -> Tensor:
         """Run all blocks, writing the tokens' keys and values into `kv`.
 
@@ -119,11 +155,27 @@ class Decoder:
             steps: For each attention window, where the tokens live, as the device's operations take it.
             kv: The paged cache.
             last_S: int64: the tokens wanted; None for all.
+            adapters: What the step's tokens wear; None where none of them wears anything.
 
         Returns:
             [S, E] after the final norm, [N, E] without `last_S`.
         """
-        x_NE, residual_NE = self._embedding_VE[tokens_N], None
+        x_NE = self._embedding_VE[tokens_N]
+        if adapters is None:
+            x_NE, residual_NE = self._blocks_of(x_NE, steps, kv)
+        else:
+            x_NE, residual_NE = self._adapted_blocks(adapters.embed(x_NE, tokens_N), steps, kv, adapters)
+        if last_S is not None and residual_NE is not None:
+            x_NE, residual_NE = x_NE[last_S], residual_NE[last_S]
+        return self._top.norm(x_NE, residual_NE, self._final_norm_E)
+
+    def logits(self, hidden_SE: Tensor, adapters: AdapterOps | None = None) -> Tensor:
+        """Output head: [S, V] for the S positions whose next token is wanted."""
+        logits_SV = self._top.product(hidden_SE, self._head)
+        return logits_SV if adapters is None else adapters.head(logits_SV, hidden_SE)
+
+    def _blocks_of(self, x_NE: Tensor, steps: Mapping[int | None, Any], kv: Any) -> tuple[Tensor, Tensor | None]:
+        residual_NE = None
         for layer, block in enumerate(self._blocks):
             ops, step = self._ops[block.window], steps[block.window]
             qkv_NX, residual_NE = ops.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv)
@@ -131,10 +183,20 @@ class Decoder:
             x_NE = ops.product(x_NX, block.o)
             x_NF, residual_NE = ops.norm_feed(x_NE, residual_NE, block.post_norm_E, block.gate_up)
             x_NE = ops.product(x_NF, block.down)
-        if last_S is not None and residual_NE is not None:
-            x_NE, residual_NE = x_NE[last_S], residual_NE[last_S]
-        return self._top.norm(x_NE, residual_NE, self._final_norm_E)
+        return x_NE, residual_NE
 
-    def logits(self, hidden_SE: Tensor) -> Tensor:
-        """Output head: [S, V] for the S positions whose next token is wanted."""
-        return self._top.product(hidden_SE, self._head)
+    def _adapted_blocks(
+        self, x_NE: Tensor, steps: Mapping[int | None, Any], kv: Any, adapters: AdapterOps
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, with every product through `adapters`."""
+        residual_NE = None
+        for layer, block in enumerate(self._blocks):
+            ops, step = self._ops[block.window], steps[block.window]
+            qkv_NX, residual_NE = adapters.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv, layer, "qkv")
+            x_NX = ops.attend(qkv_NX, block.q_norm_D, block.k_norm_D, step, kv, layer)
+            x_NE = adapters.product(x_NX, block.o, layer, "o")
+            x_NF, residual_NE = adapters.norm_feed(
+                x_NE, residual_NE, block.post_norm_E, block.gate_up, layer, "gate_up"
+            )
+            x_NE = adapters.product(x_NF, block.down, layer, "down")
+        return x_NE, residual_NE

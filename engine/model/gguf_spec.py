@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from headrace.adapters.untrusted import Fields, refuse
 from headrace.engine.model.spec import FAMILIES, LIMITS, DecoderSpec, Rope, checked, head_size
-from headrace.engine.model.untrusted import Fields, refuse
 
 __all__ = ["from_gguf"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
-from headrace.engine.model.untrusted import Fields, read_object, refuse
+from headrace.adapters.untrusted import Fields, read_object, refuse
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Reads JSON and fields that a stranger may have written, with typed refusals; never decides what a model needs."""
+"""Reads JSON and fields that a stranger may have written, with typed refusals; never decides what is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.engine.errors import ModelRejected
+from headrace.adapters.errors import ModelRejected
 
 __all__ = ["Fields", "parse_json", "parse_object", "read_bytes", "read_object", "refuse"]
 

@@ -1,0 +1,38 @@
+"""`LoadedAdapter`: one adapter in host memory, ready to be copied to a device; holds tensors and never a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headrace.adapters.layout import BlockLayout
+
+__all__ = ["LoadedAdapter"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter's weights, all finite, in the dtype of the device's arithmetic. Two of the same digest are equal."""
+
+    layout: BlockLayout
+    block: Tensor
+    """[layout.elements]: the low-rank updates."""
+    virtual_PE: Tensor | None
+    """Prompt tuning: embeddings of the virtual tokens before every prompt."""
+    prefix_LPsD: Tensor | None
+    """Prefix tuning: [layers, P, 2 * K, D], the virtual tokens' keys as after rotation, then their values."""
+    digest: bytes
+    """Of everything above."""
+
+    @property
+    def virtual_tokens(self) -> int:
+        """How many virtual tokens come before every prompt."""
+        if self.prefix_LPsD is not None:
+            return self.prefix_LPsD.shape[1]
+        return 0 if self.virtual_PE is None else len(self.virtual_PE)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights."""
+        return sum(part.nbytes for part in (self.block, self.virtual_PE, self.prefix_LPsD) if part is not None)
