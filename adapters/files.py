@@ -1,7 +1,7 @@
 """`read_adapter`: a PEFT folder as a `LoadedAdapter`, every rejection typed; never runs a pickle, keeps no file open.
 
 Everything that a stranger may have written is checked before memory is taken for it: names, sizes, shapes against the
-model's, then that each value is finite. Next to read: registry.py.
+model's, then that each value is finite.
 """
 
 from __future__ import annotations

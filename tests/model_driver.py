@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_runner import cpu_ops
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.gguf import GgufFile
@@ -18,6 +19,7 @@ from headrace.engine.model.weights import DecoderWeights, load_weights
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.ops.cpu import CpuKv, CpuOps
+from headrace.ops.cpu_lora import CpuAdapterOps
 
 __all__ = ["ModelUnderTest", "capacity", "request"]
 
@@ -44,6 +46,8 @@ class ModelUnderTest:
 
     def __init__(self, decoder: Decoder, ops: Mapping[int | None, CpuOps], kv: CpuKv, size: Capacity) -> None:
         """Use `kv`, whose pages it takes in an order that no address could be guessed from."""
+        self.bank: CpuBank | None = None
+        """What sequences may wear."""
         self._decoder, self._ops, self._kv, self._capacity = decoder, ops, kv, size
 
     @classmethod
@@ -67,23 +71,31 @@ class ModelUnderTest:
         kv = ops[spec.windows[0]].allocate_kv(spec.num_layers, size.num_pages)
         return cls(Decoder(spec, weights, ops), ops, kv, size)
 
-    def logits(self, sequences: Sequence[Sequence[int]], chunk: int, prompt: int | None = None) -> list[Tensor]:
+    def logits(
+        self,
+        sequences: Sequence[Sequence[int]],
+        chunk: int,
+        prompt: int | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> list[Tensor]:
         """Compute all sequences side by side, one row each.
 
         Args:
             sequences: Token ids.
             chunk: Tokens of a row in one step, while it is in its prompt.
             prompt: Tokens that are computed in chunks; those after it come one a step. None: all of them.
+            slots: The slot of `bank` that each sequence wears, -1 for none; None: nobody wears any.
 
         Returns:
             For each sequence float [tokens, V].
         """
         size = self._capacity
-        rows = CpuRows(size)
+        rows = CpuRows(size, self.bank)
         pages = itertools.cycle(torch.randperm(size.num_pages, generator=torch.Generator().manual_seed(1)).tolist())
         plan = StepPlan(0)
         for row, ids in enumerate(sequences):
-            plan.new_rows.append(NewRow(row, 0, list(ids), Sampling()))
+            slot = -1 if slots is None else slots[row]
+            plan.new_rows.append(NewRow(row, 0, list(ids), Sampling(), slot))
             plan.entries.extend(PageEntry(row, place, next(pages)) for place in range(-(-len(ids) // size.page_size)))
         assert len(plan.entries) <= size.num_pages
         rows.update(plan)
@@ -104,7 +116,10 @@ class ModelUnderTest:
         batch = rows.batch(works)
         with torch.inference_mode():
             steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
-            logits_NV = self._decoder.logits(self._decoder.hidden(batch.tokens_N, steps, self._kv)).float()
+            any_ops = next(iter(self._ops.values()))
+            adapters = CpuAdapterOps(any_ops, batch.wearers) if batch.wearers else None
+            hidden_NE = self._decoder.hidden(batch.tokens_N, steps, self._kv, None, adapters)
+            logits_NV = self._decoder.logits(hidden_NE, adapters).float()
         for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):
             work = works[index]
             found[work.row].append(logits_NV[last + 1 - work.num_tokens : last + 1])

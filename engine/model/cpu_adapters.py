@@ -87,7 +87,9 @@ def _sites(layout: BlockLayout, block: Tensor) -> dict[Place, SiteUpdate]:
     ]
     groups.append(((-1, "head"), [("head", HEAD)]))
     return {
-        place: _site(layout, block, modules) for place, modules in groups if any(layout.ranks[row] for _, row in modules)
+        place: _site(layout, block, modules)
+        for place, modules in groups
+        if any(layout.ranks[row] for _, row in modules)
     }
 
 

@@ -103,14 +103,14 @@ class CpuOptions:
         return chosen, self._reports(original_TV, wanted, chosen, asking)
 
     def prompt_reports(
-        self, spans: Sequence[PromptSpan], hidden_PE: Tensor, logits: Callable[[Tensor], Tensor]
+        self, spans: Sequence[PromptSpan], hidden_PE: Tensor, logits: Callable[[Tensor, int], Tensor]
     ) -> dict[int, list[Report]]:
         """Report on the prompts, a few positions at a time.
 
         Args:
             spans: What is wanted.
             hidden_PE: Their tokens, one span after the other.
-            logits: The output head.
+            logits: The output head, for tokens of the plan's work of that number.
         """
         reports: dict[int, list[Report]] = {}
         start = 0
@@ -119,7 +119,7 @@ class CpuOptions:
             for begin in range(0, len(span.next_tokens), _POSITIONS):
                 tokens = span.next_tokens[begin : begin + _POSITIONS]
                 block_PE = hidden_PE[start + begin : start + begin + len(tokens)]
-                found += logprobs(logits(block_PE), tokens, [span.top] * len(tokens))
+                found += logprobs(logits(block_PE, span.work), tokens, [span.top] * len(tokens))
             reports[span.work] = [Report(*each) for each in found]
             start += len(span.next_tokens)
         return reports

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
+from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_options import prompt_places
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.memory import return_freed_memory
@@ -21,6 +23,7 @@ from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.ops.cpu import CpuOps
+from headrace.ops.cpu_lora import CpuAdapterOps, Wearers
 
 __all__ = ["CpuRunner", "cpu_ops"]
 
@@ -51,7 +54,14 @@ class CpuRunner:
 
     abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar", "pooling"))
 
-    def __init__(self, decoder: Decoder, ops: Mapping[int | None, CpuOps], capacity: Capacity, threads: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Mapping[int | None, CpuOps],
+        capacity: Capacity,
+        threads: int,
+        bank: CpuBank | None = None,
+    ) -> None:
         """Allocate the paged cache and start the thread.
 
         Args:
@@ -59,12 +69,13 @@ class CpuRunner:
             ops: The operations it was made with, for each attention window.
             capacity: Pages, rows and tokens.
             threads: Threads of one operation.
+            bank: What rows may wear; None where they wear nothing.
         """
         self._decoder: Decoder | None = decoder
         self._ops = ops
         self._any = ops[decoder.spec.windows[0]]  # all share one cache layout
         self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
-        self._rows = CpuRows(capacity)
+        self._rows = CpuRows(capacity, bank)
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
     def launch(self, plan: StepPlan) -> PlanStep:
@@ -91,13 +102,13 @@ class CpuRunner:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
         if batch.pooled:
             last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
-        hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, last_S)
+        hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, last_S, self._adapters(batch.wearers))
         tokens = [0] * len(plan.works)
         reports: dict[int, Report] = {}
         count = len(batch.samplers)
         if count:
             sampling = [plan.works[index] for index in batch.samplers]
-            logits_SV = decoder.logits(hidden_SE[:count])
+            logits_SV = decoder.logits(hidden_SE[:count], self._adapters(batch.wearing_samplers))
             chosen, found = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
             self._rows.append(plan.works, batch.samplers, chosen)
             for index, token in zip(batch.samplers, chosen, strict=True):
@@ -106,6 +117,14 @@ class CpuRunner:
         if not reports and not batch.prompts and not batch.pooled:
             return tokens
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
-        prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], decoder.logits)
+
+        def logits(hidden_PE: Tensor, work: int) -> Tensor:
+            wearers = self._rows.row_wearers(plan.works[work].row, len(hidden_PE))
+            return decoder.logits(hidden_PE, self._adapters(wearers))
+
+        prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], logits)
         pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
         return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens))
+
+    def _adapters(self, wearers: Sequence[Wearers]) -> CpuAdapterOps | None:
+        return CpuAdapterOps(self._any, wearers) if wearers else None

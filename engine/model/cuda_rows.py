@@ -149,7 +149,7 @@ class DeviceRows:
             scatter_words(target, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
-        row, start, tokens, sampling = new
+        row, start, tokens, sampling, _ = new
         first = self._offset["pool"] + row * self._context + start
         self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
         floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.adapters.untrusted import parse_json, read_bytes, read_object
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.untrusted import parse_json, read_bytes, read_object
 from headrace.engine.scheduling.pooling import Embedding, PoolingKind
 
 __all__ = ["read_embedding"]

@@ -13,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_options import CpuOptions, PromptSpan
 from headrace.engine.model.pools import Pools, PoolSpan
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
+from headrace.ops.cpu_lora import Wearers
 from headrace.ops.cpu_sample import Choosing
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
 
@@ -41,13 +43,18 @@ class StepBatch:
     """Where log-probabilities of a prompt are wanted."""
     pooled: list[PoolSpan]
     """Where hidden states are wanted."""
+    wearers: list[Wearers]
+    """Those of the N tokens that wear adapters."""
+    wearing_samplers: list[Wearers]
+    """Those of the S sampled positions that do."""
 
 
 class CpuRows:
     """The row table of a CPU engine."""
 
-    def __init__(self, capacity: Capacity) -> None:
-        """Start with empty rows."""
+    def __init__(self, capacity: Capacity, bank: CpuBank | None = None) -> None:
+        """Start with empty rows, which wear what `bank` holds."""
+        self._bank = bank
         self._size = capacity.page_size
         max_pages = -(-capacity.max_context // capacity.page_size)
         self._tokens: NDArray[np.int64] = np.zeros((capacity.max_rows, capacity.max_context + 1), np.int64)
@@ -58,9 +65,11 @@ class CpuRows:
 
     def update(self, plan: StepPlan) -> None:
         """Take in the plan's new rows and page entries."""
-        for row, start, tokens, sampling in plan.new_rows:
+        for row, start, tokens, sampling, _ in plan.new_rows:
             self._tokens[row, start : start + len(tokens)] = tokens
             self._sampling[row] = sampling
+        if self._bank is not None:
+            self._bank.update(plan.new_rows)
         for options in plan.options:  # bad words may begin in what the cache holds
             self._tokens[options.row, : len(options.tokens)] = options.tokens
         self.options.update(plan)
@@ -98,9 +107,20 @@ class CpuRows:
             slots_N=torch.from_numpy(slots),
             decodes=self._groups([works[index] for index in decodes]),
             prefills=self._prefills([works[index] for index in order[len(decodes) :]], len(decodes)),
+            given=() if self._bank is None else self._bank.given(rows, positions),
         )
         tokens_N = torch.from_numpy(self._tokens[rows, positions])
-        return StepBatch(tokens_N, paged, samplers, torch.tensor(last, dtype=torch.int64), choosing, prompts, pooled)
+        last_S = torch.tensor(last, dtype=torch.int64)
+        wearers = self._wearers(rows, positions)
+        wearing_samplers = self._wearers(rows[last], positions[last]) if wearers and last else []
+        return StepBatch(tokens_N, paged, samplers, last_S, choosing, prompts, pooled, wearers, wearing_samplers)
+
+    def row_wearers(self, row: int, count: int) -> list[Wearers]:
+        """The wearers among `count` tokens of one row."""
+        return self._wearers(np.full(count, row), np.zeros(count, np.int64))
+
+    def _wearers(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Wearers]:
+        return [] if self._bank is None else self._bank.wearers(rows, positions)
 
     def known(self, work: Work) -> NDArray[np.int64]:
         """The tokens of a work's row up to its end."""

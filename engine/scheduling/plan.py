@@ -77,6 +77,8 @@ class NewRow(NamedTuple):
     """Position of `tokens[0]`; what lies before it is already in the row's pages."""
     tokens: list[int]
     sampling: Sampling
+    slot: int = -1
+    """Of the adapter that the row wears for as long as the request holds it; -1 for none."""
 
 
 class RowOptions(NamedTuple):

@@ -1,0 +1,166 @@
+"""Every supported adapter gives the logits that PEFT gives, alone and beside 32 others, however tokens are cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from model_driver import ModelUnderTest
+from torch import Tensor
+
+from headrace.adapters.files import read_adapter
+from headrace.adapters.layout import ModelShape
+from headrace.engine.model.cpu_adapters import CpuBank
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SHAPE = ModelShape(num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=112, vocab_size=96)
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VIRTUAL = 5
+KINDS: dict[str, dict[str, Any]] = {
+    "rank 1 on q": {"r": 1, "lora_alpha": 3, "target_modules": ["q_proj"]},
+    "q and v": {"r": 8, "target_modules": ["q_proj", "v_proj"]},
+    "k, o and up": {"r": 5, "target_modules": ["k_proj", "o_proj", "up_proj"]},
+    "all, rank-stabilised": {"r": 12, "lora_alpha": 7, "use_rslora": True, "target_modules": ALL},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ALL,
+        "rank_pattern": {"q_proj": 9, r"layers\.1\.self_attn\.[kv]_proj": 17, "^model.layers.2.mlp.down_proj": 3},
+        "alpha_pattern": {"down_proj": 11, "layers.0.self_attn.q_proj": 2},
+    },
+    "one layer": {"r": 6, "target_modules": ["gate_proj", "down_proj"], "layers_to_transform": [1]},
+    "embeddings": {"r": 7, "lora_alpha": 9, "target_modules": ["embed_tokens", "v_proj"]},
+    "head": {"r": 3, "target_modules": ["lm_head"]},
+    "head and embeddings": {"r": 16, "target_modules": ["lm_head", "embed_tokens", "down_proj"]},
+    "rank 256": {"r": 256, "target_modules": ["down_proj", "k_proj"]},
+    "prompt": {"num_virtual_tokens": VIRTUAL},
+    "prefix": {"num_virtual_tokens": VIRTUAL, "num_layers": 3, "token_dim": 32, "num_attention_heads": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.12)
+    return model
+
+
+@pytest.fixture
+def tested(base: Any, tmp_path: Path) -> ModelUnderTest:
+    base.save_pretrained(tmp_path / "base")
+    _, tested = ModelUnderTest.load(tmp_path / "base", num_pages=600, max_rows=40)
+    tested.bank = CpuBank(40, 40, torch.float32)
+    return tested
+
+
+def config_of(kind: str, options: dict[str, Any]) -> peft.PeftConfig:
+    if kind == "prompt":
+        return peft.PromptTuningConfig(task_type="CAUSAL_LM", **options)
+    if kind == "prefix":
+        return peft.PrefixTuningConfig(task_type="CAUSAL_LM", **options)
+    return peft.LoraConfig(task_type="CAUSAL_LM", **options)
+
+
+def adapted(base: Any, kind: str, options: dict[str, Any], folder: Path, ids: list[int], seed: int) -> Tensor:
+    """Logits of the base model under a new adapter, which is saved in `folder`; the base is left as it was."""
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(base, config_of(kind, options))
+    try:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, 0.0, 0.5 if kind in ("prompt", "prefix") else 0.15)
+        model.eval()
+        model.save_pretrained(folder)
+        with torch.inference_mode():
+            logits: Tensor = model(torch.tensor([ids])).logits[0]
+    finally:
+        if hasattr(model, "unload"):
+            model.unload()
+    return logits[-len(ids) :]
+
+
+def sequence(seed: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(SIZES["vocab_size"]) for _ in range(drawn.randrange(9, 24))]
+
+
+def virtual(kind: str) -> list[int]:
+    return [0] * (VIRTUAL if kind in ("prompt", "prefix") else 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone(kind: str, base: Any, tested: ModelUnderTest, tmp_path: Path) -> None:
+    ids = sequence(1)
+    with torch.inference_mode():
+        plain = base(torch.tensor([ids])).logits[0]
+    expected = adapted(base, kind, KINDS[kind], tmp_path / "adapter", ids, seed=2)
+    assert (expected - plain).abs().max() > 0.05, "the adapter does nothing"
+    assert tested.bank is not None
+    tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", SHAPE, torch.float32, max_rank=256))
+    before = virtual(kind)
+    for chunk, prompt in ((128, None), (4, 11), (1, None)):
+        (found,) = tested.logits([before + ids], chunk, prompt, [0])
+        torch.testing.assert_close(found[len(before) :], expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_32_adapters_and_base_rows_in_one_batch(base: Any, tested: ModelUnderTest, tmp_path: Path) -> None:
+    assert tested.bank is not None
+    sequences, slots, wanted = [], [], []
+    for slot in range(32):
+        kind = list(KINDS)[slot % len(KINDS)]
+        options = dict(KINDS[kind])
+        if "r" in options and kind != "rank 256":
+            options["r"] += slot
+        ids = sequence(slot)
+        wanted.append(adapted(base, kind, options, tmp_path / str(slot), ids, seed=slot))
+        tested.bank.put(slot, 0, read_adapter(tmp_path / str(slot), SHAPE, torch.float32, max_rank=256))
+        sequences.append(virtual(kind) + ids)
+        slots.append(slot)
+    for extra in range(6):  # four that wear nothing, two that wear what others wear
+        ids = sequence(100 + extra)
+        place = 7 * extra
+        slot = -1 if extra < 4 else extra
+        with torch.inference_mode():
+            logits = base(torch.tensor([ids])).logits[0]
+        if slot >= 0:
+            model = peft.PeftModel.from_pretrained(base, tmp_path / str(slot)).eval()
+            with torch.inference_mode():
+                logits = model(torch.tensor([ids])).logits[0]
+            model.unload()
+        sequences.insert(place, ids)
+        slots.insert(place, slot)
+        wanted.insert(place, logits)
+    for chunk, prompt in ((128, None), (3, 8)):
+        for found, expected in zip(tested.logits(sequences, chunk, prompt, slots), wanted, strict=True):
+            torch.testing.assert_close(found[len(found) - len(expected) :], expected, rtol=0, atol=3e-4)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_but_one() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
