@@ -4,6 +4,7 @@ HeadraceError
 ├── Rejected              refused before the first token; nothing was spent, another request may succeed
 │   ├── InvalidParams     a field of the request is out of its range (also a ValueError)
 │   ├── GrammarRejected   a response format is invalid, too large or takes too long to compile
+│   ├── Overloaded        its deadline cannot be met
 │   ├── PromptTooLong     the prompt leaves no room for one token in the context or in the page pool
 │   └── UnknownAdapter    no adapter of that name is loaded
 ├── LoadFailed            a model or an adapter was not loaded; nothing of it is held
@@ -33,6 +34,7 @@ __all__ = [
     "ModelRejected",
     "NonFiniteLogits",
     "OutOfMemory",
+    "Overloaded",
     "PromptTooLong",
     "Rejected",
     "RequestFailed",
@@ -76,6 +78,10 @@ class GrammarRejected(Rejected):
 
 class PromptTooLong(Rejected):
     """The prompt leaves no room for one token in the model's context or in the page pool."""
+
+
+class Overloaded(Rejected):
+    """The engine has too much to do to meet the request's deadline; later, or elsewhere, it may be met."""
 
 
 class UnknownAdapter(Rejected):

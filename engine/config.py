@@ -7,10 +7,20 @@ import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.params import invalid_params
+from headrace.engine.scheduling.policies import policy_of
+from headrace.engine.scheduling.policy import Policy
 
 __all__ = ["EngineConfig", "parse_bytes"]
 
@@ -34,6 +44,11 @@ def parse_bytes(value: object) -> object:
 
 def _as_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _known_policy(value: str | dict[str, Any] | Policy) -> str | dict[str, Any] | Policy:
+    policy_of(value)
+    return value
 
 
 class EngineConfig(BaseModel):
@@ -71,6 +86,9 @@ class EngineConfig(BaseModel):
     """Tokens a reader may leave unread before its request pauses."""
     prefix_cache: bool = True
     """Keep the pages of past prompts and completions for requests that start the same way."""
+    policy: Annotated[str | dict[str, Any] | Policy, PlainValidator(_known_policy)] = "first_come"
+    """Who is served first: a name, `{"name": "fair_share", "weights": {"a": 2.0}}`, or a `Policy` of the application's
+    own, for one engine. docs/scheduling.md says which does what."""
     launch_ahead: Annotated[int, Field(ge=1, le=8)] = 2
     """Steps that may be launched and not yet committed; a cancelled request returns its pages within as many."""
     decode_attention: Literal["auto", "fused", "even", "fa2", "xqa"] = "auto"

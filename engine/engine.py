@@ -74,6 +74,7 @@ class Engine(Life):
         tenant: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        deadline: float | None = None,
         stop_when: StopWhen | None = None,
     ) -> TokenStream:
         """Start a generation; returns at once and does no I/O.
@@ -85,6 +86,7 @@ class Engine(Life):
             tenant: Whom the request belongs to; tenants do not share prefix pages.
             cache_salt: Shares prefix pages with requests of the same salt instead.
             priority: Lower is served first.
+            deadline: Seconds from now after which what is left is not generated: it ends with `deadline`.
             stop_when: Called with each token after which its choice would go on; True ends it there, with `stop`.
 
         Returns:
@@ -97,7 +99,7 @@ class Engine(Life):
         """
         loop, opened = self._serving()
         check_streamed(params)
-        asking = Asking(params, adapter, tenant, cache_salt, priority, stop_when)
+        asking = Asking(params, adapter, tenant, cache_salt, priority, stop_when, deadline, loop.now)
         maker = TokenMaker(opened.tokenizer.table, params, asking.stop_ids(opened.tokenizer.eos_ids))
         generation = make_generation(asking, loop, opened.tokenizer, maker, self.config)
         loop.expect(generation)
@@ -130,6 +132,7 @@ class Engine(Life):
         tenant: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        deadline: float | None = None,
         stop_when: StopWhen | None = None,
     ) -> Completion:
         """Run a generation to its end; arguments and errors as `stream`.
@@ -148,6 +151,7 @@ class Engine(Life):
             tenant=tenant,
             cache_salt=cache_salt,
             priority=priority,
+            deadline=deadline,
             stop_when=stop_when,
         )
         return await collect(stream, params)
@@ -176,7 +180,7 @@ class Engine(Life):
             params: For all prompts, or a sequence of as many.
             progress: Show a bar on stderr: prompts done, and the tokens a second of the whole engine.
             return_errors: Put the error of a request that fails in the place of its answer, and go on.
-            asked: `adapter`, `tenant`, `cache_salt`, `priority` and hooks, as in `stream`.
+            asked: `adapter`, `tenant`, `cache_salt`, `priority`, `deadline` and hooks, as in `stream`.
 
         Returns:
             The answers in the order of the prompts.

@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 
 __all__ = ["Choice", "Chunk", "Completion", "FinishReason", "Logprob", "Token", "TokenLogprobs", "Usage"]
 
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "deadline"]
 """Why a choice ended: `stop` at an end-of-sequence token, a stop token or a stop string; `length` at `max_tokens`, the
-context or the page pool; `cancelled` by the caller or by closing the engine."""
+context or the page pool; `cancelled` by the caller or by closing the engine; `deadline` when its time was up."""
 
 
 @dataclass(slots=True, kw_only=True)

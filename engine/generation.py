@@ -171,9 +171,8 @@ class Generation:
         text = stop = None
         if self._stop_texts:
             text, matched = self._stop_texts[choice].feed(emission.token, last=reason is not None)
-            if matched:
-                self._control.finish(emission.request, "stop")
-                reason = "stop"
+            if matched and (self._control.finish(emission.request, "stop") or reason is not None):
+                reason = "stop"  # unless its deadline passed meanwhile: then that end follows
                 stop = self._stop_texts[choice].stop
         item = Delivered(choice, emission.token, text, reason, emission.report, stop)
         if self._watch is None:

@@ -19,6 +19,7 @@ from headrace.engine.errors import EngineStopped, InvalidParams
 from headrace.engine.grammars import Grammars
 from headrace.engine.loop import StepLoop
 from headrace.engine.opened import Opened
+from headrace.engine.scheduling.policies import policy_of
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.threads import Poster, Worker, outlast
 
@@ -59,7 +60,12 @@ class Life:
             self._entered = False
             await self._return_resources()
             raise
-        scheduler = Scheduler(opened.capacity, secret=os.urandom(32), prefix_cache=self.config.prefix_cache)
+        scheduler = Scheduler(
+            opened.capacity,
+            secret=os.urandom(32),
+            prefix_cache=self.config.prefix_cache,
+            policy=policy_of(self.config.policy),
+        )
         runner = opened.runner
         self._loop = StepLoop(scheduler, runner, self._waiter, launch_ahead=self.config.launch_ahead)
         self._tasks: TaskGroup = anyio.create_task_group()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from weakref import WeakSet
 
 import anyio
@@ -53,14 +54,31 @@ class StepLoop:
     committed. Nothing is awaited between a plan and its launch.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, waiter: Worker, *, launch_ahead: int) -> None:
-        """Drive `runner` with the plans of `scheduler`; `waiter` is the thread that blocks on steps."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        waiter: Worker,
+        *,
+        launch_ahead: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Drive `runner` with the plans of `scheduler`.
+
+        Args:
+            scheduler: Decides what runs.
+            runner: The device.
+            waiter: The thread that blocks on steps.
+            launch_ahead: Steps that may be launched and not committed.
+            clock: Seconds, of arrivals, deadlines and step times.
+        """
         self.scheduler = scheduler
         self.meter = Meter()
         self.crashed: EngineCrashed | None = None
         self._runner = runner
         self._waiter = waiter
         self._launch_ahead = launch_ahead
+        self._clock = clock
         self._generations: dict[int, Generation] = {}
         self._expected: WeakSet[Generation] = WeakSet()
         self._wakeup = anyio.Event()
@@ -76,6 +94,11 @@ class StepLoop:
     def closed(self) -> bool:
         """Whether nothing more may be submitted."""
         return self._closing
+
+    @property
+    def now(self) -> float:
+        """Seconds, on the clock of arrivals and deadlines."""
+        return self._clock()
 
     def expect(self, generation: Generation) -> None:
         """Let a drain wait for `generation`, which will be submitted or abandoned."""
@@ -97,7 +120,10 @@ class StepLoop:
         Raises:
             Rejected: The first can never run; nothing is kept.
         """
+        now = self._clock()
         for request in requests:
+            if request.elder < 0:  # others go on for one that came before
+                request.arrived = now
             self.scheduler.submit(request)
             self._generations[request.id] = generation
         self._wake()
@@ -160,7 +186,7 @@ class StepLoop:
     def stats(self) -> EngineStats:
         """One snapshot of queues, pages, counts and rates."""
         scheduler, meter = self.scheduler, self.meter
-        now = time.perf_counter()
+        now = self._clock()
         tokens_per_second, step_seconds = meter.rates(now)
         return EngineStats(
             waiting=scheduler.num_waiting,
@@ -185,7 +211,7 @@ class StepLoop:
         launched = self._launched
         while True:
             self._wakeup = anyio.Event()
-            plan = self.scheduler.plan() if self._may_launch() else None
+            plan = self._plan() if self._may_launch() else None
             if plan is not None:
                 launched.append(_InFlight(plan, self._launch(plan)))
             elif self._emissions:
@@ -195,7 +221,19 @@ class StepLoop:
             elif self._closing:
                 return
             else:
-                await self._wakeup.wait()
+                await self._sleep()
+
+    def _plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan(self._clock())
+        if lapsed := self.scheduler.take_lapsed():
+            self._emissions = [*self._emissions, *lapsed]
+        return plan
+
+    async def _sleep(self) -> None:
+        """Wait for something to do, or for the next deadline."""
+        deadline = self.scheduler.next_deadline
+        with anyio.move_on_after(inf if deadline is None else max(0.0, deadline - self._clock())):
+            await self._wakeup.wait()
 
     def _may_launch(self) -> bool:
         """Whether another step may go ahead; none may build on one that the device never got."""
@@ -210,7 +248,7 @@ class StepLoop:
                 await self._waiter.run(step.wait)
 
     def _launch(self, plan: StepPlan) -> Step:
-        now = time.perf_counter()
+        now = self._clock()
         self.meter.launched(now)
         if plan.new_rows:
             self._note_taken_up(plan, now)
@@ -241,7 +279,8 @@ class StepLoop:
         else:
             emissions = self.scheduler.commit(oldest.plan, tokens)
         generated = sum(emission.token is not None for emission in emissions)
-        self.meter.committed(time.perf_counter(), generated)
+        seconds = self.meter.committed(self._clock(), generated)
+        self.scheduler.pace.observe(sum(work.num_tokens for work in oldest.plan.works if work.num_tokens > 1), seconds)
         self._emissions = emissions
 
     async def _deliver_all(self) -> None:

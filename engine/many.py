@@ -42,6 +42,7 @@ class _Options(TypedDict, total=False):
     tenant: str | None
     cache_salt: str | None
     priority: int
+    deadline: float | None
     stop_when: StopWhen | None
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from math import inf
 
 from headrace.engine.beams import BeamControl, BeamGeneration
 from headrace.engine.config import EngineConfig
@@ -57,6 +58,15 @@ class Asking:
     cache_salt: str | None
     priority: int
     stop_when: StopWhen | None = None
+    deadline: float | None = None
+    """Seconds from `since`."""
+    since: float = 0.0
+    """When it was asked, on the step loop's clock."""
+
+    @property
+    def ends(self) -> float | None:
+        """When it ends at the latest, on the step loop's clock."""
+        return None if self.deadline is None else self.since + self.deadline
 
     @property
     def sharing(self) -> str | None:
@@ -129,13 +139,6 @@ def make_requests(
     shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
     requests: list[Request] = []
     for choice in range(params.n):
-        sampling = Sampling(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=(seed + choice * _GOLDEN) & _MASK,
-        )
         prompt_reports = params.prompt_logprobs if choice == 0 else None  # the same for all: the first one computes it
         reporting = Reporting(params.logprobs, prompt_reports)
         requests.append(
@@ -143,13 +146,16 @@ def make_requests(
                 tokens=list(ids),
                 prompt_len=len(ids),
                 limit=limit,
-                sampling=sampling,
+                sampling=_sampling(params, seed + choice * _GOLDEN),
                 shaping=shaping,
                 reporting=None if reporting == Reporting() else reporting,
                 grammar=grammar,
                 stop_ids=stop_ids,
                 root=asking.root,
                 priority=asking.priority,
+                tenant=asking.tenant,
+                adapter=asking.adapter,
+                deadline=asking.ends,
                 leader=requests[0] if requests else None,
                 forked=params.n > 1,
             )
@@ -173,6 +179,16 @@ def make_pooling_request(ids: Sequence[int], asking: Asking, pooling: Pooling, v
         pooling=pooling,
         root=asking.root,
         priority=asking.priority,
+    )
+
+
+def _sampling(params: SamplingParams, seed: int) -> Sampling:
+    return Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seed & _MASK,
     )
 
 
@@ -220,6 +236,8 @@ def _first_beam(ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_si
         reporting=Reporting(completion=search.candidates),
         root=asking.root,
         priority=asking.priority,
+        tenant=asking.tenant,
+        adapter=asking.adapter,
         holds=True,
     )
 
@@ -315,6 +333,18 @@ def _check_prompt_logprobs(params: SamplingParams, prompt_len: int) -> None:
         )
 
 
+def _check_deadline(asking: Asking) -> None:
+    seconds = asking.deadline
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds < inf:
+        raise InvalidParams(
+            f"deadline: must be more than 0 seconds, got {seconds!r}", field="deadline", value=seconds, limit={"gt": 0}
+        )
+    if asking.params.beam_width is not None:
+        raise InvalidParams("deadline: cannot go with beam_width", field="deadline", value=seconds)
+
+
 def _check(asking: Asking, vocab_size: int) -> None:
     if type(asking.priority) is not int:
         raise InvalidParams(
@@ -325,6 +355,7 @@ def _check(asking: Asking, vocab_size: int) -> None:
         if value is not None and not isinstance(value, str):
             raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
     params = asking.params
+    _check_deadline(asking)
     check_hook(asking.stop_when, "stop_when")
     if params.beam_width is not None and asking.stop_when is not None:
         raise InvalidParams("stop_when: cannot go with beam_width", field="stop_when", value=asking.stop_when)

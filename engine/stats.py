@@ -102,15 +102,17 @@ class Meter:
             self._latest = now  # after idling, a step's time starts at its launch
         self.launched_steps += 1
 
-    def committed(self, now: float, generated: int) -> None:
-        """Count a committed step that generated so many tokens."""
+    def committed(self, now: float, generated: int) -> float:
+        """Count a committed step that generated so many tokens; the seconds it took."""
         self.steps += 1
         self.generated_tokens += generated
-        self._recent.append((now, now - self._latest, generated))
-        self._busy += now - self._latest
+        seconds = now - self._latest
+        self._recent.append((now, seconds, generated))
+        self._busy += seconds
         self._latest = now
         while self._recent[0][0] < now - _WINDOW_SECONDS:
             self._recent.popleft()
+        return seconds
 
     def step_age(self, now: float) -> float:
         """Seconds for which nothing has ended, at `now`, while a step is in flight; else 0."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from headrace.engine.errors import Overloaded
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.prefix import Prefixes
@@ -19,34 +21,73 @@ __all__ = ["Admission"]
 class Admission:
     """Looks for room for those that wait, in the order of a policy."""
 
-    def __init__(self, roster: Roster, pool: PagePool, prefixes: Prefixes, policy: Policy) -> None:
+    def __init__(self, roster: Roster, pool: PagePool, prefixes: Prefixes, policy: Policy, pace: Pace) -> None:
         """Look through `roster` for requests and in `pool` for pages."""
         self._roster = roster
         self._pool = pool
         self._prefixes = prefixes
         self._policy = policy
+        self._pace = pace
         self._max_rows = len(roster.free_rows)
+        self.hopeless: list[Request] = []
+        """Requests passed over in the latest look because they cannot meet their deadline."""
 
-    def candidates(self, step: int, now: float) -> Iterator[tuple[Request, list[int]]]:
+    def check_deadline(self, request: Request) -> None:
+        """Refuse a new request that cannot meet its deadline, as far as the policy can see.
+
+        Raises:
+            Overloaded: It cannot.
+        """
+        if request.deadline is None or request.elder >= 0:
+            return
+        wait = self._policy.expected_wait(request, self._roster.waiting, self._pace)
+        needed = wait + self._pace.prefill(request.known)
+        left = request.deadline - request.arrived
+        if needed > left:
+            raise Overloaded(
+                f"deadline: the first token is expected in {needed:.3f} s, which is not within {left:.3f} s",
+                field="deadline",
+                value=left,
+                limit={"ge": needed},
+            )
+
+    def candidates(self, step: int, now: float, before: Request | None = None) -> Iterator[tuple[Request, list[int]]]:
         """Requests that may start in `step`, first come those to serve first, with the pages of their prefix.
 
         Each must have been started, or left waiting for good, before the next is asked for. Paused requests are
-        preempted where their rows or pages are needed.
+        preempted where their rows or pages are needed. Those that cannot meet their deadline are put into `hopeless`.
+
+        Args:
+            step: The step that is being planned.
+            now: Seconds, on the clock of `Request.deadline`.
+            before: Only those that overtake this one, whose prompt is begun.
         """
         looked_past = 0
-        if not self._row_is_free(now):
+        self.hopeless.clear()
+        if not (self._roster.free_rows or self._roster.paused):
             return
+        reserved = 0 if before is None else self._pages_owed()
         for request in self._roster.waiting.in_order(now):
+            if before is not None and not self._policy.overtakes(request, before, now):
+                return
             if looked_past > self._max_rows or not self._row_is_free(now):
                 return
+            if request.deadline is not None and not self._policy.worthwhile(request, now, self._pace):
+                self.hopeless.append(request)
+                continue
             pages = self._prefixes.find(request, step)
             if pages is None:  # another computes its prefix: waiting is cheaper than computing it twice
                 looked_past += 1
                 continue
-            pages = self._find_room(request, pages, step, now)
+            pages = self._find_room(request, pages, step, now, reserved)
             if pages is None:
                 return
             yield request, pages
+
+    def _pages_owed(self) -> int:
+        """Pages that prompts which are begun will still take."""
+        size = self._pool.page_size
+        return sum(max(0, -(-request.known // size) - len(request.pages)) for request in self._roster.running)
 
     def _row_is_free(self, now: float) -> bool:
         if not self._roster.free_rows and not self._roster.draining:
@@ -60,16 +101,16 @@ class Admission:
             return False
         return self._roster.preempt(max(holders, key=lambda request: self._policy.standing(request, now)))
 
-    def _find_room(self, request: Request, pages: list[int], step: int, now: float) -> list[int] | None:
+    def _find_room(self, request: Request, pages: list[int], step: int, now: float, reserved: int) -> list[int] | None:
         """The pages `request` may start with once it fits, preempting paused requests; None if it does not fit now."""
         found: list[int] | None = pages
-        while found is not None and not self._fits(request, found):
+        while found is not None and not self._fits(request, found, reserved):
             if self._roster.draining or not self._preempt_paused(now):
                 return None
             found = self._prefixes.find(request, step)  # the paused request may have held them
         return found
 
-    def _fits(self, request: Request, pages: Sequence[int]) -> bool:
+    def _fits(self, request: Request, pages: Sequence[int], reserved: int) -> bool:
         """Whether all known tokens of `request` find room, and one more page for every running request."""
         size = self._pool.page_size
         needed = -(-request.known // size) - len(pages)
@@ -77,4 +118,4 @@ class Admission:
             needed += 1  # the last page is shared and only partly filled: it is copied when it is written
         refs = self._pool.refs
         needed += sum(1 for page in pages if refs[page] == 0)  # available now, but about to be held
-        return needed + len(self._roster.running) <= self._pool.available
+        return needed + reserved + len(self._roster.running) <= self._pool.available

@@ -1,27 +1,31 @@
 """`Policy`: who is served next and who gives way; decides order alone, never touches a row, a page or a queue.
 
 A policy is pure: it knows what the scheduler tells it, and the time is a value that it is given. `FirstCome` is what an
-engine uses unless it is told otherwise. Next to read: waiting.py, which keeps the queue in a policy's order.
+engine uses unless told otherwise; the others are in policies.py. Next to read: waiting.py, the queue in that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+from headrace.engine.scheduling.pace import Pace
+from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.request import Request
 
 __all__ = ["FirstCome", "Policy"]
 
 
+@runtime_checkable
 class Policy(Protocol):
-    """The order of service.
+    """The order of service. One policy serves one engine, since it may remember who was served.
 
     Waiting requests queue in lanes. Within a lane the order is fixed when a request arrives; which lane's first request
     comes next is asked anew each time, so that it may depend on the time and on who was served. A queue of a thousand
     therefore never needs to be sorted.
 
-    Keys are whatever compares with `<`; lower comes first.
+    Keys are whatever compares with `<`; lower comes first. `now` is in seconds, on the clock of `Request.arrived` and
+    `Request.deadline`. Derive from `FirstCome` to change only some of it.
     """
 
     def lane(self, request: Request) -> Hashable:
@@ -33,12 +37,7 @@ class Policy(Protocol):
         ...
 
     def urgency(self, request: Request, now: float) -> Any:
-        """Key of a lane whose first request is `request`; asked only where several lanes wait.
-
-        Args:
-            request: The first of the lane.
-            now: Seconds, on the clock of `Request.arrived`.
-        """
+        """Key of a lane whose first request is `request`; asked only where several lanes wait."""
         ...
 
     def standing(self, request: Request, now: float) -> Any:
@@ -46,6 +45,40 @@ class Policy(Protocol):
 
         Where it changes with time, the policy must see to it that no request gives way for ever.
         """
+        ...
+
+    def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
+        """Whether a waiting request starts before the prompt of one that holds a row goes on."""
+        ...
+
+    def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
+        """Whether `request`, which waits and has a deadline, can still meet it; if not, it ends with `deadline`."""
+        ...
+
+    def expected_wait(self, request: Request, waiting: Iterable[Request], pace: Pace) -> float:
+        """Seconds before the prompt of a new request with a deadline is begun; those that cannot meet it are refused.
+
+        Args:
+            request: It is not queued yet.
+            waiting: All that are, in no order.
+            pace: What steps take.
+        """
+        ...
+
+    def arrived(self, request: Request) -> None:
+        """`request` begins to wait for the first time."""
+        ...
+
+    def started(self, request: Request) -> None:
+        """`request` has got a row; it owes `known - planned` tokens."""
+        ...
+
+    def served(self, works: Sequence[Work]) -> None:
+        """A step was planned."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """`request` waits and runs no more."""
         ...
 
 
@@ -62,8 +95,32 @@ class FirstCome:
 
     def urgency(self, request: Request, now: float) -> Any:
         """There is one lane."""
-        return 0
+        return request.order
 
     def standing(self, request: Request, now: float) -> Any:
         """As in the queue."""
         return request.order
+
+    def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
+        """A prompt that is begun goes on."""
+        return False
+
+    def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
+        """Until the deadline has passed."""
+        return True
+
+    def expected_wait(self, request: Request, waiting: Iterable[Request], pace: Pace) -> float:
+        """Not foreseen."""
+        return 0.0
+
+    def arrived(self, request: Request) -> None:
+        """Nothing is remembered."""
+
+    def started(self, request: Request) -> None:
+        """Nothing is remembered."""
+
+    def served(self, works: Sequence[Work]) -> None:
+        """Nothing is remembered."""
+
+    def ended(self, request: Request) -> None:
+        """Nothing is remembered."""

@@ -64,6 +64,12 @@ class Request:
     """First link of the prefix hash chain: adapter and tenant salt."""
     priority: int = 0
     """Lower is served first."""
+    tenant: str | None = None
+    adapter: str | None = None
+    arrived: float = 0.0
+    """Seconds on the step loop's clock."""
+    deadline: float | None = None
+    """When it ends at the latest, on the same clock."""
     leader: Request | None = None
     """The choice of the same prompt whose pages this one forks (`n > 1`)."""
     forked: bool = False
@@ -159,6 +165,10 @@ def goes_on(held: Request, token: int) -> Request:
         reporting=held.reporting,
         root=held.root,
         priority=held.priority,
+        tenant=held.tenant,
+        adapter=held.adapter,
+        arrived=held.arrived,
+        deadline=held.deadline,
         leader=held,
         forked=True,
         holds=True,

@@ -39,6 +39,7 @@ class Roster:
         """Requests that ended or were preempted, and whose row and pages come back with their last launched step."""
         self.preemptions = 0
         self._max_rows = capacity.max_rows
+        self._policy = policy
         self._pool = pool
         self._prefixes = prefixes
         self._arrivals = 0
@@ -48,6 +49,7 @@ class Roster:
         request.id = self._arrivals
         self._arrivals += 1
         self.requests[request.id] = request
+        self._policy.arrived(request)
         self.waiting.add(request)
 
     def start(self, request: Request, pages: Sequence[int]) -> None:
@@ -63,6 +65,7 @@ class Roster:
         request.planned = request.computed = request.ready = min(len(pages) * size, len(request.tokens) - 1)
         request.registered = request.planned // size
         self._prefixes.promise(request)
+        self._policy.started(request)
 
     def pause(self, request: Request) -> None:
         """Stop planning `request`; nothing happens to one that pauses or has ended."""
@@ -119,6 +122,7 @@ class Roster:
         elif not request.leaving:
             self.running.remove(request)
         request.state = State.FINISHED
+        self._policy.ended(request)
         if request.in_flight and not request.leaving:
             self.draining += 1
         elif not request.in_flight:

@@ -12,6 +12,9 @@ from typing import Any
 from headrace.engine.errors import NonFiniteLogits, PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
+from headrace.engine.scheduling.deadlines import DeadlineQueue
+from headrace.engine.scheduling.growth import Growth
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.plan import (
     NON_FINITE,
@@ -61,7 +64,12 @@ class Scheduler:
         self.prefixes = Prefixes(self.pool, enabled=prefix_cache)
         self._policy = FirstCome() if policy is None else policy
         self._roster = Roster(capacity, self.pool, self.prefixes, self._policy)
-        self._admission = Admission(self._roster, self.pool, self.prefixes, self._policy)
+        self.pace = Pace()
+        """What steps take; whoever runs them says so."""
+        self._admission = Admission(self._roster, self.pool, self.prefixes, self._policy, self.pace)
+        self._growth = Growth(self._roster, self.pool, self._policy)
+        self._deadlines = DeadlineQueue()
+        self._lapsed: list[Emission] = []
         self._now = 0.0
         self._step = 0
 
@@ -92,10 +100,13 @@ class Scheduler:
 
         Raises:
             PromptTooLong: Its prompt leaves no room for one token, ever; one that is pooled needs none.
+            Overloaded: Its deadline cannot be met, as the policy sees it.
         """
         room = 1 if request.pooling is None else 0
         request.limit = min(request.limit, self.check_length(request.prompt_len, room) + 1 - room)
+        self._admission.check_deadline(request)
         self._roster.take_in(request)
+        self._deadlines.add(request)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End `request` now, in whatever state it is; False if it has already ended."""
@@ -119,38 +130,50 @@ class Scheduler:
         """Decide the next step and count it as launched; None when nothing may run now.
 
         Args:
-            now: Seconds, on the clock of `Request.arrived`; only policies look at it.
+            now: Seconds, on the clock of `Request.arrived`. Deadlines that have passed end their requests.
         """
         self._now = now
+        while (request := self._deadlines.overdue(now)) is not None:
+            self._lapse(request)
         plan = StepPlan(self._step)
-        budget = self.capacity.max_batched_tokens
         prefills = []
         for request in list(self._roster.running):
             owed = request.known - request.planned
             if owed > 1:
                 prefills.append(request)
             elif owed and request.known != request.limit and request.plannable:
-                budget -= self._plan_tokens(plan, request, 1)
-        for request in sorted(prefills, key=self._standing):
-            if budget and request.plannable:
-                budget -= self._plan_tokens(plan, request, budget)
-        if budget and self._roster.waiting:
-            budget -= self._admit(plan, budget)
+                plan.tokens += self._plan_tokens(plan, request, 1)
+        if prefills or self._roster.waiting:
+            self._plan_prefills(plan, prefills)
         if not plan.works:
             return None
         for work in plan.works:
             if work.num_tokens > 1:
                 self.prefixes.offer(work.request)
-        plan.tokens = self.capacity.max_batched_tokens - budget
+        self._policy.served(plan.works)
         self._step += 1
         return plan
+
+    def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request]) -> None:
+        """Plan prompts with what the decodes of `plan` leave of the budget: those that are begun, then new ones."""
+        budget = self.capacity.max_batched_tokens
+        for request in sorted(prefills, key=self._standing):
+            if plan.tokens < budget and self._roster.waiting:
+                self._admit(plan, budget, before=request)
+            if plan.tokens < budget and request.plannable:
+                plan.tokens += self._plan_tokens(plan, request, budget - plan.tokens)
+        if plan.new_rows:  # some overtook: a plan ends with the rows that are new in it
+            new = {row.row for row in plan.new_rows}
+            plan.works.sort(key=lambda work: work.row in new)
+        if plan.tokens < budget and self._roster.waiting:
+            self._admit(plan, budget)
 
     def _plan_tokens(self, plan: StepPlan, request: Request, most: int) -> int:
         """Plan up to `most` of what `request` owes, as far as pages can be had; how many were planned."""
         start = request.planned
         count = min(request.known - start, most)
         if start + count > len(request.pages) * self.capacity.page_size or request.forked:
-            count = self._grow(plan, request, count)
+            count = self._growth.grow(plan, request, count, self._now)
             if not count:
                 return 0
         samples = start + count == request.known and request.pooling is None
@@ -163,54 +186,24 @@ class Scheduler:
             request.known += 1
         return count
 
-    def _grow(self, plan: StepPlan, request: Request, count: int) -> int:
-        """Make pages writable for `count` tokens from `request.planned`; how many of them have room."""
-        size = self.capacity.page_size
-        pages = request.pages
-        index = request.planned // size
-        if request.forked and index < len(pages) and self.pool.refs[pages[index]] > 1:
-            page = self._obtain(request)
-            if page is None:
-                return 0
-            plan.copies.append((pages[index], page))
-            self.pool.release(pages[index : index + 1])
-            pages[index] = page
-            plan.entries.append(PageEntry(request.row, index, page))
-        while len(pages) * size < request.planned + count:
-            page = self._obtain(request)
-            if page is None:
-                break
-            plan.entries.append(PageEntry(request.row, len(pages), page))
-            pages.append(page)
-        return min(count, len(pages) * size - request.planned)
-
-    def _obtain(self, request: Request) -> int | None:
-        """A page for `request`, preempting whoever comes after it; None if it must wait for one."""
-        page = self.pool.allocate()
-        while page is None and self._preempt_after(request):
-            page = self.pool.allocate()
-        return page
-
-    def _preempt_after(self, request: Request) -> bool:
-        """Preempt the last in order behind `request`; True if its pages came back at once."""
-        roster = self._roster
-        if roster.draining:  # pages are on their way back: taking more than is needed would thrash
-            return False
-        victim = max(roster.paused_holders() or roster.running, key=self._standing)
-        return victim is not request and roster.preempt(victim)
-
     def _standing(self, request: Request) -> Any:
         return self._policy.standing(request, self._now)
 
-    def _admit(self, plan: StepPlan, budget: int) -> int:
-        """Give rows to waiting requests and plan their first chunks; the tokens planned."""
-        spent = 0
-        for request, pages in self._admission.candidates(plan.step, self._now):
+    def _admit(self, plan: StepPlan, budget: int, before: Request | None = None) -> None:
+        """Give rows to waiting requests and plan their first chunks.
+
+        Args:
+            plan: To be filled up to `budget` tokens.
+            budget: Tokens.
+            before: Only those that overtake this one, whose prompt is begun.
+        """
+        for request, pages in self._admission.candidates(plan.step, self._now, before):
             self._take_row(plan, request, pages)
-            spent += self._plan_tokens(plan, request, budget - spent)
-            if spent == budget:
+            plan.tokens += self._plan_tokens(plan, request, budget - plan.tokens)
+            if plan.tokens == budget:
                 break
-        return spent
+        for request in self._admission.hopeless:
+            self._lapse(request)
 
     def _take_row(self, plan: StepPlan, request: Request, pages: Sequence[int]) -> None:
         """Move `request` from the queue to a row that starts with `pages`."""
@@ -225,6 +218,23 @@ class Scheduler:
             asked = (request.shaping, request.reporting, request.grammar, request.pooling)
             plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(pages))
+
+    # -- deadlines ------------------------------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next request must end."""
+        first = self._deadlines.first
+        return None if first is None else first.deadline
+
+    def take_lapsed(self) -> list[Emission]:
+        """The ends of requests whose deadline passed, or could no longer be met, by the latest `plan`."""
+        lapsed, self._lapsed = self._lapsed, []
+        return lapsed
+
+    def _lapse(self, request: Request) -> None:
+        if self.finish(request, "deadline"):
+            self._lapsed.append(Emission(request, None, "deadline"))
 
     # -- results --------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,10 @@ class Waiting:
         heads = [(urgency(lane[0], now), number, deque(lane)) for number, lane in enumerate(self._lanes.values())]
         heapify(heads)
         while heads:
-            _, number, lane = heappop(heads)
+            key, number, lane = heappop(heads)
+            if heads and (changed := urgency(lane[0], now)) != key:  # by what was served since
+                heappush(heads, (changed, number, lane))
+                continue
             yield lane.popleft()
             if lane:
                 heappush(heads, (urgency(lane[0], now), number, lane))

@@ -131,9 +131,9 @@ def test_a_round_computes_one_token_a_beam_and_copies_the_page_it_writes(folder:
             scheduler = engine._loop.scheduler
             plan, tokens, copies = scheduler.plan, 0, 0
 
-            def watched() -> Any:
+            def watched(now: float) -> Any:
                 nonlocal tokens, copies
-                made = plan()
+                made = plan(now)
                 if made is not None:
                     tokens += made.tokens
                     copies += len(made.copies)

@@ -111,10 +111,10 @@ async def test_nothing_else_runs_between_a_plan_and_its_launch() -> None:
         assert engine._loop is not None
         scheduler, plan, post = engine._loop.scheduler, engine._loop.scheduler.plan, Poster()
 
-        def noted_plan() -> StepPlan | None:
+        def noted_plan(now: float) -> StepPlan | None:
             turns.append("plan")
             post(lambda: turns.append("turn"))
-            return plan()
+            return plan(now)
 
         scheduler.plan = noted_plan  # type: ignore[method-assign]
         await read(engine.stream("together", greedy(6)))
@@ -144,10 +144,10 @@ async def test_an_idle_loop_plans_nothing() -> None:
         plans = 0
         plan = engine._loop.scheduler.plan
 
-        def counted() -> StepPlan | None:
+        def counted(now: float) -> StepPlan | None:
             nonlocal plans
             plans += 1
-            return plan()
+            return plan(now)
 
         engine._loop.scheduler.plan = counted  # type: ignore[method-assign]
         await anyio.sleep(0.05)

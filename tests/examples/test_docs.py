@@ -18,7 +18,7 @@ import pytest
 from headrace.engine import Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ["README.md", "docs/embedding.md", "docs/serving.md"]
+PROGRAMS = ["README.md", "docs/embedding.md", "docs/scheduling.md", "docs/serving.md"]
 FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md", "docs/embeddings.md"]
 
 

@@ -13,6 +13,7 @@ from simulation.device import RigRunner
 
 from headrace.engine.errors import HeadraceError, RequestFailed
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
+from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request, Sampling, State, goes_on
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.testing import ScriptedStep, scripted_token
@@ -58,10 +59,14 @@ class Flight:
 class Rig:
     """One scheduler over one `RigRunner`, with up to `depth` steps launched ahead."""
 
-    def __init__(self, capacity: Capacity, *, depth: int = 1, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, capacity: Capacity, *, depth: int = 1, prefix_cache: bool = True, policy: Policy | None = None
+    ) -> None:
         self.capacity = capacity
         self.depth = depth
-        self.scheduler = Scheduler(capacity, secret=b"rig", prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(capacity, secret=b"rig", prefix_cache=prefix_cache, policy=policy)
+        self.now = 0.0
+        """Seconds; whoever drives the rig moves it on."""
         self.faults: dict[int, Exception | int] = {-1: 0}  # the runner would replace an empty mapping by its own
         self.runner = RigRunner(capacity, self.faults)
         self.flights: deque[Flight] = deque()
@@ -87,6 +92,9 @@ class Rig:
         root: bytes = b"",
         stop_ids: frozenset[int] = frozenset(),
         holds: bool = False,
+        tenant: str | None = None,
+        adapter: str | None = None,
+        deadline: float | None = None,
     ) -> list[Request]:
         """Queue the `n` choices of a prompt, as the engine does.
 
@@ -103,6 +111,10 @@ class Rig:
                 stop_ids=stop_ids,
                 root=root,
                 priority=priority,
+                tenant=tenant,
+                adapter=adapter,
+                arrived=self.now,
+                deadline=None if deadline is None else self.now + deadline,
                 leader=choices[0] if choices else None,
                 forked=n > 1,
                 holds=holds,
@@ -169,7 +181,11 @@ class Rig:
             return None  # what was not launched must fail before anything is planned on top of it
         owed = {r.id: r.known - r.planned for r in self.live() if r.state is State.RUNNING and not r.leaving}
         ready = self.live(State.WAITING, State.RUNNING)
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.now)
+        for emission in self.scheduler.take_lapsed():
+            self._note(lambda name: f"lapse      r{name}", emission.request.id)
+            self._take(emission)
+        ready = [request for request in ready if request.id not in self.ends]
         if plan is None:
             self._note(lambda: "plan       nothing")
             assert self.flights or not ready, "there is work and nothing in flight, but nothing is planned"
@@ -308,6 +324,7 @@ class Rig:
         for work in works:
             request = work.request
             assert request.id not in self.ends, f"r{request.id} is planned after its end"
+            assert request.deadline is None or request.deadline > self.now, f"r{request.id} is planned too late"
             assert request.state is State.RUNNING and work.row == request.row and work.num_tokens > 0
             assert work.start + work.num_tokens == request.planned <= len(request.pages) * self.capacity.page_size
             assert work.samples == (request.planned == request.known - work.samples)
@@ -359,7 +376,7 @@ class Rig:
         request = emission.request
         finished = self.ends.get(request.id)
         assert finished is None, f"r{request.id}: an emission after {finished}"
-        assert (emission.token is None) == (emission.error is not None)
+        assert (emission.token is None) == (emission.error is not None or emission.finish_reason == "deadline")
         assert emission.finish_reason is None or emission.error is None
         if emission.token is not None:
             assert emission.token == request.tokens[-1]

@@ -41,7 +41,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
         reached["cached tokens"] += rig.scheduler.cached_tokens
         reached["forks that copied"] += rig.copies
         reached["beams"] += sum(request.elder >= 0 and request.row < 0 for request in rig.requests)
-    assert ends.keys() == {"length", "stop", "cancelled", "RequestFailed", "NonFiniteLogits"}
+    assert ends.keys() == {"length", "stop", "cancelled", "deadline", "RequestFailed", "NonFiniteLogits"}
     assert min(ends.values()) > 30 and min(reached[name] for name in ("preemptions", "forks that copied", "beams")) > 50
     assert reached["cached tokens"] > 1000
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from simulation.rig import Rig, capacity
 
-from headrace.engine.errors import PromptTooLong
+from headrace.engine.errors import Overloaded, PromptTooLong
 from headrace.engine.scheduling.plan import NON_FINITE
+from headrace.engine.scheduling.policies import POLICIES, policy_of
 from headrace.engine.scheduling.request import Request, State
 
 __all__ = ["Broken", "World", "play"]
@@ -68,7 +70,18 @@ class World:
             vocab=_VOCAB,
         )
         depth = chance.choice([2, 3] if crowd else [1, 2, 2, 3])
-        self.rig = Rig(shape, depth=depth, prefix_cache=crowd or chance.random() < 0.8)
+        self._servings = random.Random(f"servings {seed}")
+        """As with searches: worlds without tenants and deadlines are what they would be if there were none anywhere."""
+        policy = self._servings.choice([None, *POLICIES, "deadlines"])
+        settings = {"whole": True} if policy == "deadlines" and self._servings.random() < 0.5 else {}
+        self._served_apart = policy is not None
+        self._deadlines = self._servings.choice([0.0, 0.2, 0.8]) if self._served_apart else 0.0
+        self.rig = Rig(
+            shape,
+            depth=depth,
+            prefix_cache=crowd or chance.random() < 0.8,
+            policy=policy_of({"name": policy, **settings}) if policy else None,
+        )
         self.ticks = 0
         self._shared = [[chance.randrange(_VOCAB) for _ in range(chance.randrange(48))] for _ in range(2)]
         self._roots = chance.choice([[b""], [b"", b"tenant"]])
@@ -97,6 +110,9 @@ class World:
         self.ticks += 1
         assert self.ticks < _TICKS, "the world does not come to rest"
         chance, rig = self._chance, self.rig
+        if self._served_apart:
+            rig.now += self._servings.choice([0.0, 0.1, 0.1, 1.0])
+            rig.scheduler.pace.observe(self._servings.choice([0, 50]), self._servings.random() / 10)
         if self.ticks < _BUSY_TICKS:
             self._outside()
         else:
@@ -149,6 +165,17 @@ class World:
             if not self._forks or chance.random() < 0.5:
                 rig.finish(request)
 
+    def _asked(self) -> dict[str, Any]:
+        """Who asks, and by when it must be done."""
+        chance = self._servings
+        if not self._served_apart:
+            return {}
+        return {
+            "tenant": chance.choice([None, "a", "a", "a", "b"]),
+            "adapter": chance.choice([None, None, "x", "y"]),
+            "deadline": chance.uniform(0.1, 10.0) if chance.random() < self._deadlines else None,
+        }
+
     def _submit(self) -> None:
         chance = self._chance
         start = chance.choice(self._shared)
@@ -165,7 +192,10 @@ class World:
                 root=chance.choice(self._roots),
                 stop_ids=frozenset() if holds else self._stop_ids,
                 holds=holds,
+                **self._asked(),
             )
+        except Overloaded:
+            assert self._deadlines
         except PromptTooLong:
             assert len(prompt) >= min(
                 self.rig.capacity.max_context, self.rig.capacity.num_pages * self.rig.capacity.page_size + 1

@@ -1,0 +1,57 @@
+"""`Growth`: makes the pages of a request writable before a step writes them; plans no tokens."""
+
+from __future__ import annotations
+
+from headrace.engine.scheduling.pages import PagePool
+from headrace.engine.scheduling.plan import PageEntry, StepPlan
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.roster import Roster
+
+__all__ = ["Growth"]
+
+
+class Growth:
+    """Takes pages from a pool and, where it is empty, from those that come last in the order of a policy."""
+
+    def __init__(self, roster: Roster, pool: PagePool, policy: Policy) -> None:
+        """Preempt requests of `roster` for pages of `pool`."""
+        self._roster = roster
+        self._pool = pool
+        self._policy = policy
+
+    def grow(self, plan: StepPlan, request: Request, count: int, now: float) -> int:
+        """Make pages writable for `count` tokens from `request.planned`; how many of them have room."""
+        size = self._pool.page_size
+        pages = request.pages
+        index = request.planned // size
+        if request.forked and index < len(pages) and self._pool.refs[pages[index]] > 1:
+            page = self._obtain(request, now)
+            if page is None:
+                return 0
+            plan.copies.append((pages[index], page))
+            self._pool.release(pages[index : index + 1])
+            pages[index] = page
+            plan.entries.append(PageEntry(request.row, index, page))
+        while len(pages) * size < request.planned + count:
+            page = self._obtain(request, now)
+            if page is None:
+                break
+            plan.entries.append(PageEntry(request.row, len(pages), page))
+            pages.append(page)
+        return min(count, len(pages) * size - request.planned)
+
+    def _obtain(self, request: Request, now: float) -> int | None:
+        """A page for `request`, preempting whoever comes after it; None if it must wait for one."""
+        page = self._pool.allocate()
+        while page is None and self._preempt_after(request, now):
+            page = self._pool.allocate()
+        return page
+
+    def _preempt_after(self, request: Request, now: float) -> bool:
+        """Preempt the last in order behind `request`; True if its pages came back at once."""
+        roster = self._roster
+        if roster.draining:  # pages are on their way back: taking more than is needed would thrash
+            return False
+        victim = max(roster.paused_holders() or roster.running, key=lambda other: self._policy.standing(other, now))
+        return victim is not request and roster.preempt(victim)

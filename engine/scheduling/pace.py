@@ -1,0 +1,38 @@
+"""`Pace`: how long steps take on this device, learnt from those that have ended; never reads a clock."""
+
+from __future__ import annotations
+
+__all__ = ["Pace"]
+
+_KEEP = 0.9  # of the old value at each measurement: about the last ten steps count
+_TELLING = 16  # prefilled tokens of a step from which their cost can be told apart from the rest
+
+
+class Pace:
+    """Two running figures: seconds of a step in which nothing is prefilled, and what a prefilled token adds."""
+
+    def __init__(self) -> None:
+        """Know nothing: until steps have ended, everything takes no time."""
+        self.step_seconds = 0.0
+        self.token_seconds = 0.0
+
+    def observe(self, prefilled: int, seconds: float) -> None:
+        """Take in a step of so many seconds, in which so many tokens of prompts were computed."""
+        if prefilled == 0:
+            self.step_seconds = _mixed(self.step_seconds, seconds)
+        elif prefilled >= _TELLING:
+            self.token_seconds = _mixed(self.token_seconds, max(0.0, seconds - self.step_seconds) / prefilled)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds that so many prefilled tokens take."""
+        return tokens * self.token_seconds
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """Tokens that can be prefilled in a step of so many seconds; None where that is not known yet."""
+        if not self.token_seconds:
+            return None
+        return int(max(0.0, seconds - self.step_seconds) / self.token_seconds)
+
+
+def _mixed(old: float, new: float) -> float:
+    return new if old == 0.0 else _KEEP * old + (1.0 - _KEEP) * new

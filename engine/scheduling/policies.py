@@ -1,0 +1,277 @@
+"""The policies besides `FirstCome`: ageing, size classes, fair shares and deadlines; each is order and nothing else.
+
+docs/scheduling.md says what each is for and what it costs, with figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked
+
+from headrace.engine.scheduling.pace import Pace
+from headrace.engine.scheduling.plan import Work
+from headrace.engine.scheduling.policy import FirstCome, Policy
+from headrace.engine.scheduling.request import Request
+
+__all__ = ["POLICIES", "Ageing", "Deadlines", "FairShare", "SizeClasses", "policy_of"]
+
+_SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False)
+_GIVES_WAY = 2  # times that a request gives way where standings change; from then on only arrival counts
+
+
+@checked(frozen=True, config=_SETTINGS)
+class Ageing(FirstCome):
+    """Highest score first: `weight * (1 + min(wait / seconds, most) + model + adapter)`.
+
+    The weight of priority `p` is `ratio ** -p`, and the wait is since the request arrived. The defaults are the preset
+    for a dense model; `moe=2.0` is the one for a mixture of experts. A request that has waited longest for its priority
+    is always first in its lane, so waiting is bounded wherever `ratio` is below
+    `(1 + most + moe + 1) / (1 + moe + adapter)`.
+    """
+
+    ratio: Annotated[float, Field(ge=1.0)] = 2.0
+    """How many times the weight of a priority is that of the next."""
+    seconds: Annotated[float, Field(gt=0.0)] = 60.0
+    most: Annotated[float, Field(ge=0.0)] = 10.0
+    moe: Annotated[float, Field(ge=0.0)] = 1.0
+    """2.0 for a mixture of experts."""
+    adapter: Annotated[float, Field(ge=0.0)] = 1.5
+    """For requests with an adapter; those without get 1.0."""
+
+    def lane(self, request: Request) -> Hashable:
+        """Requests whose scores grow alike: the first that came is ahead for ever."""
+        return request.priority, request.adapter is None
+
+    def urgency(self, request: Request, now: float) -> Any:
+        """The score, highest first, then arrival."""
+        return -self.score(request, now), request.order
+
+    def score(self, request: Request, now: float) -> float:
+        """The score of `request` at `now`."""
+        waited = min((now - request.arrived) / self.seconds, self.most)
+        extra = self.moe + (1.0 if request.adapter is None else self.adapter)
+        return self.ratio**-request.priority * (1.0 + waited + extra)
+
+
+@checked(frozen=True, config=_SETTINGS)
+class SizeClasses(FirstCome):
+    """Short prompts first, then medium and long ones; whoever has waited `most_wait` seconds comes before all."""
+
+    short: Annotated[int, Field(ge=1)] = 128
+    """Tokens of a prompt from which it is no longer short."""
+    long: Annotated[int, Field(ge=1)] = 512
+    """Tokens from which it is long."""
+    most_wait: Annotated[float, Field(ge=0.0)] = 5.0
+    """Seconds."""
+
+    def lane(self, request: Request) -> int:
+        """0 for short prompts, 1 for medium ones, 2 for long ones."""
+        return (request.prompt_len >= self.short) + (request.prompt_len >= self.long)
+
+    def urgency(self, request: Request, now: float) -> Any:
+        """Those that have waited too long by arrival, then class by class."""
+        if now - request.arrived >= self.most_wait:
+            return -1, request.order
+        return self.lane(request), request.order
+
+    def standing(self, request: Request, now: float) -> Any:
+        """Class, then arrival."""
+        return self.lane(request), request.order
+
+    def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
+        """A lower class starts before the prompt of a higher one goes on."""
+        return self.lane(waiting) < self.lane(prefilling)
+
+
+@dataclass
+class _Account:
+    """What a tenant, or one adapter of it, was given."""
+
+    served: float = 0.0
+    """Weighted tokens."""
+    live: int = 0
+    """Requests that wait or run."""
+    queued: set[int] = field(default_factory=set)
+    """Ids of those that have not started yet."""
+    adapters: dict[str | None, _Account] = field(default_factory=dict)
+    """Of a tenant: its adapters."""
+
+
+@checked(config=_SETTINGS)
+class FairShare(FirstCome):
+    """Tokens shared by weight: the tenant that was given least is next, and within it the adapter that was.
+
+    A counter for each tenant grows with every token that it is given, divided by its weight. Who comes back from idling
+    starts no lower than the least of those that wait, so that nothing is saved up. Whoever is alone gets all: the share
+    is work-conserving.
+    """
+
+    weights: dict[str, Annotated[float, Field(gt=0.0)]] = field(default_factory=dict)
+    """Tenant -> its weight; 1.0 for the others."""
+    prompt_cost: Annotated[float, Field(ge=0.0)] = 1.0
+    """What a computed token of a prompt counts."""
+    output_cost: Annotated[float, Field(gt=0.0)] = 2.0
+    """What a generated token counts."""
+
+    def __post_init__(self) -> None:
+        """Start with nobody served."""
+        self._tenants: dict[str | None, _Account] = {}
+
+    def lane(self, request: Request) -> Hashable:
+        """Tenant and adapter."""
+        return request.tenant, request.adapter
+
+    def urgency(self, request: Request, now: float) -> Any:
+        """What the tenant was given, then the adapter, then arrival."""
+        tenant, adapter = self._accounts(request)
+        return tenant.served, adapter.served, request.order
+
+    def standing(self, request: Request, now: float) -> Any:
+        """Those that gave way too often already, by arrival; then what the tenant was given."""
+        if request.preemptions >= _GIVES_WAY:
+            return 0, 0.0, request.order
+        return 1, self._accounts(request)[0].served, request.order
+
+    def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
+        """The tenant that was given less comes first."""
+        return self._accounts(waiting)[0].served < self._accounts(prefilling)[0].served
+
+    def share(self, tenant: str | None) -> float:
+        """The part of the device that `tenant` would get beside those that are busy now, itself included."""
+        busy = {name for name, account in self._tenants.items() if account.live} | {tenant}
+        return self._weight(tenant) / sum(map(self._weight, busy))
+
+    def arrived(self, request: Request) -> None:
+        """Raise the counters of whoever was idle."""
+        tenant = _join(self._tenants, request.tenant, request)
+        _join(tenant.adapters, request.adapter, request)
+
+    def started(self, request: Request) -> None:
+        """Charge the prompt as far as it is to be computed; the engine pays for computing it again."""
+        if not request.preemptions:
+            for account in self._accounts(request):
+                account.queued.discard(request.id)
+            self._charge(request, self.prompt_cost * (request.known - request.planned))
+
+    def served(self, works: Sequence[Work]) -> None:
+        """Charge the tokens that will be generated."""
+        cost = self.output_cost
+        for work in works:
+            if work.samples:
+                self._charge(work.request, cost)
+
+    def ended(self, request: Request) -> None:
+        """Forget whoever has nothing left and is not ahead of the busy ones."""
+        _leave(self._tenants[request.tenant].adapters, request.adapter, request)
+        _leave(self._tenants, request.tenant, request)
+
+    def _charge(self, request: Request, tokens: float) -> None:
+        tenant, adapter = self._accounts(request)
+        tokens /= self._weight(request.tenant)
+        tenant.served += tokens
+        adapter.served += tokens
+
+    def _accounts(self, request: Request) -> tuple[_Account, _Account]:
+        tenant = self._tenants[request.tenant]
+        return tenant, tenant.adapters[request.adapter]
+
+    def _weight(self, tenant: str | None) -> float:
+        return 1.0 if tenant is None else self.weights.get(tenant, 1.0)
+
+
+def _join(accounts: dict[str | None, _Account], name: str | None, request: Request) -> _Account:
+    """Count a request of `name`, who starts no lower than the least of those that wait if it was idle."""
+    account = accounts.setdefault(name, _Account())
+    if not account.live:
+        account.served = max(account.served, _floor(accounts))
+    account.live += 1
+    account.queued.add(request.id)
+    return account
+
+
+def _leave(accounts: dict[str | None, _Account], name: str | None, request: Request) -> None:
+    """Count a request of `name` no more; idle accounts that would be raised anyway are forgotten."""
+    account = accounts[name]
+    account.live -= 1
+    account.queued.discard(request.id)
+    if not account.live:
+        floor = _floor(accounts) if any(other.live for other in accounts.values()) else inf
+        for idle in [key for key, other in accounts.items() if not other.live and other.served <= floor]:
+            del accounts[idle]
+
+
+def _floor(accounts: dict[str | None, _Account]) -> float:
+    """The least that any of those was given that wait or, where nobody waits, that run."""
+    waiting = [account.served for account in accounts.values() if account.queued]
+    return min(waiting or [account.served for account in accounts.values() if account.live], default=0.0)
+
+
+@checked(config=_SETTINGS)
+class Deadlines(FairShare):
+    """The earliest deadline first within a tenant's share; what cannot be met is refused, or ended before it is begun.
+
+    Requests without a deadline come after those with one, in the order of arrival.
+    """
+
+    whole: bool = False
+    """Begin only what can be generated to its `max_tokens` in time; otherwise the first token is enough."""
+
+    def place(self, request: Request) -> Any:
+        """Deadline, then arrival."""
+        return inf if request.deadline is None else request.deadline, request.order
+
+    def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
+        """Within a tenant the earlier deadline, among tenants the one that was given less."""
+        if waiting.tenant == prefilling.tenant:
+            return bool(self.place(waiting) < self.place(prefilling))
+        return super().overtakes(waiting, prefilling, now)
+
+    def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
+        """Whether enough of it can be had in time if it starts now."""
+        return request.deadline is None or now + self._needs(request, pace) <= request.deadline
+
+    def expected_wait(self, request: Request, waiting: Iterable[Request], pace: Pace) -> float:
+        """What waits before it within its tenant, at the tenant's share of the device."""
+        place = self.place(request)[0]
+        ahead = sum(
+            other.known for other in waiting if other.tenant == request.tenant and self.place(other)[0] <= place
+        )
+        return pace.prefill(ahead) / self.share(request.tenant)
+
+    def _needs(self, request: Request, pace: Pace) -> float:
+        left = request.limit - len(request.tokens) if self.whole else 1
+        return pace.prefill(request.known) + left * pace.step_seconds
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "first_come": FirstCome,
+    "ageing": Ageing,
+    "size_classes": SizeClasses,
+    "fair_share": FairShare,
+    "deadlines": Deadlines,
+}
+"""The built-in policies by the names that `EngineConfig.policy` knows."""
+
+
+def policy_of(wanted: str | Mapping[str, Any] | Policy) -> Policy:
+    """The policy of that name, with settings where `wanted` is a mapping of `name` and settings; or `wanted` itself.
+
+    Raises:
+        ValueError: There is no such policy, or it has no such setting.
+    """
+    if isinstance(wanted, Policy):
+        return wanted
+    if not isinstance(wanted, str | Mapping):
+        raise ValueError("must be a name, a mapping with a name, or a Policy")
+    settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = settings.pop("name", None)
+    if not isinstance(name, str) or name not in POLICIES:
+        raise ValueError(f"must be one of {', '.join(POLICIES)}, got {name!r}")
+    if name == "first_come" and settings:
+        raise ValueError(f"first_come has no settings, got {', '.join(settings)}")
+    return POLICIES[name](**settings)
