@@ -143,6 +143,13 @@ class CpuOps:
         rows = tuple(layer.view(-1, self.page_size * self.head_dim) for layer in kv)
         return CpuKv(kv, rows, tuple(layer.view(-1, self.head_dim) for layer in kv))
 
+    def resized(self, kv: CpuKv, pages: int) -> CpuKv:
+        """The same keys and values in another number of pages; those beyond it are dropped."""
+        made = self.allocate_kv(kv.pages_LPsKTD.shape[0], pages)
+        kept = min(pages, kv.pages_LPsKTD.shape[1])
+        made.pages_LPsKTD[:, :kept].copy_(kv.pages_LPsKTD[:, :kept])
+        return made
+
     def copy_pages(self, kv: CpuKv, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
         if pairs:

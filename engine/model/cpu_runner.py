@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_options import prompt_places
 from headrace.engine.model.decoder import Decoder
-from headrace.engine.model.memory import return_freed_memory
+from headrace.engine.model.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.pools import settle
 from headrace.engine.model.rows import CpuRows
@@ -81,6 +81,17 @@ class CpuRunner:
     def launch(self, plan: StepPlan) -> PlanStep:
         """Queue `plan` behind the steps launched before it."""
         return self._thread.launch(plan)
+
+    @property
+    def most_pages(self) -> int:
+        """That `resize` may be asked for: as many as free memory can hold beside the present ones."""
+        pages_LPsKTD = self._kv.pages_LPsKTD
+        return max(pages_LPsKTD.shape[1], free_host_bytes() // (pages_LPsKTD[:, :1].nbytes))
+
+    def resize(self, num_pages: int) -> None:
+        """Have room for so many pages; for as long as this takes, the present ones hold their memory, too."""
+        self._kv = self._any.resized(self._kv, num_pages)
+        return_freed_memory()
 
     def close(self) -> None:
         """Join the thread and drop the model and the cache."""

@@ -23,6 +23,7 @@ __all__ = [
     "Emission",
     "NewRow",
     "PageEntry",
+    "Resizable",
     "RowOptions",
     "Runner",
     "Step",
@@ -161,4 +162,23 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Return the device's memory and join its threads; every launched step has been waited for."""
+        ...
+
+
+class Resizable(Protocol):
+    """What a runner can do besides if its pages may become fewer or more while it lives."""
+
+    @property
+    def most_pages(self) -> int:
+        """That it can ever hold."""
+        ...
+
+    def resize(self, num_pages: int) -> None:
+        """Have room for pages 0 .. num_pages, and give back the memory of the others; blocks for some milliseconds.
+
+        No step is in flight, and nobody holds a page from `num_pages` on. What the pages that stay hold is kept.
+
+        Raises:
+            Exception: The device has not so much memory, as an out-of-memory error; all is as it was.
+        """
         ...

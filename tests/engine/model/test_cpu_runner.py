@@ -67,6 +67,19 @@ def test_tokens_do_not_depend_on_how_steps_are_cut_or_launched_ahead(opened: Ope
     assert run_all(opened, 2, num_pages=8) == alone, "with preemptions"
 
 
+def test_pages_come_and_go(opened: Opened) -> None:
+    """What those that stay hold is kept; those that come serve requests."""
+    runner: Any = opened.runner
+    assert runner.most_pages > 64
+    alone = run_all(opened, 2)
+    expected = run_all(opened, 1, num_pages=60)
+    assert expected == alone
+    runner.resize(500)
+    assert run_all(opened, 2, num_pages=500) == alone
+    runner.resize(64)
+    assert run_all(opened, 2) == alone
+
+
 def test_the_threads_of_a_step_are_its_own_and_nobody_elses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps one count for threads to come and one for each thread, which a thread takes at its first look."""
     seen: dict[str, int] = {}
