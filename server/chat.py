@@ -1,64 +1,232 @@
-"""`headrace chat`: a conversation in the terminal; owns the conversation only, the engine does the rest.
+"""`headrace chat`: a conversation in the terminal; owns lines, commands and what was said, the engine does the rest.
 
 The engine's event loop runs in a thread, since reading a line blocks and Ctrl-C reaches the main thread alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rich.console import Console
+from rich.text import Text
 
 from headrace.engine import Engine, Rejected, RequestFailed, SamplingParams
 from headrace.server.opening import opened
 
 __all__ = ["run_chat"]
 
-Messages = list[dict[str, str]]
+_PROMPT: Final = "> "
+_SETTABLE: Final = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "seed",
+)  # fmt: skip
 
 
 def run_chat(model: str, *, system: str, temperature: float, max_tokens: int) -> None:
-    """Read lines, show answers; ends at an empty line, the end of input or Ctrl-C at the prompt."""
+    """Read lines and show answers until /exit or the end of input; Ctrl-C stops an answer, never the chat."""
     console = Console(highlight=False)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    messages = [{"role": "system", "content": system}]
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(opened(model, console)) as engine,
     ):
-        while line := _read(console):
-            turn = {"role": "user", "content": line}
-            try:
-                answer = _show_answer(portal, engine, [*messages, turn], params, console)
-            except (Rejected, RequestFailed) as error:
-                console.print(str(error), style="red", markup=False, soft_wrap=True)
+        chat = _Chat(portal, engine, console, system, {"temperature": temperature, "max_tokens": max_tokens})
+        chat.run()
+
+
+class _Ended(Exception):
+    """The person has had enough."""
+
+
+class _Chat:
+    """One conversation."""
+
+    def __init__(
+        self, portal: BlockingPortal, engine: Engine, console: Console, system: str, sampling: dict[str, Any]
+    ) -> None:
+        self._portal = portal
+        self._engine = engine
+        self._console = console
+        self._terminal = sys.stdin.isatty() and console.is_terminal
+        self._system = system
+        self._sampling = sampling
+        self._params = SamplingParams(**sampling)
+        self._adapter: str | None = None
+        self._turns: list[dict[str, str]] = []
+        self._commands: dict[str, tuple[Callable[[str], None], str]] = {
+            "/help": (self._help, "show this"),
+            "/system": (self._set_system, "[TEXT | none]: show or change the system message"),
+            "/adapter": (self._set_adapter, "[NAME | none]: show or change the adapter that answers"),
+            "/set": (self._set, "[NAME VALUE]: show or change how tokens are chosen"),
+            "/clear": (self._clear, "forget what was said"),
+            "/exit": (self._exit, "end the chat; so does Ctrl-D"),
+        }
+
+    def run(self) -> None:
+        """Take lines until the end."""
+        if self._terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - gives input() its arrow keys and history
+            self._tell(
+                f"{self._engine.info.model}. /help lists commands; Ctrl-C stops an answer, Ctrl-D ends the chat."
+            )
+        with contextlib.suppress(_Ended, EOFError):
+            while True:
+                try:
+                    self._take(input(_PROMPT if self._terminal else "").strip())
+                except KeyboardInterrupt:
+                    self._console.print()
+        if self._terminal:
+            self._console.print()
+
+    def _take(self, line: str) -> None:
+        if not line:
+            return
+        if line.startswith("/"):
+            name, _, rest = line.partition(" ")
+            command = self._commands.get(name)
+            if command is None:
+                self._refuse(f"{name}: there is no such command; /help lists them")
             else:
-                messages += [turn, {"role": "assistant", "content": answer}]
+                command[0](rest.strip())
+            return
+        turn = {"role": "user", "content": line}
+        try:
+            answer = self._show_answer([*self._turns, turn])
+        except (Rejected, RequestFailed) as error:
+            self._refuse(str(error))
+        else:
+            if answer:  # one that was stopped before its first word leaves the question unasked
+                self._turns += [turn, {"role": "assistant", "content": answer}]
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def _show_answer(self, turns: list[dict[str, str]]) -> str:
+        """Print the answer as it comes, and return it; Ctrl-C cuts it short."""
+        answer = _Answer()
+        system = [{"role": "system", "content": self._system}] if self._system else []
+
+        async def read() -> None:
+            try:
+                async with self._engine.stream([*system, *turns], self._params, adapter=self._adapter) as stream:
+                    async for chunk in stream.chunks():
+                        answer.came(chunk.text, len(chunk.tokens))
+                        self._console.print(chunk.text, end="", markup=False, soft_wrap=True)
+                    answer.cached = stream.usage.cached_tokens
+            finally:
+                answer.over.set()
+
+        reading = self._portal.start_task_soon(read)
+        stopped = False
+        try:
+            reading.result()
+        except KeyboardInterrupt:
+            stopped = True
+            reading.cancel()
+            answer.over.wait(5.0)
+        self._console.print()
+        if self._terminal:
+            self._tell(answer.summary(stopped))
+        return "".join(answer.pieces)
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def _help(self, rest: str) -> None:
+        for name, (_, text) in self._commands.items():
+            self._tell(f"{name:9} {text}")
+
+    def _set_system(self, rest: str) -> None:
+        if rest:
+            self._system = "" if rest == "none" else rest
+        self._tell(f"system message: {self._system or 'none'}")
+
+    def _set_adapter(self, rest: str) -> None:
+        if rest:
+            wanted = None if rest == "none" else rest
+            try:
+                self._portal.call(self._admit, wanted)
+            except Rejected as error:
+                self._refuse(str(error))
+                return
+            self._adapter = wanted
+        self._tell(f"adapter: {self._adapter or 'none'}")
+
+    async def _admit(self, adapter: str | None) -> None:
+        """See whether the engine takes requests for `adapter`."""
+        async with self._engine.stream("?", SamplingParams(max_tokens=1), adapter=adapter) as stream:
+            await stream.admitted()
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        if name and name not in _SETTABLE:
+            self._refuse(f"{name}: what can be set is {', '.join(_SETTABLE)}")
+            return
+        if name:
+            wanted = {**self._sampling, name: _number(value.strip())}
+            try:
+                self._params = SamplingParams(**wanted)
+            except Rejected as error:
+                self._refuse(str(error))
+                return
+            self._sampling = wanted
+        self._tell(", ".join(f"{name} {getattr(self._params, name)}" for name in _SETTABLE))
+
+    def _clear(self, rest: str) -> None:
+        self._turns.clear()
+        self._tell("forgotten; the system message stays")
+
+    def _exit(self, rest: str) -> None:
+        raise _Ended
+
+    # -- words ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"), soft_wrap=True)
+
+    def _refuse(self, text: str) -> None:
+        self._console.print(Text(text, style="red"), soft_wrap=True)
 
 
-def _show_answer(
-    portal: BlockingPortal, engine: Engine, messages: Messages, params: SamplingParams, console: Console
-) -> str:
-    """Print the answer as it comes, and return it; Ctrl-C cuts it short."""
-    pieces: list[str] = []
+class _Answer:
+    """An answer as it comes."""
 
-    async def read() -> None:
-        async with engine.stream(messages, params) as stream:
-            async for chunk in stream.chunks():
-                pieces.append(chunk.text)
-                console.print(chunk.text, end="", markup=False, soft_wrap=True)
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.tokens = 0
+        self.cached = 0
+        self.over = threading.Event()
+        self._asked = time.perf_counter()
+        self._first = self._last = 0.0
 
-    reading = portal.start_task_soon(read)
+    def came(self, text: str, tokens: int) -> None:
+        """Take a piece in."""
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self.pieces.append(text)
+        self.tokens += tokens
+
+    def summary(self, stopped: bool) -> str:
+        """Its figures, in one line."""
+        parts = ["stopped"] if stopped else []
+        parts.append(f"{self.tokens} tokens")
+        if self._last > self._first:
+            parts.append(f"{(self.tokens - 1) / (self._last - self._first):.0f} tokens/s")
+        if self._first:
+            parts.append(f"first after {1000 * (self._first - self._asked):.0f} ms")
+        if self.cached:
+            parts.append(f"{self.cached} prompt tokens from cache")
+        return ", ".join(parts)
+
+
+def _number(text: str) -> Any:
+    """The JSON value that `text` is, else the text, which is then refused by the field."""
     try:
-        reading.result()
-    except KeyboardInterrupt:
-        reading.cancel()
-    console.print()
-    return "".join(pieces)
-
-
-def _read(console: Console) -> str:
-    try:
-        return console.input("[bold]> [/]").strip()
-    except (EOFError, KeyboardInterrupt):
-        console.print()
-        return ""
+        return json.loads(text)
+    except ValueError:
+        return text

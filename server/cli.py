@@ -48,7 +48,10 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.7,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer, at most.", min=1)] = 512,
 ) -> None:
-    """Chat in the terminal; Ctrl-C stops an answer; an empty line, Ctrl-C or Ctrl-D at the prompt ends the chat."""
+    """Chat in the terminal: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat.
+
+    From a pipe each line is a turn, and the answers alone are printed.
+    """
     from headrace.server.chat import run_chat
 
     run_chat(chosen_model(model), system=system, temperature=temperature, max_tokens=max_tokens)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import select
+import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import anyio
@@ -74,7 +81,7 @@ def test_a_chat_answers_with_all_that_was_said_before(
     questions = ["Name a river.", "And its sea?"]
     options = ["--temperature", "0", "--max-tokens", "12", "--system", "Be brief."]
     assert run(monkeypatch, "chat", str(smollm2), *options, typed="\n".join([*questions, "", ""])) == 0
-    shown = [text.strip() for text in capsys.readouterr().out.split("> ")[1:3]]
+    shown = capsys.readouterr().out
 
     async def expected() -> list[str]:
         messages, answers = [{"role": "system", "content": "Be brief."}], []
@@ -86,7 +93,87 @@ def test_a_chat_answers_with_all_that_was_said_before(
                 messages.append({"role": "assistant", "content": answers[-1]})
         return answers
 
-    assert shown == [answer.strip() for answer in anyio.run(expected)]
+    assert shown == "".join(f"{answer}\n" for answer in anyio.run(expected))
+
+
+def test_commands_of_a_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "/help", "/dance", "/system You are terse.", "/adapter nobody", "/adapter none", "/set temperature 0",
+        "/set temperature cold", "/set max_tokens 2", "/set beam_width 3", "", "Hi", "/clear", "Hi", "/exit", "Never",
+    ]  # fmt: skip
+    assert run(monkeypatch, "chat", str(smollm2), typed="\n".join(lines)) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for place, command in enumerate(("/help", "/system", "/adapter", "/set", "/clear", "/exit")):
+        assert shown[place].startswith(command)
+    rest = shown[6:]
+    assert rest[0] == "/dance: there is no such command; /help lists them"
+    assert rest[1] == "system message: You are terse."
+    assert rest[2].startswith("adapter: none is loaded") and rest[3] == "adapter: none"
+    assert rest[4].startswith("temperature 0.0, ")
+    assert rest[5].startswith("temperature: ") and "'cold'" in rest[5]
+    assert "max_tokens 2" in rest[6] and rest[7].startswith("beam_width: what can be set is ")
+    first, forgotten, again = rest[8:]
+    assert first == again and first and forgotten.startswith("forgotten")
+
+
+def test_at_a_terminal_ctrl_c_stops_the_answer_and_arrow_up_brings_the_question_back(smollm2: Path) -> None:
+    with Terminal("chat", str(smollm2), "--temperature", "0", "--max-tokens", "900") as terminal:
+        terminal.read_until("> ")
+        terminal.type("Write a long story about a river.\r")
+        terminal.read_until("a river.\r\n")
+        terminal.read_until(" ")
+        terminal.type("\x03")
+        assert "stopped, " in terminal.read_until("> ")
+        terminal.type("\x03")  # at the prompt it ends nothing
+        terminal.read_until("> ")
+        terminal.type("/set max_tokens 4\r")
+        terminal.read_until("> ")
+        terminal.type("\x1b[A\x1b[A\r")  # past the command
+        shown = terminal.read_until("tokens/s")
+        assert "Write a long story about a river." in shown and "4 tokens, " in shown and "stopped" not in shown
+        terminal.read_until("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(20) == 0
+
+
+class Terminal:
+    """The command line in a process of its own, with a terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        command = [sys.executable, "-c", "from headrace.server.cli import main; main()", *arguments]
+        environment = os.environ | {"TERM": "dumb", "INPUTRC": os.devnull}
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, preexec_fn=own_it
+        )
+        os.close(slave)
+        self._seen = ""
+
+    def read_until(self, text: str, seconds: float = 60.0) -> str:
+        """What is shown up to the next `text`."""
+        end = time.monotonic() + seconds
+        while text not in self._seen:
+            ready, _, _ = select.select([self._master], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"{text!r} is not in {self._seen!r}"
+            self._seen += os.read(self._master, 65536).decode(errors="replace")
+        found, _, self._seen = self._seen.partition(text)
+        return found + text
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+def own_it() -> None:
+    """Make stdin the terminal that Ctrl-C comes from."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "example.org", "::"])
