@@ -28,6 +28,7 @@ from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logp
 from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
 from headrace.engine.response_format import ResponseFormat
+from headrace.engine.scoring import Scores
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 
@@ -63,6 +64,7 @@ __all__ = [
     "RequestFailed",
     "ResponseFormat",
     "SamplingParams",
+    "Scores",
     "Token",
     "TokenLogprobs",
     "TokenStream",

@@ -17,11 +17,13 @@ from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.messages import Message
 from headrace.engine.model.device import Device
 from headrace.engine.model.embedding_files import read_embedding
+from headrace.engine.model.encoder_spec import encoder_from_hf, is_encoder
 from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.open_cpu import open_cpu
+from headrace.engine.model.open_encoder import open_encoder
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
 from headrace.engine.model.weights import Source
-from headrace.engine.opened import Opened
+from headrace.engine.opened import CrossEncoder, Opened
 from headrace.engine.prompts import TokenizerLike
 from headrace.engine.stats import EngineInfo
 from headrace.engine.text import TokenTable
@@ -59,6 +61,8 @@ def open_engine(config: EngineConfig) -> Opened:
         InvalidParams: An option does not fit the model or the device.
     """
     path = _locate(config)
+    if path.is_dir() and is_encoder(read_hf_config(path)):
+        return _open_encoder(config, path)
     with ExitStack() as files:
         tokenizer: TokenizerLike
         source: Source
@@ -71,18 +75,45 @@ def open_engine(config: EngineConfig) -> Opened:
             spec, tokenizer, name = from_hf(read_hf_config(path)), Tokenizer.from_folder(path), path.name
             source = path
         device = _open_device(config, spec, source)
-    capacity = device.capacity
-    info = EngineInfo.of(
-        capacity,
-        model=name,
-        architecture=spec.architecture,
+    embedding = None
+    if "pooling" in device.abilities:
+        embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
+    info = _info(device, name, spec.architecture)
+    return Opened(device.runner, tokenizer, device.capacity, info, device.abilities, embedding, generates=spec.has_head)
+
+
+def _open_encoder(config: EngineConfig, path: Path) -> Opened:
+    """As `open_engine`, of an encoder: it embeds texts or scores pairs of them."""
+    spec, tokenizer = encoder_from_hf(read_hf_config(path)), Tokenizer.from_folder(path, is_exact=False)
+    device = open_encoder(config, spec, path)
+    embedding = scoring = None
+    if spec.head is None:
+        embedding = read_embedding(path, spec.hidden_size, ("mean", "cls", "last"), default="mean")
+    else:
+        scoring = CrossEncoder(tokenizer.encode_pair, spec.has_sigmoid)
+    info = _info(device, path.name, spec.architecture)
+    return Opened(
+        device.runner,
+        tokenizer,
+        device.capacity,
+        info,
+        device.abilities,
+        embedding,
+        scoring,
+        generates=False,
+        has_pages=False,
+    )
+
+
+def _info(device: Device, model: str, architecture: str) -> EngineInfo:
+    return EngineInfo.of(
+        device.capacity,
+        model=model,
+        architecture=architecture,
         dtype=device.dtype,
         device=device.name,
         page_bytes=device.page_bytes,
     )
-    can_pool = "pooling" in device.abilities
-    embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last") if can_pool else None
-    return Opened(device.runner, tokenizer, capacity, info, device.abilities, embedding, spec.has_head)
 
 
 def build_kernels(config: EngineConfig, folder: str) -> int:

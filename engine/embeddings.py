@@ -1,6 +1,6 @@
-"""`Engine.embed` and `Engine.hidden_states`: requests that are prefilled and generate nothing, and what comes of them.
+"""`Engine.embed`: many texts to vectors, so many at a time as there are rows for.
 
-Owns the way of one prompt through the step loop and of many in turn; never plans a step and never touches a tensor.
+Owns what is made of pooled hidden states; never plans a step and never touches a tensor. pooled.py is the way of one.
 """
 
 from __future__ import annotations
@@ -8,27 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from headrace.engine.errors import EngineStopped, InvalidParams
+from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Usage
-from headrace.engine.generation import Control, Generation
-from headrace.engine.loop import StepLoop
 from headrace.engine.many import Many
-from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompts import (
-    TokenizerLike,
-    check_text_size,
-    check_token_ids,
-    is_short,
-    to_token_ids,
-    tokenizing_cost,
-)
-from headrace.engine.requests import Asking, make_pooling_request
-from headrace.engine.scheduling.plan import Emission
+from headrace.engine.pooled import PoolingIntake, Text, Who
 from headrace.engine.scheduling.pooling import Embedding, Pooling, PoolingKind
-from headrace.engine.threads import Worker
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,9 +23,10 @@ if TYPE_CHECKING:
 
     from headrace.engine.engine import Prompt
 
-__all__ = ["Embeddings", "EmbedOptions", "PoolingIntake", "Who", "embed"]
+__all__ = ["AHEAD", "EmbedOptions", "Embeddings", "add_usage", "embed"]
 
-_AHEAD = 2  # requests submitted for each row, as in many.py
+AHEAD = 2
+"""Requests submitted for each row, as in many.py."""
 _NO_PARAMS = SamplingParams()
 
 
@@ -50,15 +38,6 @@ class Embeddings:
     """[inputs, dimensions], in the order of the inputs."""
     usage: Usage
     """Over all inputs."""
-
-
-class Who(NamedTuple):
-    """On whose behalf something is asked: arguments of `Engine.stream`."""
-
-    adapter: str | None = None
-    tenant: str | None = None
-    cache_salt: str | None = None
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +56,8 @@ class EmbedOptions:
             InvalidParams: The model or its device does not do that.
         """
         if model is None:
-            raise InvalidParams("pooling: this device cannot do it yet", field="pooling", value=self.pooling)
+            why = "this model or its device gives no hidden states"
+            raise InvalidParams(f"pooling: {why}", field="pooling", value=self.pooling)
         kind = self.pooling or model.kind
         if kind is None or kind not in model.kinds:
             why = "this model's files ask for another; choose one of" if kind is None else "for this model one of"
@@ -103,94 +83,16 @@ def _vector(pooled: NDArray[np.float32], *, size: int, normalize: bool) -> NDArr
     return vector
 
 
-class _Pooled(Generation):
-    """A request that is pooled: one choice without a token, and what came of its hidden states."""
-
-    def __init__(self, control: Control) -> None:
-        super().__init__(control, 1, window=1)
-        self.value: Any = None
-
-    def deliver(self, emission: Emission) -> None:
-        """Keep what came."""
-        self.value = emission.pooled
-        super().deliver(emission)
-
-    async def result(self) -> tuple[Any, Usage]:
-        """Wait for the end: what came, and the tokens it took.
-
-        Raises:
-            RequestFailed: The request ended early.
-            EngineStopped: The engine closed meanwhile.
-            EngineCrashed: The step loop died.
-        """
-        (end,) = await self.mailbox.take()
-        if end.finish_reason == "cancelled":
-            raise EngineStopped("the engine closed before the request was done")
-        return self.value, self.usage
-
-
-class PoolingIntake(NamedTuple):
-    """What it takes to get a prompt pooled."""
-
-    serving: Callable[[], tuple[StepLoop, Opened]]
-    """Raises where the engine takes nothing more in."""
-    helper: Worker
-    """Tokenises what is long."""
-
-    async def pool(self, prompt: Prompt, who: Who, pooling: Pooling, *, truncate: bool = False) -> tuple[Any, Usage]:
-        """Prefill `prompt`: what came of its hidden states, and the tokens it took.
-
-        Raises:
-            Rejected: The request can never run.
-            RequestFailed: It ended early.
-            EngineStopped: The engine is not open, or closed meanwhile.
-            EngineCrashed: Its step loop died.
-        """
-        loop, _ = self.serving()
-        generation = _Pooled(loop)
-        loop.expect(generation)
-        try:
-            ids = await self._token_ids(prompt, truncate)
-            loop, opened = self.serving()
-            loop.scheduler.check_length(len(ids), room=0)  # before looking at each of what may be millions of ids
-            check_token_ids(ids, opened.info.vocab_size)
-            asking = Asking(_NO_PARAMS, *who)
-            loop.submit(generation, ids, [make_pooling_request(ids, asking, pooling, opened.info.vocab_size)])
-            return await generation.result()
-        finally:
-            generation.cancel()
-
-    async def _token_ids(self, prompt: Any, truncate: bool) -> list[int]:
-        _, opened = self.serving()
-        tokenizer, longest, most = opened.tokenizer, opened.tokenizer.table.longest, opened.info.max_context
-        if not truncate:
-            check_text_size(prompt, longest, most)
-        elif isinstance(prompt, str) and longest:
-            prompt = prompt[: longest * most]  # more than the context can hold
-        if is_short(prompt):
-            ids = to_token_ids(prompt, tokenizer)
-        else:
-            ids = await self.helper.ask(partial(to_token_ids, prompt, tokenizer), cost=tokenizing_cost(prompt))
-        return _truncated(ids, tokenizer, most) if truncate else ids
-
-
-def _truncated(ids: list[int], tokenizer: TokenizerLike, most: int) -> list[int]:
-    """The first `most` of `ids`, of which the last are what the tokenizer ends every text with."""
-    if len(ids) <= most:
-        return ids
-    frame = tokenizer.encode("")
-    ending = next((frame[start:] for start in range(len(frame)) if ids[start - len(frame) :] == frame[start:]), [])
-    return ids[: max(most - len(ending), 0)] + ending[:most]
-
-
 async def embed(
     intake: PoolingIntake,
     prompts: str | Iterable[Prompt],
     options: EmbedOptions,
     who: Who,
     adapter: str | None | Sequence[str | None],
+    *,
+    naming: str = "prompts",
 ) -> Embeddings:
-    """Vectors for every prompt; arguments, result and errors as `Engine.embed`."""
+    """Vectors for every prompt, which errors call by `naming`; arguments, result and errors as `Engine.embed`."""
     import numpy as np
 
     _, opened = intake.serving()
@@ -199,19 +101,20 @@ async def embed(
 
     async def one(asked: tuple[Prompt, str | None], _: object) -> NDArray[np.float32]:
         prompt, named = asked
-        value, usage = await intake.pool(prompt, who._replace(adapter=named), pooling, truncate=options.truncate)
+        value, usage = await intake.pool(Text(prompt, pooling, options.truncate), who._replace(adapter=named))
         usages.append(usage)
         return make_vector(value)
 
-    many = Many(one, _with_adapters(prompts, adapter), _NO_PARAMS, _AHEAD * opened.info.max_rows, return_errors=False)
+    asked, most = _with_adapters(prompts, adapter, naming), AHEAD * opened.info.max_rows
+    many = Many(one, asked, _NO_PARAMS, most, return_errors=False, naming=naming)
     vectors = await many.run()
     dimensions = options.dimensions or (opened.embedding.size if opened.embedding else 0)
     return Embeddings(
-        vectors=np.stack(vectors) if vectors else np.empty((0, dimensions), np.float32), usage=_add(usages)
+        vectors=np.stack(vectors) if vectors else np.empty((0, dimensions), np.float32), usage=add_usage(usages)
     )
 
 
-def _with_adapters(prompts: Any, adapter: str | None | Sequence[str | None]) -> Iterable[Any]:
+def _with_adapters(prompts: Any, adapter: str | None | Sequence[str | None], naming: str) -> Iterable[Any]:
     """Each prompt with the adapter that it goes through.
 
     Raises:
@@ -221,7 +124,7 @@ def _with_adapters(prompts: Any, adapter: str | None | Sequence[str | None]) -> 
         prompts = [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         kind = type(prompts).__name__
-        raise InvalidParams(f"prompts: must be an iterable of prompts, got {kind}", field="prompts", value=prompts)
+        raise InvalidParams(f"{naming}: must be an iterable of prompts, got {kind}", field=naming, value=prompts)
     if adapter is None or isinstance(adapter, str):
         return ((prompt, adapter) for prompt in prompts)
     if not isinstance(adapter, Sequence) or not isinstance(prompts, Sized) or len(adapter) != len(prompts):
@@ -230,7 +133,8 @@ def _with_adapters(prompts: Any, adapter: str | None | Sequence[str | None]) -> 
     return zip(prompts, adapter, strict=True)
 
 
-def _add(usages: Sequence[Usage]) -> Usage:
+def add_usage(usages: Sequence[Usage]) -> Usage:
+    """The usage of several texts."""
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 from headrace.engine.collect import check_streamed, collect, streamed_params
 from headrace.engine.config import EngineConfig
 from headrace.engine.delivered import TokenMaker
-from headrace.engine.embeddings import Embeddings, EmbedOptions, PoolingIntake, Who, embed
+from headrace.engine.embeddings import Embeddings, EmbedOptions, embed
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
 from headrace.engine.generation import Generation, as_headrace
@@ -26,9 +26,11 @@ from headrace.engine.life import Life
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.messages import Message
 from headrace.engine.params import SamplingParams
+from headrace.engine.pooled import PoolingIntake, Text, Who
 from headrace.engine.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
 from headrace.engine.requests import Asking, check_abilities, check_generates, make_generation, make_requests
 from headrace.engine.scheduling.pooling import Pooling, PoolingKind
+from headrace.engine.scoring import Scores, score
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 from headrace.engine.text import Detokenizer
@@ -267,6 +269,34 @@ class Engine(Life):
         who = Who(None, tenant, cache_salt, priority)
         return await embed(self._pooling(), prompts, options, who, adapter)
 
+    async def score(
+        self,
+        query: Prompt,
+        documents: str | Iterable[Prompt],
+        *,
+        truncate: bool = False,
+        adapter: str | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> Scores:
+        """How well documents answer a query, at most two for each row at a time; other arguments as `stream`.
+
+        A cross-encoder (a sequence classifier with one label) reads the query with each document; any other model gives
+        the cosine of their vectors, as `embed` makes them.
+
+        Args:
+            query: A text; for models that embed, any prompt.
+            documents: A text, or any iterable of them; for models that embed, of any prompts.
+            truncate: Cut what is longer than the context, documents at their end, instead of refusing it.
+
+        Raises:
+            InvalidParams: The model does neither, or an argument is of the wrong kind.
+            HeadraceError: The first document that failed, its message naming `documents[index]`.
+        """
+        who = Who(adapter, tenant, cache_salt, priority)
+        return await score(self._pooling(), query, documents, who, truncate=truncate)
+
     async def hidden_states(
         self,
         prompt: Prompt,
@@ -288,9 +318,9 @@ class Engine(Life):
             RequestFailed: It ended early.
         """
         if self._serving()[1].embedding is None:
-            raise InvalidParams("prompt: this device cannot give hidden states yet", field="prompt")
+            raise InvalidParams("prompt: this model or its device gives no hidden states", field="prompt")
         who = Who(adapter, tenant, cache_salt, priority)
-        states: Tensor = (await self._pooling().pool(prompt, who, Pooling("all")))[0]
+        states: Tensor = (await self._pooling().pool(Text(prompt, Pooling("all")), who))[0]
         return states
 
     def _pooling(self) -> PoolingIntake:

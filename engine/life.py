@@ -63,7 +63,7 @@ class Life:
         scheduler = Scheduler(
             opened.capacity,
             secret=os.urandom(32),
-            prefix_cache=self.config.prefix_cache,
+            prefix_cache=self.config.prefix_cache and opened.has_pages,
             policy=policy_of(self.config.policy),
         )
         runner = opened.runner

@@ -120,6 +120,7 @@ class Many:
         limit: int,
         *,
         return_errors: bool,
+        naming: str = "prompts",
     ) -> None:
         self.answers: list[Any] = []
         self.ended = 0
@@ -128,6 +129,7 @@ class Many:
         self._params = params
         self._limit = limit
         self._return_errors = return_errors
+        self._naming = naming
         self._in_flight = 0
         """Rows that what is submitted and has not ended may take."""
         self._freed = anyio.Event()
@@ -184,7 +186,7 @@ class Many:
             if self._return_errors:
                 self.answers[index] = error.with_traceback(None)  # a kept traceback would keep all it passed through
             else:
-                self._fail(_named(error, index))
+                self._fail(_named(error, f"{self._naming}[{index}]"))
         except Exception as error:  # not of this request, such as a keyword that is none
             self._fail(error)
         self.ended += 1
@@ -219,10 +221,10 @@ def _puller(prompts: Prompts) -> Callable[[], Awaitable[Prompt | _Mark]]:
     return pull_now
 
 
-def _named(error: ErrorT, index: int) -> ErrorT:
+def _named(error: ErrorT, name: str) -> ErrorT:
     """A copy of `error` that names the prompt; the original may belong to other streams too."""
     named = copy.copy(error)
-    named.args = (f"prompts[{index}]: {error}",)
+    named.args = (f"{name}: {error}",)
     named.__cause__ = error.__cause__
     return named
 

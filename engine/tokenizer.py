@@ -18,6 +18,7 @@ from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR, build_gguf_tokenizer, gguf_eos_ids
 from headrace.engine.messages import Message, check_text, checked_messages, map_strings
+from headrace.engine.opened import EncodedPair
 from headrace.engine.text import TokenTable
 
 __all__ = ["Tokenizer"]
@@ -32,13 +33,14 @@ _PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fu
 class Tokenizer:
     """One model's tokenizer and chat template, shared by all requests. Safe to call from several threads."""
 
-    def __init__(self, backend: Any, *, name: str, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(self, backend: Any, *, name: str, eos_ids: Sequence[int] = (), is_exact: bool = True) -> None:
         """Wrap a `transformers.PreTrainedTokenizerFast`.
 
         Args:
             backend: The tokenizer; not changed by others from here on.
             name: What to call it in messages.
             eos_ids: End-of-sequence ids of the model, united with the tokenizer's own.
+            is_exact: Whether ids must give their text to the letter, as generations need it.
 
         Raises:
             ModelRejected: The tokenizer decodes in a way that cannot be done token by token.
@@ -53,7 +55,7 @@ class Tokenizer:
         """Ids that end a completion, ascending."""
         added = self._core.get_added_tokens_decoder()
         self._special = {index: token for index, token in added.items() if token.special}
-        self.table: TokenTable = _token_table(self._core, frozenset(self._special))
+        self.table: TokenTable = _token_table(self._core, frozenset(self._special), is_exact)
         """What each id stands for, for `Detokenizer`."""
         self.vocab_size: int = len(self.table.pieces)
         """One more than the highest id; the model's logits may be wider."""
@@ -65,8 +67,8 @@ class Tokenizer:
         self._escape_lock = threading.Lock()
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Load from a folder in Hugging Face layout.
+    def from_folder(cls, path: str | Path, *, is_exact: bool = True) -> Tokenizer:
+        """Load from a folder in Hugging Face layout; `is_exact` as for the constructor.
 
         Raises:
             ModelRejected: Files are missing or damaged, or the tokenizer wants to run its own code.
@@ -88,7 +90,8 @@ class Tokenizer:
                 value=str(folder),
                 limit=_TOKENIZER_FILES,
             )
-        return cls(_load_folder(folder), name=folder.resolve().name, eos_ids=_folder_eos_ids(folder))
+        name = folder.resolve().name
+        return cls(_load_folder(folder), name=name, eos_ids=_folder_eos_ids(folder), is_exact=is_exact)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -110,6 +113,19 @@ class Tokenizer:
         """
         check_text(text, "prompt")
         return _encode(self._core, text, add_special_tokens=True)
+
+    def encode_pair(self, query: str, document: str) -> EncodedPair:
+        """Ids of two texts that are read together, with the special tokens around and between them.
+
+        Raises:
+            InvalidParams: One is no string that UTF-8 can express.
+        """
+        check_text(query, "query")
+        check_text(document, "document")
+        found = self._core.encode_batch_fast([(query, document)], add_special_tokens=True)[0]
+        second = next((place for place, kind in enumerate(found.type_ids) if kind), 0)
+        place = next((place for place, text in enumerate(found.sequence_ids) if text == 1), len(found.ids))
+        return EncodedPair(found.ids, second, place)
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Ids of a chat in the model's template, up to where the assistant's next answer begins.
@@ -312,7 +328,7 @@ def _unknown_id(core: Any) -> int | None:
     return None if unknown is None else core.token_to_id(unknown)
 
 
-def _token_table(core: Any, special_ids: frozenset[int]) -> TokenTable:
+def _token_table(core: Any, special_ids: frozenset[int], is_exact: bool) -> TokenTable:
     """The bytes of every id, by the rules of the tokenizer's decoder."""
     steps = _decoder_steps(core)
     kinds = [step["type"] for step in steps]
@@ -320,6 +336,8 @@ def _token_table(core: Any, special_ids: frozenset[int]) -> TokenTable:
     tokens = [core.id_to_token(index) or "" for index in range(size)]
     if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
         return TokenTable([_byte_level_piece(token) for token in tokens], special_ids)
+    if kinds == ["WordPiece"] and not is_exact:
+        return TokenTable([_word_piece(token, steps[0]["prefix"]) for token in tokens], special_ids)
     if not kinds or not _PIECE_DECODER.fullmatch("".join(f"{kind} " for kind in kinds)):
         raise ModelRejected(
             f"tokenizer: its decoder ({', '.join(kinds) or 'none'}) cannot be followed token by token; byte-level and "
@@ -355,6 +373,11 @@ def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
     if "String" not in step["pattern"]:
         raise ModelRejected("tokenizer: its decoder replaces by regular expression", field="tokenizer.decoder")
     return step["pattern"]["String"], step["content"]
+
+
+def _word_piece(token: str, prefix: str) -> bytes:
+    """A piece goes on with a word where it has the prefix, and else begins one."""
+    return (token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()
 
 
 def _byte_level_piece(token: str) -> bytes:

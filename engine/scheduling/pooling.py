@@ -16,9 +16,11 @@ PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What is wanted: one vector, or all hidden states."""
+    """What is wanted: one vector, the score of a pair, or all hidden states."""
 
-    kind: PoolingKind | Literal["all"]
+    kind: PoolingKind | Literal["score", "all"]
+    second: int = 0
+    """Position from which tokens belong to the second text of a pair; 0 where there is one text."""
 
     @property
     def spares(self) -> bool:

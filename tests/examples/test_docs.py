@@ -29,15 +29,16 @@ def blocks(document: str) -> list[tuple[str, str]]:
     return [(f"{document}:{text.count(chr(10), 0, match.start()) + 2}", match[1]) for match in matches]
 
 
-def code_of(place: str, source: str, model: Path) -> CodeType:
+def code_of(place: str, source: str, model: Path, encoder: Path | None = None) -> CodeType:
     source = source.replace('"path/to/model.gguf"', repr(str(model)))
+    source = source.replace('"path/to/encoder"', repr(str(encoder)))
     code: CodeType = compile(source, place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     return code
 
 
-def split(document: str, model: Path) -> tuple[list[CodeType], list[CodeType]]:
+def split(document: str, model: Path, encoder: Path | None = None) -> tuple[list[CodeType], list[CodeType]]:
     """The programs and the fragments of a document."""
-    codes = [code_of(place, source, model) for place, source in blocks(document)]
+    codes = [code_of(place, source, model, encoder) for place, source in blocks(document)]
     fragments = [code for code in codes if code.co_flags & inspect.CO_COROUTINE or "engine" in code.co_names]
     return [code for code in codes if code not in fragments], fragments
 
@@ -63,8 +64,10 @@ def test_programs_run(document: str, smollm2: Path) -> None:
         run_program(code)
 
 
-def test_fragments_run_and_leave_nothing_behind(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = {document: split(document, smollm2) for document in FRAGMENTS}
+def test_fragments_run_and_leave_nothing_behind(
+    smollm2: Path, minilm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {document: split(document, smollm2, minilm) for document in FRAGMENTS}
     assert all(fragments for _, fragments in parts.values())
     assert not parts["docs/sampling.md"][0] and not parts["docs/hooks.md"][0]
     fragments = [code for document in FRAGMENTS for code in parts[document][1]]

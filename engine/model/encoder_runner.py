@@ -1,0 +1,135 @@
+"""`EncoderRunner`: carries out plans for an encoder, on a CPU or a GPU, in a thread of its own.
+
+Owns the model and what the rows want; never decides what runs. An encoder's tokens attend to those after them, so a
+text is computed as a whole in the step that has its last token; earlier chunks only count. Pages stand for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.engine.errors import EngineCrashed
+from headrace.engine.model.encoder import Encoder, Texts
+from headrace.engine.model.memory import borrow_stream, return_device_memory, return_freed_memory, return_stream
+from headrace.engine.model.plan_thread import PlanStep, PlanThread
+from headrace.engine.model.pools import settle
+from headrace.engine.scheduling.plan import Ability, StepPlan
+from headrace.engine.scheduling.pooling import Pooling
+from headrace.engine.scheduling.shaping import ReportedTokens
+
+__all__ = ["EncoderRunner"]
+
+
+class _Row(NamedTuple):
+    tokens: list[int]
+    pooling: Pooling
+
+
+class _Ended(NamedTuple):
+    """A text whose last token is in this step."""
+
+    work: int
+    row: _Row
+
+
+class EncoderRunner:
+    """The device protocol for an encoder."""
+
+    abilities: Final[frozenset[Ability]] = frozenset(("pooling",))
+
+    def __init__(self, encoder: Encoder, *, device: torch.device, threads: int) -> None:
+        """Start the thread.
+
+        Args:
+            encoder: The model, on `device`.
+            device: Where it runs.
+            threads: Threads of one operation, on a CPU.
+        """
+        self._encoder: Encoder | None = encoder
+        self._device = device
+        self._stream = borrow_stream(device) if device.type == "cuda" else None
+        self._rows: dict[int, _Row] = {}
+        self._thread = PlanThread(self._carry_out, name="headrace-encoder", threads=threads)
+
+    def launch(self, plan: StepPlan) -> PlanStep:
+        """Queue `plan` behind the steps launched before it."""
+        return self._thread.launch(plan)
+
+    def close(self) -> None:
+        """Join the thread and drop the model."""
+        self._thread.close()
+        self._encoder = None
+        self._rows.clear()
+        if self._stream is None:
+            return_freed_memory()
+        else:
+            return_stream(self._stream)
+            return_device_memory()
+
+    def _carry_out(self, plan: StepPlan) -> Sequence[int]:
+        for options in plan.options:
+            assert options.pooling is not None
+            self._rows[options.row] = _Row(options.tokens, options.pooling)
+        ended = [
+            _Ended(index, row)
+            for index, work in enumerate(plan.works)
+            if work.start + work.num_tokens == len((row := self._rows[work.row]).tokens)
+        ]
+        tokens = [0] * len(plan.works)
+        if not ended:
+            return tokens
+        ended.sort(key=lambda each: len(each.row.tokens))
+        with self._on_stream(), _faults_are_fatal():
+            pooled = self._pool(ended)
+        return ReportedTokens(tokens, {}, {}, settle(pooled, tokens))
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _pool(self, ended: Sequence[_Ended]) -> dict[int, Tensor]:
+        """Index of a work -> what its request wants: float32 vectors in host memory, or hidden states."""
+        encoder = self._encoder
+        assert encoder is not None
+        rows = [each.row for each in ended]
+        texts = Texts.of([row.tokens for row in rows], [row.pooling.second for row in rows], self._device)
+        hidden_NE = encoder.hidden(texts)
+        found: dict[int, Tensor] = {}
+        for kind in dict.fromkeys(row.pooling.kind for row in rows):
+            places = [place for place, row in enumerate(rows) if row.pooling.kind == kind]
+            if kind == "all":
+                starts = [0, *torch.tensor([len(row.tokens) for row in rows]).cumsum(0).tolist()]
+                vectors = [hidden_NE[starts[place] : starts[place + 1]] for place in places]
+            else:
+                vectors = list(self._vectors(kind, encoder, texts, hidden_NE)[places].cpu())
+            found.update(zip([ended[place].work for place in places], vectors, strict=True))
+        if self._stream is not None:
+            self._stream.synchronize()
+        return found
+
+    @staticmethod
+    def _vectors(kind: str, encoder: Encoder, texts: Texts, hidden_NE: Tensor) -> Tensor:
+        """One float32 vector for each of the texts."""
+        if kind == "mean":
+            sums_BE = torch.zeros(len(texts.lengths_B), hidden_NE.shape[1], device=hidden_NE.device)
+            return sums_BE.index_add_(0, texts.texts_N, hidden_NE.float()) / texts.lengths_B[:, None]
+        if kind == "last":
+            return hidden_NE[texts.starts_B + texts.lengths_B - 1].float()
+        first_BE = hidden_NE[texts.starts_B]
+        return (encoder.scores(first_BE) if kind == "score" else first_BE).float()
+
+
+@contextlib.contextmanager
+def _faults_are_fatal() -> Iterator[None]:
+    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except torch.AcceleratorError as error:
+        raise EngineCrashed(f"the device failed: {error}") from error

@@ -1,0 +1,75 @@
+"""`open_encoder`: puts an encoder on a CPU or a GPU; the one place that knows its defaults. Next: encoder.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import DeviceUnavailable, InvalidParams
+from headrace.engine.model.device import Device
+from headrace.engine.model.encoder import Encoder
+from headrace.engine.model.encoder_runner import EncoderRunner
+from headrace.engine.model.encoder_spec import EncoderSpec, longest_text
+from headrace.engine.model.encoder_weights import load_encoder
+from headrace.engine.scheduling.plan import Capacity
+
+__all__ = ["open_encoder"]
+
+_ROWS = {"cpu": 64, "cuda": 256}
+_BATCHED_TOKENS = {"cpu": 2048, "cuda": 16384}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_AUTO = {"cpu": torch.float32, "cuda": torch.float16}  # half keeps three more bits than bfloat16, as encoders need them
+
+
+def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Device:
+    """Load the weights and make the runner.
+
+    Raises:
+        ModelRejected: The weights cannot be used.
+        DeviceUnavailable: There is no such GPU.
+        InvalidParams: An option does not fit an encoder.
+    """
+    for field, value in (("kv_dtype", config.kv_dtype), ("load_format", config.load_format)):
+        if value != "auto":
+            raise InvalidParams(f"{field}: an encoder takes auto, got {value}", field=field, value=value, limit="auto")
+    device = _find(config.device)
+    dtype = _AUTO[device.type] if config.dtype == "auto" else _DTYPES[config.dtype]
+    capacity = _capacity(config, spec, folder, device.type)
+    with torch.inference_mode():
+        encoder = Encoder(spec, load_encoder(folder, spec, dtype=dtype, device=device))
+    threads = config.cpu_threads or max(1, torch.get_num_threads() - 1)
+    runner = EncoderRunner(encoder, device=device, threads=threads)
+    return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), 0, runner.abilities)
+
+
+def _capacity(config: EngineConfig, spec: EncoderSpec, folder: Path, kind: str) -> Capacity:
+    """What a step holds; there are as many pages, which stand for nothing, as all rows together can fill."""
+    context = config.max_context or longest_text(folder, spec)
+    if context > spec.max_context:
+        raise InvalidParams(
+            f"max_context: this model was made for {spec.max_context}, got {context}",
+            field="max_context",
+            value=context,
+            limit=spec.max_context,
+        )
+    rows = config.max_rows or min(_ROWS[kind], config.max_batched_tokens or _ROWS[kind])
+    return Capacity(
+        num_pages=rows * -(-context // config.page_size),
+        page_size=config.page_size,
+        max_rows=rows,
+        max_batched_tokens=config.max_batched_tokens or max(_BATCHED_TOKENS[kind], rows),
+        max_context=context,
+        vocab_size=spec.vocab_size,
+    )
+
+
+def _find(name: str) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda" if name == "auto" else name)
+    index = 0 if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise DeviceUnavailable(f"device: {name} is not there: torch finds {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)

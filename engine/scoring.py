@@ -1,0 +1,79 @@
+"""`Engine.score`: how well documents answer a query, by a cross-encoder or by the products of vectors.
+
+Owns which of the two is used; never plans a step and never touches a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.engine.embeddings import AHEAD, EmbedOptions, add_usage, embed
+from headrace.engine.errors import InvalidParams
+from headrace.engine.events import Usage
+from headrace.engine.many import Many
+from headrace.engine.params import SamplingParams
+from headrace.engine.pooled import Pair, PoolingIntake, Who
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from headrace.engine.engine import Prompt
+
+__all__ = ["Scores", "score"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Scores:
+    """How well documents answer a query."""
+
+    scores: NDArray[np.float32]
+    """[documents], in their order; higher is better."""
+    method: Literal["cross-encoder", "embedding"]
+    """`cross-encoder`: a model that reads query and document together, from 0 to 1 where its files ask for a sigmoid.
+    `embedding`: the cosine of their vectors, from -1 to 1."""
+    usage: Usage
+    """Over all documents, and with a cross-encoder the query once for each."""
+
+
+async def score(
+    intake: PoolingIntake, query: Prompt, documents: str | Iterable[Prompt], who: Who, *, truncate: bool
+) -> Scores:
+    """Score every document; arguments, result and errors as `Engine.score`."""
+    import numpy as np
+
+    _, opened = intake.serving()
+    if isinstance(documents, str):
+        documents = [documents]
+    if opened.scoring is None:
+        options = EmbedOptions(pooling=None, normalize=True, dimensions=None, truncate=truncate)
+        of_query = await embed(intake, [query], options, who, who.adapter, naming="query")
+        found = await embed(intake, documents, options, who, who.adapter, naming="documents")
+        usage = add_usage([of_query.usage, found.usage])
+        return Scores(scores=found.vectors @ of_query.vectors[0], method="embedding", usage=usage)
+    if not isinstance(query, str):
+        raise InvalidParams(
+            f"query: this model takes texts alone, got {type(query).__name__}", field="query", value=query
+        )
+    has_sigmoid, usages = opened.scoring.has_sigmoid, list[Usage]()
+
+    async def one(document: Any, _: object) -> float:
+        if not isinstance(document, str):
+            kind = type(document).__name__
+            raise InvalidParams(f"document: must be a text, got {kind}", field="document", value=document)
+        value, usage = await intake.pool(Pair(query, document, truncate), who)
+        usages.append(usage)
+        return _sigmoid(float(value[0])) if has_sigmoid else float(value[0])
+
+    many = Many(one, documents, SamplingParams(), AHEAD * opened.info.max_rows, return_errors=False, naming="documents")
+    scores = np.array(await many.run(), np.float32)
+    return Scores(scores=scores, method="cross-encoder", usage=add_usage(usages))
+
+
+def _sigmoid(logit: float) -> float:
+    """1 / (1 + e^-x), without overflow."""
+    shrunk = math.exp(-abs(logit))
+    return 1 / (1 + shrunk) if logit >= 0 else shrunk / (1 + shrunk)
