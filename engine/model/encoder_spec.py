@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from headrace.adapters.untrusted import Fields, read_object, refuse
 from headrace.engine.model.spec import LIMITS
-from headrace.engine.model.untrusted import Fields, read_object, refuse
 
 __all__ = ["ENCODERS", "EncoderSpec", "encoder_from_hf", "is_encoder", "longest_text"]
 
