@@ -7,24 +7,29 @@ error; docs/sampling.md says how it was chosen.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from headrace.engine.errors import GrammarRejected, InvalidParams
 from headrace.engine.opened import Opened
 from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
+from headrace.engine.scheduling.shaping import GrammarState
 from headrace.engine.threads import Poster, Worker
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 __all__ = ["CompiledGrammar", "Grammars"]
 
 _THREADS: Final = 2
+_MASK_THREADS: Final = 8
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
@@ -46,10 +51,17 @@ _Waiting = tuple[Callable[[], bool], Done]
 class CompiledGrammar:
     """A grammar that any number of rows may begin, in one thread."""
 
-    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher) -> None:
-        """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one."""
+    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, executor: Callable[[], LLExecutor]) -> None:
+        """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one.
+
+        Args:
+            fresh: Compiles the grammar again.
+            matcher: What it gave.
+            executor: The engine's threads for the masks of many rows, started when first asked for.
+        """
         self._fresh = fresh
         self._matcher = matcher
+        self._executor = executor
         self._spent = False
 
     def begin(self, tokens: Sequence[int]) -> _Matcher:
@@ -57,6 +69,17 @@ class CompiledGrammar:
         if self._spent:
             self._matcher, self._spent = self._fresh(), False
         return _Matcher(self, self._matcher.deep_copy(), tokens)
+
+    def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
+        """Write the masks of many rows, in several threads, which run beside the interpreter."""
+        words_RW = np.asarray(masks)
+        matchers = [(state, row) for state, row in states if isinstance(state, _Matcher)]
+        self._executor().unsafe_compute_mask_ptr(
+            [(state.matcher, row) for state, row in matchers], words_RW.ctypes.data, words_RW.strides[0], len(words_RW)
+        )
+        for state, row in matchers:
+            if state.matcher.is_error():
+                words_RW[row] = np.frombuffer(state.allowed() or bytes(words_RW.strides[0]), words_RW.dtype)
 
     def alone(self) -> LLMatcher:
         """A matcher for the one row that found no room left in what all copies share: the states of their lexer."""
@@ -69,22 +92,22 @@ class _Matcher:
 
     def __init__(self, grammar: CompiledGrammar, matcher: LLMatcher, tokens: Sequence[int]) -> None:
         self._grammar: CompiledGrammar | None = grammar
-        self._matcher = matcher
+        self.matcher = matcher
         self._tokens = list(tokens)
         matcher.consume_tokens(self._tokens)
 
     def advance(self, token: int) -> None:
         self._tokens.append(token)
-        self._matcher.consume_token(token)
+        self.matcher.consume_token(token)
 
     def allowed(self) -> bytes:
-        mask = self._matcher.compute_bitmask()
-        if not self._matcher.is_error():  # asked now: finding the mask may be what fails
+        mask = self.matcher.compute_bitmask()
+        if not self.matcher.is_error():  # asked now: finding the mask may be what fails
             return mask
         if self._grammar is None:
             return b""
-        self._matcher, self._grammar = self._grammar.alone(), None
-        self._matcher.consume_tokens(self._tokens)
+        self.matcher, self._grammar = self._grammar.alone(), None
+        self.matcher.consume_tokens(self._tokens)
         return self.allowed()
 
 
@@ -103,6 +126,7 @@ class Grammars:
         self._kept: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
         self._tokens_lock = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
 
     def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
         """Compile `wanted` and call `done`, here or later on the event loop, with the grammar or a typed error.
@@ -194,7 +218,17 @@ class Grammars:
         if time.monotonic() > deadline:
             raise _rejected(f"it takes longer than {_SECONDS:g} s to compile", wanted, _SECONDS)
         matcher.reset()
-        return CompiledGrammar(lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher)
+        return CompiledGrammar(
+            lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher, self._mask_threads
+        )
+
+    def _mask_threads(self) -> LLExecutor:
+        """In the one thread that finds masks."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(min(_MASK_THREADS, os.cpu_count() or 1))
+        return self._executor
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
         with self._tokens_lock:

@@ -2,7 +2,8 @@
 
 The same sums in the same order as `cpu_shape.Shaper`, in float32. A row's bias and masks are one line of additions,
 -inf where a token may not be chosen; its counts and the tokens that would end it too early are one line of marks. Both
-are dense, so that a step reads them beside the logits and a sampled token changes one word.
+are dense, so that a step reads them beside the logits and a sampled token changes one word. The mask of a grammar, new
+for each token, is one bit a token.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = [
     "ADDS",
     "COLUMNS",
     "MARKS",
+    "MASKED",
     "NOTHING_LEFT",
     "STOPS",
     "WORDS",
@@ -33,8 +35,8 @@ __all__ = [
 
 NOTHING_LEFT = -2
 
-ADDS, MARKS, WORDS = 1, 2, 4
-"""Bits of a row's first column: it has additions; marks; bad words. 0 leaves its logits as they are."""
+ADDS, MARKS, WORDS, MASKED = 1, 2, 4, 8
+"""Bits of a row's first column: it has additions; marks; bad words; a mask of bits. 0 leaves its logits as they are."""
 STOPS = 2
 """Bit of a mark: its token may not be chosen before the least length. Bit 0 says that the prompt has it, and those from
 bit 2 up count it in the completion."""
@@ -63,6 +65,7 @@ class ShapeArrays:
         self.added_RV = torch.zeros(rows + 1, vocabulary, dtype=torch.float32, device=device)
         self.marks_RV = torch.zeros(rows + 1, vocabulary, dtype=torch.int32, device=device)
         self.words_RW = torch.zeros(rows + 1, words, dtype=torch.int32, device=device)
+        self.bits_RW = torch.zeros(rows + 1, triton.cdiv(vocabulary, 32), dtype=torch.int32, device=device)
         self.out_BV = torch.empty(rows, vocabulary, dtype=torch.float32, device=device)
         self.states_BS = torch.empty(rows, triton.cdiv(vocabulary, _BLOCK), dtype=torch.int32, device=device)
 
@@ -70,7 +73,7 @@ class ShapeArrays:
 # fmt: off
 @triton.jit
 def _shape_kernel(
-    logits, rows, positions, table, factors, added, marks, out, states, stride, size, parts,
+    logits, rows, positions, table, factors, added, marks, bits, out, states, stride, size, parts, bits_stride,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
@@ -90,7 +93,8 @@ def _shape_kernel(
         presence = tl.load(factors + row * COLUMNS + 5)
         extra = tl.load(added + row * size + at, mask=inside & ((kind & 1) != 0), other=0.0)
         mark = tl.load(marks + row * size + at, mask=inside & ((kind & 2) != 0), other=0)
-        banned = (extra == float("-inf")) | (early & ((mark & 2) != 0))
+        word = tl.load(bits + row * bits_stride + at // 32, mask=inside & ((kind & 8) != 0), other=-1)
+        banned = (extra == float("-inf")) | (early & ((mark & 2) != 0)) | (((word >> (at % 32)) & 1) == 0)
         shaped = value + tl.where(extra == float("-inf"), 0.0, extra)
         count = (mark >> 2).to(tl.float32)
         less = tl.where(shaped > 0.0, tl.div_rn(shaped, repetition), shaped * repetition)
@@ -200,7 +204,7 @@ def shape(
     # fmt: off
     _shape_kernel[(rows, parts)](
         logits_BV, rows_B, positions_B, table, table.view(torch.float32), arrays.added_RV, arrays.marks_RV,
-        out_BV, arrays.states_BS, logits_BV.stride(0), size, parts,
+        arrays.bits_RW, out_BV, arrays.states_BS, logits_BV.stride(0), size, parts, arrays.bits_RW.stride(0),
         BLOCK=_BLOCK, COLUMNS=COLUMNS, PDL=pdl, num_warps=8, launch_pdl=pdl, enable_fp_fusion=False,
     )
     _words_kernel[(rows,)](

@@ -118,6 +118,33 @@ def bench_latency(
     )
 
 
+@bench.command("options")
+def bench_options(
+    model: ShapeArgument = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "64,256",
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
+    steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 64,
+    repeats: RepeatsOption = 3,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    max_rows: RowsOption = None,
+    load_format: FormatOption = None,
+    more: SetOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """What penalties, filters, log-probabilities and a JSON schema in all rows add to a decode step."""
+    from headrace.engine.bench.options import run
+
+    run(
+        _target(model, device, kv_memory, max_rows, load_format, more),
+        batches=_sizes(batches),
+        context=context,
+        steps=steps,
+        repeats=repeats,
+        json_path=json_path,
+    )
+
+
 @bench.command("throughput")
 def bench_throughput(
     model: ShapeArgument = None,

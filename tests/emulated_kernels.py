@@ -191,6 +191,9 @@ def shape(at: SimpleNamespace) -> None:
             extra = at.added[row] if kind & 1 else torch.zeros_like(value)
             mark = at.marks[row] if kind & 2 else torch.zeros_like(value, dtype=torch.int32)
             banned = extra.isneginf() | ((mark & 2 != 0) & (int(at.positions[place]) + 1 < least))
+            if kind & 8:
+                words = at.bits[row].repeat_interleave(32)[: len(value)]
+                banned |= (words >> torch.arange(len(value)).remainder(32)) & 1 == 0
             shaped = value + extra.where(~extra.isneginf(), 0.0)
             count = (mark >> 2).float()
             less = torch.where(shaped > 0, shaped / repetition, shaped * repetition)

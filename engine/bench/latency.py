@@ -24,7 +24,7 @@ from headrace.engine.bench.profiled import WINDOW, profile_work
 from headrace.engine.bench.report import percentile, save, show, spread, table
 from headrace.engine.bench.workload import random_prompts
 
-__all__ = ["decode", "parse_params", "parse_prefill", "run"]
+__all__ = ["decode", "parse_params", "parse_prefill", "reached_tokens", "run"]
 
 _SKIP = 16  # steps after the last prefill before intervals count
 
@@ -95,7 +95,7 @@ async def _run(
     needed = max([*batches, prefill[0] if prefill else 1])
     async with opened(target, rows=needed) as subject:
         for batch in batches:
-            require_room(subject.engine, [context + steps + _joining(subject.engine, batch, context)] * batch)
+            require_room(subject.engine, [reached_tokens(subject.engine, batch, context, steps)] * batch)
         if prefill is not None:
             require_room(subject.engine, [prefill[1] + 1] * prefill[0])
         with open_peer(peer, subject, target) as other, Progress(transient=True) as progress:
@@ -231,6 +231,11 @@ async def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, asked
     return intervals[:steps]
 
 
+def reached_tokens(engine: Engine, batch: int, context: int, steps: int) -> int:
+    """What rows of `context` tokens may have grown to once `steps` steps of all of them were measured."""
+    return context + _SKIP + steps + _joining(engine, batch, context)
+
+
 def _joining(engine: Engine, batch: int, context: int) -> int:
     """Steps until every row decodes, at most; the rows that start first decode meanwhile."""
     return -(-batch * context // max(1, engine.info.max_batched_tokens - batch))
@@ -273,4 +278,4 @@ async def _generate(engine: Engine, prompts: Sequence[list[int]], params: Sampli
 
 
 def _params(tokens: int, asked: Mapping[str, Any] | None = None) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, **(asked or {}), "max_tokens": tokens, "ignore_eos": True})
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **(asked or {}), "max_tokens": tokens})

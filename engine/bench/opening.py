@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from headrace.engine.bench.report import conditions
 from headrace.engine.bench.shapes import located
 from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
+from headrace.engine.prompts import TokenizerLike
 from headrace.engine.text import TokenTable
 
 __all__ = ["BenchmarkFailed", "Subject", "Target", "opened", "require_room", "synthetic_table"]
@@ -93,12 +94,15 @@ class _SyntheticTokenizer:
         raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=messages)
 
 
-class _TextEngine(Engine):
+def _text_engine(tokenizer: Callable[[int], TokenizerLike]) -> type[Engine]:
     """An engine of random weights whose tokens have text all the same, so that streaming pays for it."""
 
-    def _open(self) -> Opened:
-        found = super()._open()
-        return replace(found, tokenizer=_SyntheticTokenizer(found.info.vocab_size))
+    class TextEngine(Engine):
+        def _open(self) -> Opened:
+            found = super()._open()
+            return replace(found, tokenizer=tokenizer(found.info.vocab_size))
+
+    return TextEngine
 
 
 def synthetic_table(size: int) -> TokenTable:
@@ -110,8 +114,10 @@ def synthetic_table(size: int) -> TokenTable:
 
 
 @asynccontextmanager
-async def opened(target: Target, *, rows: int | None = None) -> AsyncIterator[Subject]:
-    """Measure the machine, then open `target` with at least `rows` rows.
+async def opened(
+    target: Target, *, rows: int | None = None, tokenizer: Callable[[int], TokenizerLike] = _SyntheticTokenizer
+) -> AsyncIterator[Subject]:
+    """Measure the machine, then open `target` with at least `rows` rows; random weights get the `tokenizer`.
 
     Raises:
         BenchmarkFailed: The engine chose another device than the floor was measured on.
@@ -124,7 +130,7 @@ async def opened(target: Target, *, rows: int | None = None) -> AsyncIterator[Su
     with located(target.model) as (path, only_shape):
         options = target.options(only_shape=only_shape, rows=rows)
         random = options["load_format"] == "random"
-        kind = _TextEngine if random else Engine
+        kind = _text_engine(tokenizer) if random else Engine
         async with kind(path, **options) as engine:
             if torch.device(engine.info.device).type != torch.device(device).type:
                 raise BenchmarkFailed(

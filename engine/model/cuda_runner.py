@@ -12,16 +12,16 @@ import ctypes
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.engine.errors import EngineCrashed
-from headrace.engine.model.cuda_reports import Lines, SentLines, with_reports
+from headrace.engine.model.cuda_reports import Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Variant
+from headrace.engine.model.cuda_steps import CudaStep, Decodes, Result, faults_are_fatal, places_of, split
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs
 from headrace.engine.model.memory import borrow_stream, return_device_memory, return_stream
@@ -81,92 +81,10 @@ def cuda_ops(
     }
 
 
-class _Result:
-    """Pinned memory for what one step gives, and the event after which it is there."""
-
-    def __init__(self, size: int) -> None:
-        self.ids = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        self.view: NDArray[np.int32] = self.ids.numpy()
-        self.lines = self.ids[:0]
-        """Of log-probabilities; grows to what a step ever needed."""
-        self.done = torch.cuda.Event(blocking=True)
-        self.taken = False
-
-    def fetch(self, lines: Sequence[Lines], index_of: Mapping[int, int]) -> list[SentLines]:
-        """Enqueue the copy of lines, whose rows are those of the works `index_of`; where they will be."""
-        needed = sum(each.words_LW.numel() for each in lines)
-        if needed > len(self.lines):
-            self.lines = torch.empty(needed, dtype=torch.int32, pin_memory=True)
-        sent, start = [], 0
-        for words_LW, entries, of_prompt in lines:
-            end = start + words_LW.numel()
-            self.lines[start:end].copy_(words_LW.view(-1), non_blocking=True)
-            indexed = [(line, index_of[row], top) for line, row, top in entries]
-            sent.append(SentLines(start, (words_LW.shape[0], words_LW.shape[1]), indexed, of_prompt))
-            start = end
-        return sent
-
-
-class _CudaStep:
-    """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
-
-    __slots__ = ("enqueued", "error", "lines", "places", "result")
-
-    def __init__(self, result: _Result) -> None:
-        self.result = result
-        self.enqueued: threading.Event | None = None
-        self.error: BaseException | None = None
-        self.places: NDArray[np.int64]
-        """Where in the result the id of each of the plan's works will be."""
-        self.lines: list[SentLines] = []
-        """Log-probabilities there."""
-
-    def wait(self) -> Sequence[int]:
-        """Block until the step has run.
-
-        Raises:
-            EngineCrashed: The device failed; nothing on it can be trusted any more.
-            torch.OutOfMemoryError: The device had no memory for this step.
-        """
-        if self.enqueued is not None:
-            self.enqueued.wait()
-        try:
-            if self.error is not None:
-                raise self.error
-            with _faults_are_fatal():
-                self.result.done.synchronize()
-            tokens: list[int] = self.result.view[self.places].tolist()
-            return with_reports(tokens, self.result.lines.numpy(), self.lines) if self.lines else tokens
-        finally:
-            self.result.taken = False
-
-
-class _Decodes(NamedTuple):
-    """The rows of a decode step as they stand in the batch: attention starts them in order, so the longest come first,
-    and the short ones fill its end."""
-
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    order: NDArray[np.int64]
-    """Which work each of them is."""
-
-    @classmethod
-    def of(cls, works: Sequence[Work]) -> _Decodes | None:
-        """All of `works`; None if there are none, or one of them samples nothing."""
-        if not works:
-            return None
-        _, row_W, start_W, _, samples_W = zip(*works, strict=True)
-        if not all(samples_W):
-            return None
-        starts = np.array(start_W)
-        order = (-starts).argsort(kind="stable")
-        return cls(np.array(row_W)[order], starts[order], order)
-
-
 class CudaRunner:
     """The device protocol on one GPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs"))
+    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar"))
 
     def __init__(
         self,
@@ -194,7 +112,7 @@ class CudaRunner:
             self._rows = DeviceRows(capacity, device)
             self._sampler = RowSampler(self._rows, capacity, next(iter(ops.values())).shape.dtype, device)
             self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
-            self._results = [_Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
+            self._results = [Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
             self._turn = 0
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, self._kv, self._ids,
@@ -205,7 +123,7 @@ class CudaRunner:
         """Steps given to the launcher; only `launch` counts them."""
         self._enqueued = 0
         """Those that it has enqueued; only the launcher counts them."""
-        self._plans: queue.SimpleQueue[tuple[StepPlan, _CudaStep] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[StepPlan, CudaStep] | None] = queue.SimpleQueue()
         self._launcher = threading.Thread(target=self._run_launcher, name="headrace-launcher", daemon=True)
         self._launcher.start()
 
@@ -238,16 +156,16 @@ class CudaRunner:
         for variant in variants:
             self.rehearse(variant)
         contexts = [_USUAL_CONTEXT, self._capacity.max_context] if everything else [_USUAL_CONTEXT]
-        with self._on_stream(), _faults_are_fatal():
+        with self._on_stream(), faults_are_fatal():
             self._graphs.capture(contexts=contexts, variants=variants)
             self._stream.synchronize()
 
-    def launch(self, plan: StepPlan) -> _CudaStep:
+    def launch(self, plan: StepPlan) -> CudaStep:
         """Enqueue `plan` behind the steps launched before it.
 
         Decodes are enqueued at once: it takes a few hundred microseconds. Prefills take milliseconds, capturing a graph
-        a hundred, and copying pages waits for the device, so a thread does those, and whatever comes while it is busy
-        follows there.
+        a hundred, and copying pages and the masks of grammars wait for the device, so a thread does those, and whatever
+        comes while it is busy follows there.
 
         Raises:
             EngineCrashed: The device failed.
@@ -256,10 +174,10 @@ class CudaRunner:
         result = self._results[self._turn % _RESULTS]
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
-        step = _CudaStep(result)
+        step = CudaStep(result)
         is_plain = plan.tokens == len(plan.works) and not plan.new_rows and not plan.copies
-        decodes = _Decodes.of(plan.works) if is_plain else None
-        if self._submitted == self._enqueued and decodes is not None and self._is_captured(decodes):
+        decodes = Decodes.of(plan.works) if is_plain else None
+        if self._submitted == self._enqueued and decodes is not None and self._is_quick(decodes):
             self._enqueue(plan, decodes, [], step)
         else:
             step.enqueued = threading.Event()
@@ -296,7 +214,7 @@ class CudaRunner:
         while (item := self._plans.get()) is not None:
             plan, step = item
             try:
-                self._enqueue(plan, *_split(plan.works), step)
+                self._enqueue(plan, *split(plan.works), step)
             except BaseException as error:  # raised where the step is waited for
                 step.error = error
             self._enqueued += 1
@@ -304,18 +222,20 @@ class CudaRunner:
             step.enqueued.set()
             del item, plan, step
 
-    def _is_captured(self, decodes: _Decodes) -> bool:
-        return self._graphs.ready(decodes.starts, self._sampler.variant(decodes.rows))
+    def _is_quick(self, decodes: Decodes) -> bool:
+        variant = self._sampler.variant(decodes.rows)
+        return not variant.masked and self._graphs.ready(decodes.starts, variant)
 
-    def _enqueue(self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], step: _CudaStep) -> None:
-        with self._on_stream(), _faults_are_fatal():
+    def _enqueue(self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep) -> None:
+        with self._on_stream(), faults_are_fatal():
             lines = self._enqueue_all(plan, decodes, prefills, step)
             if lines:
                 step.lines = step.result.fetch(lines, {work.row: index for index, work in enumerate(plan.works)})
             step.result.done.record(self._stream)
+            self._sampler.grammars.sampled(step.tokens, plan.works)
 
     def _enqueue_all(
-        self, plan: StepPlan, decodes: _Decodes | None, prefills: Sequence[Work], step: _CudaStep
+        self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
     ) -> list[Lines]:
         """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
         self._rows.add(plan.new_rows, plan.entries, plan.options)
@@ -334,60 +254,22 @@ class CudaRunner:
             CudaOps.copy_pages(self._kv, plan.copies)
         sampled, more = self._prefills.run(prefills, self._ids, count)
         result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
-        step.places = _places(plan.works, self._order_back(decodes), count)
+        step.places = places_of(plan.works, self._order_back(decodes), count)
         return lines + more
 
     @staticmethod
-    def _order_back(decodes: _Decodes | None) -> NDArray[np.int64]:
+    def _order_back(decodes: Decodes | None) -> NDArray[np.int64]:
         return np.empty(0, np.int64) if decodes is None else decodes.order.argsort()
 
-    def _decode(self, decodes: _Decodes, copies: Sequence[tuple[int, int]]) -> None:
+    def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]]) -> None:
         """Enqueue one token of each row."""
         rows = self._rows
-        graph = self._graphs.prepare(decodes.starts, self._sampler.variant(decodes.rows))
+        variant = self._sampler.variant(decodes.rows)
+        logits_or_all, *choice = self._graphs.prepare(decodes.starts, variant)
         rows.batch(decodes.rows, decodes.starts, self._graphs.bucket(len(decodes.rows)))
         rows.flush(applied_by_graph=not copies)
         CudaOps.copy_pages(self._kv, copies)
-        graph.replay()
-
-
-def _split(works: Sequence[Work]) -> tuple[_Decodes | None, list[Work]]:
-    """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after."""
-    decodes = [work for work in works if work.num_tokens == 1 and work.samples]
-    prefills = [work for work in works if work.num_tokens > 1 or not work.samples]
-    return _Decodes.of(decodes), prefills
-
-
-def _places(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -> NDArray[np.int64]:
-    """Where each work's id is: those of decodes as given, of sampling prefills from `prefill`, 0 where none is."""
-    places = np.zeros(len(works), np.int64)
-    of_decodes = iter(decodes)
-    for index, work in enumerate(works):
-        if work.samples and work.num_tokens == 1:
-            places[index] = next(of_decodes)
-        elif work.samples:
-            places[index] = prefill
-            prefill += 1
-    return places
-
-
-@contextlib.contextmanager
-def _faults_are_fatal() -> Iterator[None]:
-    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if isinstance(error, torch.AcceleratorError) or _is_lost():  # Triton and FlashInfer raise errors of their own
-            raise EngineCrashed(f"the device failed: {error}") from error
-        raise
-
-
-def _is_lost() -> bool:
-    """Whether the current device answers nothing any more."""
-    try:
-        torch.cuda.current_stream().query()
-    except torch.AcceleratorError:
-        return True
-    return False
+        logits_or_all.replay()
+        if choice:
+            self._sampler.send_masks(decodes.rows)
+            choice[0].replay()

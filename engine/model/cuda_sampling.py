@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cuda_grammars import GrammarRows
 from headrace.engine.model.cuda_reports import USUAL_PLACES, Lines, ReportedRows
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_shaping import ShapedRows
@@ -34,11 +35,13 @@ class Variant(NamedTuple):
     """Anything of `Shaping`."""
     places: int
     """Of lines of log-probabilities, for the likeliest tokens; 0 without such lines."""
+    masked: bool = False
+    """A grammar: the choice, whose kernels are those of shaped logits, waits until `send_masks` was called."""
 
 
 PLAIN: Final = Variant(filtered=False, shaped=False, places=0)
 VARIANTS: Final = tuple(itertools.starmap(Variant, itertools.product((False, True), (False, True), (0, USUAL_PLACES))))
-"""All there are, but for the lines of large beam searches."""
+"""All whose kernels differ, but for the lines of large beam searches."""
 
 
 class RowSampler:
@@ -56,6 +59,7 @@ class RowSampler:
         self._rows, self._capacity, self._dtype, self._device = rows, capacity, dtype, device
         self._shaped = ShapedRows(rows, capacity, device)
         self.reported = ReportedRows(rows, capacity, device)
+        self.grammars = GrammarRows(capacity)
         self._scratch: dict[Variant, SampleScratch] = {}
 
     def take(self, plan: StepPlan) -> None:
@@ -66,6 +70,7 @@ class RowSampler:
         """
         self._shaped.take(plan.new_rows, plan.options)
         self.reported.take(plan.new_rows, plan.options)
+        self.grammars.take(plan.new_rows, plan.options)
 
     def variant(self, rows: NDArray[np.int64]) -> Variant:
         """What these rows ask for together."""
@@ -73,7 +78,16 @@ class RowSampler:
             filtered=bool(self._rows.filtered[rows].any()),
             shaped=bool(self._shaped.asks[rows].any()),
             places=self.reported.places(rows),
+            masked=bool(self.grammars.asks[rows].any()),
         )
+
+    def send_masks(self, rows: NDArray[np.int64]) -> None:
+        """Enqueue the masks of those of `rows` that keep to a grammar; waits for the steps that their tokens are of.
+
+        Raises:
+            torch.AcceleratorError: The device failed.
+        """
+        self.grammars.send(rows, self._shaped.arrays().bits_RW)
 
     def lines(self, rows: NDArray[np.int64], first: int) -> list[Lines]:
         """The lines, if any, that a choice for these rows has just left from line `first` on."""
@@ -118,7 +132,7 @@ class RowSampler:
             self.reported.write(given_BV, rows_B, ids_B, variant.places, first, pdl=pdl)
 
     def _scratch_for(self, variant: Variant) -> SampleScratch:
-        key = variant._replace(places=0)
+        key = variant._replace(places=0, masked=False)
         scratch = self._scratch.get(key)
         if scratch is None:
             scratch = self._scratch[key] = SampleScratch(

@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Shaping
-from headrace.ops.cuda_shape import ADDS, COLUMNS, MARKS, STOPS, WORD_COLUMNS, WORDS, ShapeArrays, count_known
+from headrace.ops.cuda_shape import (
+    ADDS,
+    COLUMNS,
+    MARKS,
+    MASKED,
+    STOPS,
+    WORD_COLUMNS,
+    WORDS,
+    ShapeArrays,
+    count_known,
+)
 
 __all__ = ["ShapedRows"]
 
@@ -40,7 +50,7 @@ class ShapedRows:
         self._rows, self._capacity, self._device = rows, capacity, device
         self._arrays: ShapeArrays | None = None
         self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
-        """Whether a row asks for anything."""
+        """Whether a row asks for anything, the mask of a grammar included, which cuda_grammars.py keeps."""
 
     def arrays(self) -> ShapeArrays:
         """What all rows want; allocated by the first call.
@@ -59,7 +69,11 @@ class ShapedRows:
         Raises:
             torch.OutOfMemoryError: Some row asks, and there is no memory for what rows may ask.
         """
-        asking = {each.row: (each, each.shaping) for each in options if each.shaping is not None}
+        asking = {
+            each.row: (each, each.shaping or Shaping())
+            for each in options
+            if each.shaping is not None or each.grammar is not None
+        }
         changed = [new.row for new in new_rows if self.asks[new.row] or new.row in asking]
         if not changed:
             return
@@ -96,6 +110,8 @@ class ShapedRows:
             kind |= WORDS
             words = _words(shaping.bad_words)
             self._rows.send(arrays.words_RW[row], np.arange(len(words)), words)
+        if options.grammar is not None:
+            kind |= MASKED
         line = np.zeros(COLUMNS, np.int32)
         line[:3] = kind, shaping.min_length, len(shaping.bad_words)
         line[3:6] = np.array(factors, np.float32).view(np.int32)

@@ -1,8 +1,9 @@
 """`DecodeGraphs`: the decode step of each batch size as a CUDA graph, sampling included; nothing else knows of graphs.
 
 Owns what a decode step reads and writes on the device besides weights, pages and rows; never decides which rows run.
-A step of n rows replays the graph of the smallest bucket that holds them; rows left over compute the padding row. Next
-to read: ../../ops/cuda.py, what a graph is made of.
+A step of n rows replays the graph of the smallest bucket that holds them; rows left over compute the padding row. Where
+a choice waits for the host's masks it is a graph of its own, behind that of the logits. Next to read:
+../../ops/cuda.py, what a graph is made of.
 """
 
 from __future__ import annotations
@@ -57,8 +58,14 @@ def _can_be_even(shape: HeadShape, device: torch.device) -> bool:
 class _Key(NamedTuple):
     bucket: int
     way: str
-    """Of attention: "fused", "even", "fa2" or "xqa"."""
-    variant: Variant
+    """Of attention: "fused", "even", "fa2" or "xqa"; "" where there is none, in the choice alone."""
+    variant: Variant | None
+    """Of the choice; None where there is none, up to the logits."""
+
+
+def _keys(bucket: int, way: str, variant: Variant) -> list[_Key]:
+    """Of the graphs of a step, in order."""
+    return [_Key(bucket, way, None), _Key(bucket, "", variant)] if variant.masked else [_Key(bucket, way, variant)]
 
 
 class _Planned:
@@ -115,6 +122,8 @@ class DecodeGraphs:
         self._pool: Any = None
         self._plans: dict[int, _Planned] = {}
         self._steps: dict[tuple[int, str], dict[int | None, DecodeStep]] = {}
+        self._logits_BV: Tensor | None = None
+        """Between a graph of logits and one of a choice."""
         self._last_planned = 0
         self._workspace: Tensor | None = None
         self._int_workspaces: dict[int | None, Tensor] = {}
@@ -129,29 +138,32 @@ class DecodeGraphs:
         """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
         for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
             for context, variant in itertools.product(contexts, variants):
-                self._graph(_Key(size, self._way(size, context), variant))
+                for key in _keys(size, self._way(size, context), variant):
+                    self._graph(key)
 
     def ready(self, starts: NDArray[np.int64], variant: Variant) -> bool:
         """Whether `prepare` would find its graph captured: capturing takes a hundred milliseconds."""
-        return self._key(starts, variant) in self._graphs
+        return self._graphs.keys() >= set(self._keys(starts, variant))
 
-    def prepare(self, starts: NDArray[np.int64], variant: Variant) -> torch.cuda.CUDAGraph:
-        """The graph whose replay is one decode step of the rows in `DeviceRows.batch_R`, planned for their `starts`.
+    def prepare(self, starts: NDArray[np.int64], variant: Variant) -> list[torch.cuda.CUDAGraph]:
+        """The graphs whose replay is one decode step of the rows in `DeviceRows.batch_R`, planned for their `starts`.
+
+        There is one; for a variant that is masked there are two, and the masks must be sent in between.
 
         Raises:
             DeviceUnavailable: It had to be captured, and could not be.
             torch.OutOfMemoryError: There was no memory for that.
         """
-        key = self._key(starts, variant)
-        bucket = key.bucket
-        graph = self._graph(key)
-        if key.way == "fa2":
+        keys = self._keys(starts, variant)
+        bucket = keys[0].bucket
+        graphs = [self._graph(key) for key in keys]
+        if keys[0].way == "fa2":
             lengths = np.ones(bucket, np.int64)
             lengths[: len(starts)] += starts
             last, self._last_planned = self._last_planned, 0  # none, should planning fail
             self._plans[bucket].plan(lengths, anew=last != bucket)
             self._last_planned = bucket
-        return graph
+        return graphs
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
@@ -161,12 +173,13 @@ class DecodeGraphs:
         self._steps.clear()
         self._plans.clear()
         self._even.clear()
+        self._logits_BV = None
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _key(self, starts: NDArray[np.int64], variant: Variant) -> _Key:
+    def _keys(self, starts: NDArray[np.int64], variant: Variant) -> list[_Key]:
         bucket = self.bucket(len(starts))
-        return _Key(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), variant)
+        return _keys(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), variant)
 
     def _way(self, bucket: int, context: int) -> str:
         if self._choice != "auto":
@@ -190,21 +203,20 @@ class DecodeGraphs:
         return graph
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
-        bucket, way, variant = key
+        bucket, way, _ = key
         self._last_planned = 0  # what follows plans, even if it fails
-        steps = self._steps.get((bucket, way))
-        if steps is None:
-            steps = self._steps[bucket, way] = self._make_steps(bucket, way)
+        if way and (bucket, way) not in self._steps:
+            self._steps[bucket, way] = self._make_steps(bucket, way)
         if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
         kept = self._rows.batch_R[:bucket].clone()
         self._rows.batch_R[:bucket].fill_(self._rows.padding_row)
         try:
-            self._step(bucket, steps, variant)  # compiles and allocates what a capture must not
+            self._run(key)  # compiles and allocates what a capture must not
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._step(bucket, steps, variant)
+                self._run(key)
             finally:
                 graph.capture_end()
             self._pool = graph.pool()
@@ -212,8 +224,23 @@ class DecodeGraphs:
             self._rows.batch_R[:bucket].copy_(kept)
         return graph
 
-    def _step(self, bucket: int, steps: Mapping[int | None, DecodeStep], variant: Variant) -> None:
-        """The decode step itself: what a graph records."""
+    def _run(self, key: _Key) -> None:
+        """The decode step itself, or a part of it: what a graph records."""
+        bucket, way, variant = key
+        logits_BV = self._logits(bucket, self._steps[bucket, way]) if way else self._between(bucket)
+        if variant is None:
+            self._between(bucket).copy_(logits_BV)
+            return
+        batch_B, positions_B = self._rows.batch_R[:bucket], self._inputs[bucket].positions_B
+        self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
+
+    def _between(self, bucket: int) -> Tensor:
+        if self._logits_BV is None:
+            shape = (self._buckets[-1], self._decoder.spec.vocab_size)
+            self._logits_BV = torch.zeros(shape, dtype=self._shape.dtype, device=self._device)
+        return self._logits_BV[:bucket]
+
+    def _logits(self, bucket: int, steps: Mapping[int | None, DecodeStep]) -> Tensor:
         rows, inputs = self._rows, self._inputs[bucket]
         batch_B = rows.batch_R[:bucket]
         rows.apply()
@@ -222,8 +249,7 @@ class DecodeGraphs:
             if isinstance(step.attention, EvenDecode):
                 step.attention.deal(inputs)
         hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv)
-        logits_BV = self._decoder.logits(hidden_BE)
-        self._sampler.choose(logits_BV, batch_B, inputs.positions_B, self._ids, variant, pdl=self._pdl)
+        return self._decoder.logits(hidden_BE)
 
     def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:
         """The inputs of each bucket: the first rows of the largest one's."""

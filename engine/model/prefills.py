@@ -109,10 +109,12 @@ class Prefills:
             rows.sampled(work.row, work.start + work.num_tokens)
         row_S = np.array([work.row for work in samplers])
         logits_SV = self._decoder.logits(hidden_WE[:sampled])
+        variant = self._sampler.variant(row_S)
+        if variant.masked:
+            self._sampler.send_masks(row_S)
         self._sampler.choose(
-            logits_SV, batch.rows_S, batch.last_positions_S, ids[first : first + sampled],
-            self._sampler.variant(row_S), first=first,
-        )  # fmt: skip
+            logits_SV, batch.rows_S, batch.last_positions_S, ids[first : first + sampled], variant, first=first
+        )
         return sampled, lines + self._sampler.lines(row_S, first)
 
     def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor) -> Lines:

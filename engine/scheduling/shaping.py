@@ -74,6 +74,16 @@ class Grammar(Protocol):
         """The state after the tokens of a completion, none for a new one."""
         ...
 
+    def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
+        """Find what `allowed` gives for many states at once, of this grammar and others of the same engine.
+
+        Args:
+            states: Each with the line that its mask goes to.
+            masks: Writable, contiguous, two dimensions: 32-bit words of as many lines as there are; those of a grammar
+                that has failed become 0.
+        """
+        ...
+
 
 class Report(NamedTuple):
     """Log-probabilities at one position, from the logits as the model gave them."""

@@ -15,7 +15,10 @@ from typing import Any
 import tiny_models
 import torch
 import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor
+
+from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
 
 __all__ = ["CONTEXT", "EXACT", "FAMILIES", "MAKERS", "POISON", "VOCABULARY", "exact_logits", "kv_bytes"]
 
@@ -23,6 +26,7 @@ VOCABULARY = 512
 CONTEXT = 512
 WINDOW = 37  # shorter than most prompts, and no multiple of a page
 PAGE = 16
+END = 256
 POISON = 7
 """In the poisoned checkpoints the token that makes logits, or keys and values, overflow."""
 
@@ -122,9 +126,9 @@ def _exact_parts() -> tuple[Tensor, Tensor]:
     return embedding, head
 
 
-def make_exact(folder: Path) -> None:
+def make_exact(folder: Path, **config: Any) -> None:
     """Blocks add nothing and norms are one, so logits are `head @ embedding[token]`: exact in bfloat16 in any order."""
-    model = build("Llama", EXACT)
+    model = build("Llama", EXACT | config)
     embedding, head = _exact_parts()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -135,6 +139,15 @@ def make_exact(folder: Path) -> None:
         model.model.embed_tokens.weight.copy_(embedding)
         model.lm_head.weight.copy_(head)
     save(model, folder)
+
+
+def make_speaking(folder: Path) -> None:
+    """The exact one with a token for each byte and an end, so that it can be held to any format."""
+    make_exact(folder, eos_token_id=END, max_position_embeddings=2048)
+    core = Tokenizer(models.BPE(dict(BYTE_OF_CHAR), []))
+    core.add_special_tokens([AddedToken("<end>", special=True)])
+    core.decoder = decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
 
 
 def exact_logits() -> Tensor:
@@ -172,6 +185,7 @@ def make_poisoned(where: str, folder: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     **{name: partial(make_family, name) for name in FAMILIES},
     "exact": make_exact,
+    "speaking": make_speaking,
     "poisoned logits": partial(make_poisoned, "logits"),
     "poisoned values": partial(make_poisoned, "values"),
 }

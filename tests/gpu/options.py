@@ -10,10 +10,16 @@ import anyio
 import pytest
 from gpu.driving import PATIENCE
 
-from headrace.engine import Engine, SamplingParams, TokenLogprobs
+from headrace.engine import Engine, ResponseFormat, SamplingParams, TokenLogprobs
 
 __all__ = ["KINDS", "Answer", "Case", "answers", "check_same"]
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "yes"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 Case = tuple[list[int], dict[str, Any]]
 
 KINDS: list[dict[str, Any]] = [
@@ -42,8 +48,10 @@ KINDS: list[dict[str, Any]] = [
         "prompt_logprobs": 20,
     },
     {"beam_width": 4, "n": 2, "max_tokens": 8},
+    {"response_format": ResponseFormat.json_schema(SCHEMA), "temperature": 1.5, "seed": 8, "logprobs": 2, "n": 2},
+    {"response_format": ResponseFormat.regex("[a-f]{3,40}"), "frequency_penalty": 1.0, "logit_bias": {97: 2.0}},
 ]
-"""Some rows want nothing, and everything comes beside everything else."""
+"""Some rows want nothing, and everything comes beside everything else; for the checkpoint `speaking`."""
 
 
 @dataclass

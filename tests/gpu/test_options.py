@@ -5,18 +5,21 @@ The exact checkpoint's logits are the same on both, and so are the changed ones:
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 
 import anyio
+import jsonschema
 import pytest
 import torch
 from gpu.checkpoints import exact_logits, kv_bytes
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, open_engine
 from gpu.options import KINDS, Answer, Case, answers, check_same
+from random_schemas import random_schema
 
-from headrace.engine import SamplingParams
+from headrace.engine import ResponseFormat, SamplingParams
 
 
 def mixed(seed: int, count: int = 24) -> tuple[list[Case], list[Case]]:
@@ -31,11 +34,11 @@ def mixed(seed: int, count: int = 24) -> tuple[list[Case], list[Case]]:
 def test_rows_with_options_are_those_of_the_cpu(zoo: Zoo, device: str, cramped: bool) -> None:
     """The second time on cached pages, in rows whose last requests asked for something else."""
     first, second = mixed(9)
-    pages = kv_bytes(zoo.folder("exact"), 24 if cramped else 600)
+    pages = kv_bytes(zoo.folder("speaking"), 24 if cramped else 600)
     options = {"max_rows": 12, "max_batched_tokens": 20} if cramped else {"max_rows": 40}
 
     async def run(device: str) -> list[Answer]:
-        async with open_engine(zoo.folder("exact"), device, max_context=128, kv_memory=pages, **options) as engine:
+        async with open_engine(zoo.folder("speaking"), device, max_context=128, kv_memory=pages, **options) as engine:
             found = await answers(engine, first) + await answers(engine, second)
             assert engine.stats().cached_tokens and (engine.stats().preemptions or not cramped)
             await at_rest(engine)
@@ -48,7 +51,7 @@ def test_each_is_what_it_is_alone(zoo: Zoo, device: str) -> None:
     cases = [(draw(3 + 5 * at, at), kind) for at, kind in enumerate(KINDS)]
 
     async def run() -> None:
-        async with open_engine(zoo.folder("exact"), device, max_rows=20, max_context=128) as engine:
+        async with open_engine(zoo.folder("speaking"), device, max_rows=30, max_context=128) as engine:
             alone = [(await answers(engine, [case]))[0] for case in cases]
             check_same(await answers(engine, cases), alone)
 
@@ -71,14 +74,14 @@ def test_options_of_one_row_change_no_other(zoo: Zoo, device: str) -> None:
         async def one(index: int) -> None:
             found[index] = tuple((await engine.generate(prompts[index], plain[index])).choices[0].token_ids)
 
-        async with open_engine(zoo.folder("exact"), device, max_rows=20, max_context=128) as engine:
+        async with open_engine(zoo.folder("speaking"), device, max_rows=30, max_context=128) as engine:
             async with anyio.create_task_group() as tasks:
                 for index in range(len(prompts)):
                     tasks.start_soon(one, index)
                 await answers(engine, beside)
         return [found[index] for index in range(len(prompts))]
 
-    assert anyio.run(run, [([5, 6, 7], KINDS[at]) for at in range(1, 9)]) == anyio.run(run, [])
+    assert anyio.run(run, [([5, 6, 7], KINDS[at]) for at in range(1, len(KINDS))]) == anyio.run(run, [])
 
 
 def test_log_probabilities_are_those_of_a_float32_log_softmax(zoo: Zoo, device: str) -> None:
@@ -90,7 +93,7 @@ def test_log_probabilities_are_those_of_a_float32_log_softmax(zoo: Zoo, device: 
     )
 
     async def run() -> None:
-        async with open_engine(zoo.folder("exact"), device, max_context=512) as engine:
+        async with open_engine(zoo.folder("speaking"), device, max_context=512) as engine:
             found = await engine.generate(prompt, asked)
         reports = [*(found.prompt_logprobs or []), *(found.choices[0].logprobs or [])]
         known = [*prompt, *found.choices[0].token_ids]
@@ -102,5 +105,28 @@ def test_log_probabilities_are_those_of_a_float32_log_softmax(zoo: Zoo, device: 
             for other, value in pairs:
                 assert value == pytest.approx(float(line_V[other]), abs=1e-4)
             assert report.rank == 1 + int((line_V > line_V[token]).sum())
+
+    anyio.run(run)
+
+
+def test_100_random_schemas_are_kept_at_temperature_1_5(zoo: Zoo, device: str) -> None:
+    """In rows beside others that keep to nothing, whose tokens are what they are without them."""
+    schemas = [random_schema(seed) for seed in range(100)]
+    kept = [
+        SamplingParams(temperature=1.5, seed=seed, max_tokens=800, response_format=ResponseFormat.json_schema(schema))
+        for seed, schema in enumerate(schemas)
+    ]
+    free = [SamplingParams(temperature=1.0, seed=seed, max_tokens=100) for seed in range(20)]
+
+    async def run() -> None:
+        async with open_engine(zoo.folder("speaking"), device, max_rows=64, max_context=1024) as engine:
+            alone = await engine.generate_many([draw(9, 1)] * len(free), free)
+            found = await engine.generate_many([draw(9, 1)] * len([*free, *kept]), [*free, *kept])
+            await at_rest(engine)
+        assert [each.choices for each in found[: len(free)]] == [each.choices for each in alone]
+        for schema, each in zip(schemas, found[len(free) :], strict=True):
+            choice = each.choices[0]
+            assert choice.finish_reason == "stop", (schema, choice.text)
+            jsonschema.validate(json.loads(choice.text), schema)
 
     anyio.run(run)

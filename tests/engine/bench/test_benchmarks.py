@@ -12,7 +12,7 @@ import tiny_models
 from typer.testing import CliRunner
 
 from headrace.engine import InvalidParams
-from headrace.engine.bench import latency, startup, stream, throughput
+from headrace.engine.bench import latency, options, startup, stream, throughput
 from headrace.engine.bench.latency import parse_params, parse_prefill
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
 from headrace.engine.text import Detokenizer
@@ -59,6 +59,18 @@ def test_latency_of_rows_with_options(target: Target, out: Path) -> None:
     )  # fmt: skip
     found = read(out)
     assert found["conditions"]["frequency_penalty"] == 0.5 and found["decode"][0]["intervals"] == 8
+
+
+def test_options_are_measured_beside_none(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_models.random_folder(tmp_path / "bytes", max_position_embeddings=2048, vocab_size=400)
+    target = Target(model=str(folder), device="cpu", load_format="random", kv_memory="2MiB")
+    options.run(target, batches=[2], context=20, steps=8, repeats=1, json_path=str(out))
+    found = read(out)
+    (figure,) = found["options"]
+    steps = figure["step_ms"]
+    assert steps.keys() == options.KINDS.keys() and all(len(each) == 1 for each in steps.values())
+    assert 0 < found["mask_us"]["p50"] <= found["mask_us"]["p99"]
+    assert "2, JSON schema" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("params", ["[1]", "{", '{"top_q": 1}', '{"top_p": 7}', "3"])

@@ -28,7 +28,17 @@ from gpu.shaping import SideBySide
 from gpu.test_options import mixed
 from gpu.test_soak import soak
 
-from headrace.engine import Engine, EngineCrashed, HeadraceError, OutOfMemory, RequestFailed, SamplingParams
+from headrace.engine import (
+    Engine,
+    EngineCrashed,
+    HeadraceError,
+    OutOfMemory,
+    RequestFailed,
+    ResponseFormat,
+    SamplingParams,
+    grammars,
+)
+from headrace.engine.grammars import CompiledGrammar
 from headrace.engine.scheduling.plan import Capacity, PageEntry
 from headrace.engine.scheduling.request import Sampling
 
@@ -242,10 +252,10 @@ def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
 ) -> None:
     """Twice: the second time on cached pages, in rows whose last requests asked for something else."""
     cases, again = mixed(launch_ahead, 16)
-    cramped = {"kv_memory": kv_bytes(zoo.folder("exact"), 10), "max_batched_tokens": 40} if room != "room" else {}
+    cramped = {"kv_memory": kv_bytes(zoo.folder("speaking"), 10), "max_batched_tokens": 40} if room != "room" else {}
 
     async def run(**options: Any) -> tuple[list[Answer], int]:
-        async with open_engine(zoo.folder("exact"), **(SMALL | {"max_rows": 7} | options)) as engine:
+        async with open_engine(zoo.folder("speaking"), **(SMALL | {"max_rows": 7} | options)) as engine:
             found = await answers(engine, cases) + await answers(engine, again)
             assert engine.stats().cached_tokens > 0
             await at_rest(engine)
@@ -257,7 +267,7 @@ def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
         found, preemptions = anyio.run(lambda: run(device="cuda", launch_ahead=launch_ahead, **cramped))
     check_same(found, wanted)
     assert preemptions or room == "room"
-    assert gpu.launches["_merge_kernel"] < gpu.launches["_scores_kernel"] > gpu.launches["_shape_kernel"]
+    assert gpu.launches["_shape_kernel"] < gpu.launches["_scores_kernel"] and gpu.launches["_merge_kernel"]
     assert LAUNCHER in gpu.captured_in and threading.main_thread().name not in gpu.captured_in
 
 
@@ -289,6 +299,43 @@ def test_masks_that_come_to_leave_nothing_fail_their_own_request_alone(zoo: Zoo,
             await at_rest(engine)
 
     anyio.run(run)
+
+
+IN_FORMAT = SamplingParams(max_tokens=40, response_format=ResponseFormat.regex("[a-z]{20,30}"), temperature=1.0, seed=1)
+
+
+@pytest.mark.parametrize("fails", ["begin", "advance"])
+def test_a_grammar_that_fails_costs_its_own_request(
+    zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def fail(*values: Any) -> None:
+        raise RuntimeError("not this time")
+
+    async def run() -> None:
+        async with engine_on(zoo, "speaking") as engine:
+            with anyio.fail_after(60):
+                with monkeypatch.context() as patch:
+                    patch.setattr(CompiledGrammar if fails == "begin" else grammars._Matcher, fails, fail)
+                    with pytest.raises(RequestFailed, match="no token to choose"):
+                        await engine.generate([5], IN_FORMAT)
+                    asked = [(ids, Sampling()) for ids in prompts(5, 20)]
+                    check_outcomes(await outcomes(engine, asked, 10), asked)
+                assert (await engine.generate([5], IN_FORMAT)).choices[0].text.islower()
+            await at_rest(engine)
+
+    anyio.run(run)
+
+
+def test_a_device_that_is_lost_while_masks_are_awaited_ends_everything(zoo: Zoo, gpu: Gpu) -> None:
+    async def run() -> None:
+        async with engine_on(zoo, "speaking", launch_ahead=2) as engine:
+            with anyio.fail_after(60):
+                async for token in engine.stream([5], IN_FORMAT):
+                    gpu.lost = gpu.lost or token.position == 3
+
+    with pytest.raises(EngineCrashed):
+        anyio.run(run)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace")]
 
 
 @pytest.mark.parametrize("fails", ["_count_known_kernel", "_shape_kernel", "memory"])

@@ -1,0 +1,157 @@
+"""A step of a CUDA engine between its launch and its result: what crosses to the host, and which work it belongs to.
+
+Owns the pinned memory of results; never enqueues a kernel. Next to read: cuda_runner.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.engine.errors import EngineCrashed
+from headrace.engine.model.cuda_reports import Lines, SentLines, with_reports
+from headrace.engine.scheduling.plan import Work
+
+__all__ = ["CudaStep", "Decodes", "Result", "faults_are_fatal", "places_of", "split"]
+
+
+class Result:
+    """Pinned memory for what one step gives, and the event after which it is there."""
+
+    def __init__(self, size: int) -> None:
+        self.ids = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.view: NDArray[np.int32] = self.ids.numpy()
+        self.lines = self.ids[:0]
+        """Of log-probabilities; grows to what a step ever needed."""
+        self.done = torch.cuda.Event(blocking=True)
+        self.taken = False
+
+    def fetch(self, lines: Sequence[Lines], index_of: Mapping[int, int]) -> list[SentLines]:
+        """Enqueue the copy of lines, whose rows are those of the works `index_of`; where they will be."""
+        needed = sum(each.words_LW.numel() for each in lines)
+        if needed > len(self.lines):
+            self.lines = torch.empty(needed, dtype=torch.int32, pin_memory=True)
+        sent, start = [], 0
+        for words_LW, entries, of_prompt in lines:
+            end = start + words_LW.numel()
+            self.lines[start:end].copy_(words_LW.view(-1), non_blocking=True)
+            indexed = [(line, index_of[row], top) for line, row, top in entries]
+            sent.append(SentLines(start, (words_LW.shape[0], words_LW.shape[1]), indexed, of_prompt))
+            start = end
+        return sent
+
+
+class CudaStep:
+    """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
+
+    __slots__ = ("_reading", "_tokens", "enqueued", "error", "lines", "places", "result")
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        self.enqueued: threading.Event | None = None
+        self.error: BaseException | None = None
+        self.places: NDArray[np.int64]
+        """Where in the result the id of each of the plan's works will be."""
+        self.lines: list[SentLines] = []
+        """Log-probabilities there."""
+        self._reading = threading.Lock()
+        self._tokens: list[int] | None = None
+
+    def wait(self) -> Sequence[int]:
+        """Block until the step has run.
+
+        Raises:
+            EngineCrashed: The device failed; nothing on it can be trusted any more.
+            torch.OutOfMemoryError: The device had no memory for this step.
+        """
+        if self.enqueued is not None:
+            self.enqueued.wait()
+        try:
+            if self.error is not None:
+                raise self.error
+            with faults_are_fatal():
+                tokens = self._read()
+            return with_reports(tokens, self.result.lines.numpy(), self.lines) if self.lines else tokens
+        finally:
+            self.result.taken = False
+
+    def tokens(self) -> Sequence[int] | None:
+        """What `wait` returns, before or after it has, for the thread that enqueued the step; None where it failed."""
+        return self._read() if self.error is None else None
+
+    def _read(self) -> list[int]:
+        with self._reading:  # the result serves another step once it was waited for
+            if self._tokens is None:
+                self.result.done.synchronize()
+                self._tokens = self.result.view[self.places].tolist()
+            return self._tokens
+
+
+class Decodes(NamedTuple):
+    """The rows of a decode step as they stand in the batch: attention starts them in order, so the longest come first,
+    and the short ones fill its end."""
+
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    order: NDArray[np.int64]
+    """Which work each of them is."""
+
+    @classmethod
+    def of(cls, works: Sequence[Work]) -> Decodes | None:
+        """All of `works`; None if there are none, or one of them samples nothing."""
+        if not works:
+            return None
+        _, row_W, start_W, _, samples_W = zip(*works, strict=True)
+        if not all(samples_W):
+            return None
+        starts = np.array(start_W)
+        order = (-starts).argsort(kind="stable")
+        return cls(np.array(row_W)[order], starts[order], order)
+
+
+def split(works: Sequence[Work]) -> tuple[Decodes | None, list[Work]]:
+    """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after."""
+    decodes = [work for work in works if work.num_tokens == 1 and work.samples]
+    prefills = [work for work in works if work.num_tokens > 1 or not work.samples]
+    return Decodes.of(decodes), prefills
+
+
+def places_of(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -> NDArray[np.int64]:
+    """Where each work's id is: those of decodes as given, of sampling prefills from `prefill`, 0 where none is."""
+    places = np.zeros(len(works), np.int64)
+    of_decodes = iter(decodes)
+    for index, work in enumerate(works):
+        if work.samples and work.num_tokens == 1:
+            places[index] = next(of_decodes)
+        elif work.samples:
+            places[index] = prefill
+            prefill += 1
+    return places
+
+
+@contextlib.contextmanager
+def faults_are_fatal() -> Iterator[None]:
+    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError) or _is_lost():  # Triton and FlashInfer raise errors of their own
+            raise EngineCrashed(f"the device failed: {error}") from error
+        raise
+
+
+def _is_lost() -> bool:
+    """Whether the current device answers nothing any more."""
+    try:
+        torch.cuda.current_stream().query()
+    except torch.AcceleratorError:
+        return True
+    return False
