@@ -27,7 +27,8 @@ class TokenStream:
         self._generation = generation
         self._post = post
         self._maker = maker
-        self._reports_prompt = params.prompt_logprobs is not None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        """As far as anybody has looked."""
         self._finish_reasons: list[FinishReason | None] = [None] * params.n
         self._unyielded: deque[Token] = deque()
         self._reader = TaskWatch(generation.cancel)
@@ -64,12 +65,13 @@ class TokenStream:
 
         None where `SamplingParams.prompt_logprobs` asks for none.
         """
-        if not self._reports_prompt:
+        found, generation = self._prompt_logprobs, self._generation
+        if found is None:
             return None
-        generation = self._generation
         reports = generation.requests[0].prompt_reports if generation.requests else []
-        pairs = zip(generation.prompt[1:], reports, strict=False)
-        return [None, *(token_logprobs(self._maker.table, token, report) for token, report in pairs)]
+        for place in range(len(found), len(reports) + 1):
+            found.append(token_logprobs(self._maker.table, generation.prompt[place], reports[place - 1]))
+        return list(found)
 
     async def admitted(self) -> None:
         """Wait until the engine has taken the request in; the first read does so by itself.

@@ -48,12 +48,12 @@ class CpuOptions:
         self._masks = CpuMasks(vocab_size)
 
     def update(self, plan: StepPlan) -> None:
-        """Take in what the plan's new rows ask, and forget what these rows asked before."""
+        """Take in what the plan's new rows ask, and forget what these and those that were left asked before."""
         if self._options:
-            for new in plan.new_rows:
-                self._options.pop(new.row, None)
-                self._shapers.pop(new.row, None)
-                self._masks.end(new.row)
+            for row in (*plan.left_rows, *(new.row for new in plan.new_rows)):
+                self._options.pop(row, None)
+                self._shapers.pop(row, None)
+                self._masks.end(row)
         for options in plan.options:
             self._options[options.row] = options
             if options.shaping is not None:

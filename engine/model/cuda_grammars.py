@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions, Work
+from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.shaping import Grammar, GrammarState
 
 __all__ = ["GrammarRows", "TokensOf"]
@@ -67,13 +67,13 @@ class GrammarRows:
         self._masks_RW: Tensor | None = None
         self._copied = torch.cuda.Event()
 
-    def take(self, new_rows: Sequence[NewRow], options: Sequence[RowOptions]) -> None:
-        """Take in what new rows ask, and forget what these rows kept to before."""
+    def take(self, plan: StepPlan) -> None:
+        """Take in what new rows ask, and forget what these and those that were left kept to before."""
         if self._rows:
-            for new in new_rows:
-                self._rows.pop(new.row, None)
-                self.asks[new.row] = False
-        for each in options:
+            for row in (*plan.left_rows, *(new.row for new in plan.new_rows)):
+                self._rows.pop(row, None)
+                self.asks[row] = False
+        for each in plan.options:
             if each.grammar is not None:
                 self._rows[each.row] = _Row(each.grammar, each.tokens[each.prompt_len :])
                 self.asks[each.row] = True

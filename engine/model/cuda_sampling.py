@@ -70,7 +70,7 @@ class RowSampler:
         """
         self._shaped.take(plan.new_rows, plan.options)
         self.reported.take(plan.new_rows, plan.options)
-        self.grammars.take(plan.new_rows, plan.options)
+        self.grammars.take(plan)
 
     def variant(self, rows: NDArray[np.int64]) -> Variant:
         """What these rows ask for together."""

@@ -105,13 +105,15 @@ class PageEntry(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, to be carried out in this order: new rows, page entries, page copies, works.
+    """One step, to be carried out in this order: left rows, new rows, page entries, page copies, works.
 
     Requests that were running come before those just admitted, and among them decodes before prefill chunks. An entry
     may set a place twice: the last one holds. Once `plan()` has returned it, nobody changes it.
     """
 
     step: int
+    left_rows: list[int] = field(default_factory=list)
+    """That requests with options have left since the last plan: what these asked may be forgotten."""
     new_rows: list[NewRow] = field(default_factory=list)
     options: list[RowOptions] = field(default_factory=list)
     """Of those new rows that ask for more than their sampling; only runners that can do it are asked."""

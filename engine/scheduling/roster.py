@@ -35,6 +35,8 @@ class Roster:
         """Those that are planned, by `Request.order`."""
         self.paused: list[Request] = []
         self.free_rows = list(range(capacity.max_rows - 1, -1, -1))
+        self.left_rows: list[int] = []
+        """Rows that requests with options have left since somebody last looked and cleared this."""
         self.draining = 0
         """Requests that ended or were preempted, and whose row and pages come back with their last launched step."""
         self.preemptions = 0
@@ -157,6 +159,8 @@ class Roster:
         request.pages = []
         if request.row >= 0:
             self.free_rows.append(request.row)
+            if request.has_options:
+                self.left_rows.append(request.row)
             request.row = -1
 
     def live_tokens(self) -> int:

@@ -150,6 +150,7 @@ class Scheduler:
         for work in plan.works:
             if work.num_tokens > 1:
                 self.prefixes.offer(work.request)
+        plan.left_rows, self._roster.left_rows = self._roster.left_rows, []
         self._policy.served(plan.works)
         self._step += 1
         return plan

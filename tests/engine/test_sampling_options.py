@@ -440,8 +440,32 @@ def test_plain_rows_take_the_short_way_once_others_have_ended(folder: Path, monk
             reported.clear()
             await engine.generate(SHARED, SamplingParams(max_tokens=2, ignore_eos=True))
             assert not reported
+            assert engine._loop is not None
+            options: Any = engine._loop._runner
+            assert not options._rows.options._options, "the other two rows still keep what their requests asked"
 
     anyio.run(ask)
+
+
+def test_log_probabilities_of_a_prompt_are_made_once(folder: Path) -> None:
+    """As far as they are computed; a chunk of the prompt at a time."""
+
+    async def read() -> None:
+        async with Engine(folder, **OPTIONS, max_batched_tokens=8, max_rows=2) as engine:
+            async with engine.stream(SHARED, SamplingParams(max_tokens=3, prompt_logprobs=1)) as stream:
+                assert stream.prompt_logprobs == [None]
+                await stream.admitted()
+                while len(early := stream.prompt_logprobs or []) == 1:  # noqa: ASYNC110 - it has no event
+                    await anyio.sleep(0.001)
+                async for _ in stream:
+                    found = stream.prompt_logprobs
+                    assert found is not None and len(found) == len(SHARED)
+                    again = stream.prompt_logprobs
+                    assert again is not found and again is not None
+                    assert all(one is other for one, other in zip(found, again, strict=True))
+                    assert all(one is other for one, other in zip(early, found, strict=False))
+
+    anyio.run(read)
 
 
 def test_what_would_hold_up_the_event_loop_is_refused(folder: Path) -> None:
