@@ -51,6 +51,8 @@ class _NoTokenizer:
             "prompt: this model was opened without a tokenizer; give token ids", field="prompt", value=messages
         )
 
+    encode_more, encode_reply = encode, encode_chat
+
 
 def open_engine(config: EngineConfig) -> Opened:
     """Load the model that `config` names and make its runner.

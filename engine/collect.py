@@ -8,30 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Choice, Completion, Token
 from headrace.engine.params import SamplingParams
 from headrace.engine.stream import TokenStream
 
-__all__ = ["check_streamed", "collect", "streamed_params"]
-
-
-def check_streamed(params: object) -> None:
-    """Refuse what no stream can do.
-
-    Raises:
-        InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`.
-    """
-    if not isinstance(params, SamplingParams):
-        raise InvalidParams(
-            f"params: must be SamplingParams, got {type(params).__name__}", field="params", value=params
-        )
-    if params.best_of is not None:
-        raise InvalidParams(
-            "best_of: is ranked when all is generated and cannot be streamed; use generate",
-            field="best_of",
-            value=params.best_of,
-        )
+__all__ = ["collect", "streamed_params"]
 
 
 def streamed_params(params: SamplingParams) -> SamplingParams:

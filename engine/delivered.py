@@ -66,6 +66,12 @@ class TokenMaker:
             token.logprobs = token_logprobs(self.table, item.id, item.report)
         return token
 
+    def skip(self, ids: Sequence[int]) -> None:
+        """Begin the only choice behind its first tokens, whose text has been shown."""
+        for token in ids:
+            self._detokenizers[0].feed(token)
+        self._positions[0] = len(ids)
+
     def flush(self, choice: int) -> str:
         """What is still held of a choice's text, which ends here."""
         return self._detokenizers[choice].flush()

@@ -11,11 +11,11 @@ import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from headrace.engine.collect import check_streamed, collect, streamed_params
+from headrace.engine.asking import Asking, check_abilities, check_generates
+from headrace.engine.collect import collect, streamed_params
 from headrace.engine.config import EngineConfig
-from headrace.engine.delivered import TokenMaker
 from headrace.engine.embeddings import Embeddings, EmbedOptions, embed
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
@@ -28,20 +28,18 @@ from headrace.engine.messages import Message
 from headrace.engine.params import SamplingParams
 from headrace.engine.pooled import PoolingIntake, Text, Who
 from headrace.engine.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
-from headrace.engine.requests import Asking, check_abilities, check_generates, make_generation, make_requests
+from headrace.engine.requests import make_requests
 from headrace.engine.scheduling.pooling import Pooling, PoolingKind
 from headrace.engine.scoring import Scores, score
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 from headrace.engine.text import Detokenizer
+from headrace.engine.turns import Prompt, Turns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Engine", "Message", "Prompt"]
-
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
-"""Raw text, token ids, or a chat of `{"role", "content"}` messages."""
 
 _DEFAULT_PARAMS = SamplingParams()
 
@@ -99,31 +97,10 @@ class Engine(Life):
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        loop, opened = self._serving()
-        check_streamed(params)
+        loop, _ = self._serving()
         asking = Asking(params, adapter, tenant, cache_salt, priority, stop_when, deadline, loop.now)
-        maker = TokenMaker(opened.tokenizer.table, params, asking.stop_ids(opened.tokenizer.eos_ids))
-        generation = make_generation(asking, loop, opened.tokenizer, maker, self.config)
-        loop.expect(generation)
-
-        def tokenize() -> list[int]:  # nothing where nobody wants it any more
-            return [] if generation.finished else to_token_ids(prompt, opened.tokenizer)
-
-        def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
-            if ids is not None:
-                self._admit(generation, asking, ids)
-            else:
-                generation.abandon(as_headrace(error, "the tokenizer failed"))
-
-        try:
-            check_text_size(prompt, opened.tokenizer.table.longest, opened.info.max_context)
-            if is_short(prompt):
-                tokenized(tokenize(), None)
-            else:
-                self._helper.submit(tokenize, tokenized, cost=tokenizing_cost(prompt))
-        except Exception as error:
-            tokenized(None, error)
-        return TokenStream(generation, maker, self._post, params)
+        turns = Turns(self._serving, self._admit, self._helper, self.config, self._random)
+        return TokenStream(turns.first(asking, prompt), turns, self._post)
 
     async def generate(
         self,

@@ -37,6 +37,10 @@ class Control(Protocol):
         """Plan a paused request again."""
         ...
 
+    def let_go(self, request: Request) -> None:
+        """One fewer may go on after a request."""
+        ...
+
 
 class StopText:
     """Text of one choice that may be cut by a stop string."""
@@ -146,6 +150,23 @@ class Generation:
         self._choice_of = {request.id: choice for choice, request in enumerate(requests)}
         self.admitted.set()
 
+    def skip(self, ids: Sequence[int]) -> None:
+        """Look for stop strings behind the first tokens of the only choice, which have been shown."""
+        for token in ids:
+            for stop_text in self._stop_texts:
+                stop_text.feed(token, last=False)
+
+    def share(self) -> None:
+        """One more reader may go on after it."""
+        for request in self.requests:
+            request.keepers += 1
+
+    def let_go(self) -> None:
+        """One reader fewer may go on after it; each of them says so once."""
+        for request in self.requests:
+            if request.keepers:
+                self._control.let_go(request)
+
     @property
     def finished(self) -> bool:
         """Every choice has ended."""
@@ -154,7 +175,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens counted so far."""
-        completion = sum(len(request.tokens) - request.prompt_len for request in self.requests)
+        completion = sum(len(request.tokens) - len(self.prompt) for request in self.requests)
         return self._usage(completion)
 
     def _usage(self, completion: int) -> Usage:

@@ -128,6 +128,10 @@ class StepLoop:
             self._generations[request.id] = generation
         self._wake()
 
+    def let_go(self, request: Request) -> None:
+        """One fewer may go on after `request`."""
+        self.scheduler.let_go(request)
+
     def most_tokens(self, prompt_len: int) -> int:
         """Tokens that a prompt of so many may grow to; it must have been accepted."""
         return self.scheduler.check_length(prompt_len)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from headrace.engine.asking import Asking
 from headrace.engine.errors import EngineStopped, PromptTooLong
 from headrace.engine.events import Usage
 from headrace.engine.generation import Control, Generation
@@ -23,7 +24,7 @@ from headrace.engine.prompts import (
     to_token_ids,
     tokenizing_cost,
 )
-from headrace.engine.requests import Asking, make_pooling_request
+from headrace.engine.requests import make_pooling_request
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.threads import Worker

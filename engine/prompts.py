@@ -9,7 +9,15 @@ from headrace.engine.errors import InvalidParams, PromptTooLong
 from headrace.engine.messages import Message
 from headrace.engine.text import TokenTable
 
-__all__ = ["TokenizerLike", "check_text_size", "check_token_ids", "is_short", "to_token_ids", "tokenizing_cost"]
+__all__ = [
+    "TokenizerLike",
+    "check_text_size",
+    "check_token_ids",
+    "is_short",
+    "more_token_ids",
+    "to_token_ids",
+    "tokenizing_cost",
+]
 
 _SHORT = 2048  # characters that tokenise in about a millisecond: not worth a thread
 _MESSAGE = 32  # characters that tokenise in the time that the template takes for a message
@@ -40,6 +48,14 @@ class TokenizerLike(Protocol):
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Ids of a chat that may offer tools, ready for the answer."""
+        ...
+
+    def encode_more(self, text: str) -> list[int]:
+        """Ids of text that goes on after other text."""
+        ...
+
+    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of what the chat template writes behind an answer: its end, the messages, the next one's beginning."""
         ...
 
 
@@ -127,6 +143,27 @@ def to_token_ids(prompt: Any, tokenizer: TokenizerLike, tools: Sequence[Mapping[
         ids = list(prompt)
     if not ids:
         raise InvalidParams("prompt: is empty, at least one token is needed", field="prompt", value=prompt, limit=1)
+    return ids
+
+
+def more_token_ids(added: Any, tokenizer: TokenizerLike, known: Sequence[int]) -> list[int]:
+    """Token ids of what is added to `known`: text or ids as they stand, or messages in the chat template.
+
+    Raises:
+        InvalidParams: It is of another kind, or malformed; names the part.
+    """
+    if isinstance(added, str):
+        return tokenizer.encode_more(added) if added else []
+    if not _is_chat(added):
+        return to_token_ids(added, tokenizer) if added != [] else []
+    ids = tokenizer.encode_reply(added)
+    if known[-1] not in tokenizer.eos_ids:
+        return ids
+    for place, token in enumerate(ids):  # the answer ended itself: the template's own end of it, if there is one, goes
+        if token in tokenizer.eos_ids:
+            return ids[place + 1 :]
+        if tokenizer.table.pieces[token].strip():
+            break
     return ids
 
 

@@ -1,109 +1,31 @@
-"""Makes the scheduler's requests from what a caller asks; checks them against the model and never queues them."""
+"""Makes the scheduler's requests from what a caller asks, as far as the model can do it; never queues them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from math import inf
 
+from headrace.engine.asking import Asking, check_asking
 from headrace.engine.beams import BeamControl, BeamGeneration
 from headrace.engine.config import EngineConfig
 from headrace.engine.delivered import TokenMaker, detokenizer_of
-from headrace.engine.errors import InvalidParams, UnknownAdapter
+from headrace.engine.errors import InvalidParams
 from headrace.engine.generation import Generation, StopText, StopWatch
-from headrace.engine.hooks import StopWhen, check_hook
-from headrace.engine.opened import Opened
-from headrace.engine.params import SamplingParams, shown
+from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.beams import BeamSearch
-from headrace.engine.scheduling.plan import Ability
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, Reporting, Shaping
 
-__all__ = ["Asking", "check_abilities", "check_generates", "make_generation", "make_pooling_request", "make_requests"]
+__all__ = ["make_generation", "make_pooling_request", "make_requests"]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
 _UNLIMITED = 2**62
 _MAX_PROMPT_REPORTS = 2**16
 """Log-probabilities of one prompt: more of them would hold up the event loop when they are read."""
-_NEEDS: dict[str, Ability] = {
-    "presence_penalty": "shaping",
-    "frequency_penalty": "shaping",
-    "repetition_penalty": "shaping",
-    "logit_bias": "shaping",
-    "allowed_token_ids": "shaping",
-    "forbidden_token_ids": "shaping",
-    "bad_words": "shaping",
-    "min_tokens": "shaping",
-    "response_format": "grammar",
-    "best_of": "logprobs",
-    "beam_width": "logprobs",
-    "logprobs": "logprobs",
-    "prompt_logprobs": "logprobs",
-}
-"""What a runner must be able to do for a field that is not at its default."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """Who asks and for what: the arguments of `Engine.stream` besides the prompt."""
-
-    params: SamplingParams
-    adapter: str | None
-    tenant: str | None
-    cache_salt: str | None
-    priority: int
-    stop_when: StopWhen | None = None
-    deadline: float | None = None
-    """Seconds from `since`."""
-    since: float = 0.0
-    """When it was asked, on the step loop's clock."""
-
-    @property
-    def ends(self) -> float | None:
-        """When it ends at the latest, on the step loop's clock."""
-        return None if self.deadline is None else self.since + self.deadline
-
-    @property
-    def sharing(self) -> str | None:
-        """What requests have in common that may share prefix pages."""
-        return self.tenant if self.cache_salt is None else self.cache_salt
-
-    @property
-    def root(self) -> bytes:
-        """First link of the prefix hash chain."""
-        return repr((self.adapter, self.sharing)).encode()
-
-    def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
-        """Token ids that end a choice."""
-        return frozenset((*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_ids)))
-
-
-def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> None:
-    """Refuse what the device cannot do.
-
-    Raises:
-        InvalidParams: Names the first field that needs more.
-    """
-    for field, ability in _NEEDS.items():
-        value = getattr(params, field)
-        if ability not in abilities and value != SamplingParams.model_fields[field].default:
-            raise InvalidParams(f"{field}: this device cannot do it yet, got {shown(value)}", field=field, value=value)
-
-
-def check_generates(opened: Opened) -> None:
-    """Refuse a generation where the model cannot choose tokens.
-
-    Raises:
-        InvalidParams: It only embeds or scores texts.
-    """
-    if not opened.generates:
-        name = opened.info.architecture
-        raise InvalidParams(f"model: {name} cannot generate; use embed or score", field="model", value=name)
 
 
 def make_requests(
@@ -129,7 +51,7 @@ def make_requests(
         UnknownAdapter: No adapter is loaded under that name.
     """
     params = asking.params
-    _check(asking, vocab_size)
+    check_asking(asking, vocab_size)
     _check_prompt_logprobs(params, len(ids))
     if params.beam_width is not None:
         return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size)]
@@ -157,7 +79,9 @@ def make_requests(
                 adapter=asking.adapter,
                 deadline=asking.ends,
                 leader=requests[0] if requests else None,
-                forked=params.n > 1,
+                forked=params.n > 1 or asking.before is not None,
+                before=asking.before,
+                keepers=int(params.n == 1),
             )
         )
     return requests
@@ -170,7 +94,7 @@ def make_pooling_request(ids: Sequence[int], asking: Asking, pooling: Pooling, v
         InvalidParams: A keyword is of the wrong kind.
         UnknownAdapter: No adapter is loaded under that name.
     """
-    _check(asking, vocab_size)
+    check_asking(asking, vocab_size)
     return Request(
         tokens=list(ids),
         prompt_len=len(ids),
@@ -330,50 +254,4 @@ def _check_prompt_logprobs(params: SamplingParams, prompt_len: int) -> None:
             field="prompt_logprobs",
             value=params.prompt_logprobs,
             limit=most,
-        )
-
-
-def _check_deadline(asking: Asking) -> None:
-    seconds = asking.deadline
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds < inf:
-        raise InvalidParams(
-            f"deadline: must be more than 0 seconds, got {seconds!r}", field="deadline", value=seconds, limit={"gt": 0}
-        )
-    if asking.params.beam_width is not None:
-        raise InvalidParams("deadline: cannot go with beam_width", field="deadline", value=seconds)
-
-
-def _check(asking: Asking, vocab_size: int) -> None:
-    if type(asking.priority) is not int:
-        raise InvalidParams(
-            f"priority: must be an int, got {asking.priority!r}", field="priority", value=asking.priority
-        )
-    named = {"adapter": asking.adapter, "tenant": asking.tenant, "cache_salt": asking.cache_salt}
-    for field, value in named.items():
-        if value is not None and not isinstance(value, str):
-            raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
-    params = asking.params
-    _check_deadline(asking)
-    check_hook(asking.stop_when, "stop_when")
-    if params.beam_width is not None and asking.stop_when is not None:
-        raise InvalidParams("stop_when: cannot go with beam_width", field="stop_when", value=asking.stop_when)
-    listed = {
-        "stop_token_ids": params.stop_token_ids,
-        "logit_bias": [token for token, _ in params.logit_bias],
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "forbidden_token_ids": params.forbidden_token_ids,
-    }
-    for field, tokens in listed.items():
-        if tokens and (token := max(tokens)) >= vocab_size:
-            raise InvalidParams(
-                f"{field}: must be below the vocabulary's {vocab_size}, got {token}",
-                field=field,
-                value=token,
-                limit=vocab_size - 1,
-            )
-    if asking.adapter is not None:
-        raise UnknownAdapter(
-            f"adapter: none is loaded under the name {asking.adapter!r}", field="adapter", value=asking.adapter
         )

@@ -6,11 +6,13 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.delivered import Delivered, TokenMaker, token_logprobs
+from headrace.engine.delivered import Delivered, token_logprobs
+from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Chunk, FinishReason, Token, TokenLogprobs, Usage
 from headrace.engine.generation import Generation
 from headrace.engine.params import SamplingParams
 from headrace.engine.threads import Poster, TaskWatch
+from headrace.engine.turns import Prompt, Turn, Turns
 
 __all__ = ["ChunkIterator", "TokenStream"]
 
@@ -22,20 +24,29 @@ class TokenStream:
     dropping the last reference. One task reads at a time. Made by `Engine.stream`.
     """
 
-    def __init__(self, generation: Generation, maker: TokenMaker, post: Poster, params: SamplingParams) -> None:
-        """Read `generation`, which was asked for with `params`, as the tokens of `maker`."""
-        self._generation = generation
+    def __init__(self, turn: Turn, turns: Turns, post: Poster) -> None:
+        """Read `turn`, and begin others by `turns`."""
+        self._turns = turns
         self._post = post
-        self._maker = maker
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self._sending = False
+        self._begin(turn)
+
+    def _begin(self, turn: Turn) -> None:
+        self._turn = turn
+        self._generation = turn.generation
+        self._maker = turn.maker
+        self._read = 0
+        self._closed = False
+        self._finish_reasons: list[FinishReason | None] = [None] * turn.asking.params.n
+        prompt_logprobs = turn.asking.params.prompt_logprobs
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None if prompt_logprobs is None else [None]
         """As far as anybody has looked."""
-        self._finish_reasons: list[FinishReason | None] = [None] * params.n
         self._unyielded: deque[Token] = deque()
-        self._reader = TaskWatch(generation.cancel)
+        self._reader = TaskWatch(turn.generation.cancel)
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt as token ids; empty until the request is admitted."""
+        """The prompt as token ids, of a later turn all that came before it; empty until the request is admitted."""
         return list(self._generation.prompt)
 
     @property
@@ -81,20 +92,89 @@ class TokenStream:
             EngineStopped: The engine closed before.
             EngineCrashed: The step loop died before.
         """
+        await _admitted(self._turn, self._reader)
+
+    async def send(self, added: Prompt, params: SamplingParams | None = None) -> Self:
+        """Go on after all tokens so far with `added`; the stream then yields the tokens of the next answer.
+
+        What the turns before have computed is read from their pages, as far as those are still there; the stream keeps
+        them until it is closed, or until somebody else needs the room. What was not read of the turn before is dropped.
+
+        Args:
+            added: Text or token ids, which follow as they stand, or messages: then what the chat template writes behind
+                an answer, from the end of that answer to the beginning of the next.
+            params: Of the next turn; None for those of this one.
+
+        Returns:
+            The stream itself, once the request is taken in.
+
+        Raises:
+            RuntimeError: The turn before still runs, or nothing ever ran.
+            InvalidParams: It had several choices, or what is added is malformed; the stream is as it was.
+            PromptTooLong: All together leaves no room for an answer; the stream is as it was.
+            EngineStopped: The engine is closed.
+        """
         generation = self._generation
-        self._reader.follow()
+        if not generation.finished or self._sending:
+            raise RuntimeError("the stream still runs: read it to its end, or cancel it, before sending more")
+        self._check_single("send")
+        turn = self._turns.following(self._turn, added, params)
+        self._sending = True
         try:
-            await generation.admitted.wait()
-        except BaseException:  # a cancelled reader
-            generation.cancel()
-            raise
-        if generation.error is not None and not generation.requests:
-            raise generation.error.with_traceback(None)
+            await _admitted(turn, TaskWatch(turn.generation.cancel))
+        finally:
+            self._sending = False
+        self._let_go()
+        self._begin(turn)
+        return self
+
+    def fork(self, *, seed: int | None = None) -> TokenStream:
+        """Branch off behind what has been read of this stream; its pages are shared until one writes to them.
+
+        The branch goes on with the same parameters and other noise, or, where this stream has been read to its end,
+        waits for what is sent to it. Both live on independently.
+
+        Args:
+            seed: Of the branch's noise; None draws one.
+
+        Returns:
+            A stream of the tokens behind that place; its `prompt_token_ids` are all before it.
+
+        Raises:
+            RuntimeError: The request has not been admitted.
+            InvalidParams: It has several choices.
+            EngineStopped: The engine is closed.
+        """
+        self._check_single("fork")
+        generation = self._generation
+        if not generation.finished or self._unyielded or len(generation.mailbox):
+            return TokenStream(self._turns.branch(self._turn, self._read, seed), self._turns, self._post)
+        generation.share()
+        forked = TokenStream(self._turn, self._turns, self._post)
+        forked._finish_reasons = self.finish_reasons
+        return forked
+
+    def _check_single(self, what: str) -> None:
+        """Refuse what only a stream of one choice can do."""
+        params = self._turn.asking.params
+        if params.n != 1 or params.beam_width is not None:
+            field = "n" if params.beam_width is None else "beam_width"
+            raise InvalidParams(
+                f"{what}: a stream of one choice is needed, got one with {field}={getattr(params, field)}", field=field
+            )
+        if not self._generation.requests:
+            raise RuntimeError("the request has not been admitted: await stream.admitted() before")
 
     def cancel(self) -> None:
         """End what still runs, from the event loop's thread; its pages return within the steps already launched."""
+        self._let_go()
         self._generation.cancel()
         self._reader.stop()
+
+    def _let_go(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._generation.let_go()
 
     async def aclose(self) -> None:
         """Cancel, for `contextlib.aclosing` and the like."""
@@ -129,6 +209,7 @@ class TokenStream:
             if not unyielded:
                 raise StopAsyncIteration
         token = unyielded.popleft()
+        self._read += 1
         self._generation.held = len(unyielded)
         return token
 
@@ -144,6 +225,7 @@ class TokenStream:
         """
         tokens = list(self._unyielded) or await self._take()
         self._unyielded.clear()
+        self._read += len(tokens)
         generation = self._generation
         generation.held = 0
         if not len(generation.mailbox):
@@ -152,10 +234,8 @@ class TokenStream:
 
     def __del__(self) -> None:
         """Cancel a request whose reader is gone; runs in any thread, so it only posts."""
-        generation, reader = self._generation, self._reader
-        if not generation.finished:
-            self._post(generation.cancel)
-            self._post(reader.stop)
+        if not (self._closed and self._generation.finished):
+            self._post(_Closing(self._generation, self._reader, self._closed))
 
     async def _take(self) -> list[Token]:
         generation = self._generation
@@ -197,3 +277,29 @@ class ChunkIterator:
         if chunk is None:
             raise StopAsyncIteration
         return chunk
+
+
+class _Closing:
+    """The end of a stream that nobody has any more."""
+
+    def __init__(self, generation: Generation, reader: TaskWatch, closed: bool) -> None:
+        self._generation, self._reader, self._closed = generation, reader, closed
+
+    def __call__(self) -> None:
+        if not self._closed:
+            self._generation.let_go()
+        self._generation.cancel()
+        self._reader.stop()
+
+
+async def _admitted(turn: Turn, reader: TaskWatch) -> None:
+    """Wait until the engine has taken `turn` in; a cancelled `reader` cancels it."""
+    generation = turn.generation
+    reader.follow()
+    try:
+        await generation.admitted.wait()
+    except BaseException:  # a cancelled reader
+        generation.cancel()
+        raise
+    if generation.error is not None and not generation.requests:
+        raise generation.error.with_traceback(None)

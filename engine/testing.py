@@ -198,6 +198,14 @@ class ByteTokenizer:
                 raise InvalidParams(f"{field}: needs role and content, got {message!r}", field=field, value=message)
         return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
 
+    def encode_more(self, text: str) -> list[int]:
+        """The same as any text."""
+        return self.encode(text)
+
+    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+        """The end of the answer's line, and the messages."""
+        return [*b"\n", *self.encode_chat(messages)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, with U+FFFD for what is not UTF-8."""
         return bytes(value for value in ids if value < 256).decode(errors="replace")

@@ -1,7 +1,7 @@
 """The tokenizer of a model: text and chats to ids, ids to text; never runs code that a model names, never downloads.
 
 `transformers` and `tokenizers` are imported when a tokenizer is built, not with this module.
-Next to read: gguf_tokenizer.py for GGUF files, text.py for the incremental way back to text.
+Next to read: gguf_tokenizer.py for GGUF files, token_table.py and text.py for the incremental way back to text.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any
 
 from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.errors import InvalidParams, ModelRejected
-from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR, build_gguf_tokenizer, gguf_eos_ids
+from headrace.engine.gguf_tokenizer import build_gguf_tokenizer, gguf_eos_ids
 from headrace.engine.messages import Message, check_text, checked_messages, map_strings
 from headrace.engine.opened import EncodedPair
 from headrace.engine.text import TokenTable
+from headrace.engine.token_table import token_table
 
 __all__ = ["Tokenizer"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LONG = 2048  # characters from which holding the GIL while they are encoded would be felt elsewhere
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Per-token steps, then byte fallback, then steps on the joined text; other orders give texts that no table can give.
-_PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fuse (?:Strip )?)?")
 
 
 class Tokenizer:
@@ -55,7 +53,7 @@ class Tokenizer:
         """Ids that end a completion, ascending."""
         added = self._core.get_added_tokens_decoder()
         self._special = {index: token for index, token in added.items() if token.special}
-        self.table: TokenTable = _token_table(self._core, frozenset(self._special), is_exact)
+        self.table: TokenTable = token_table(self._core, frozenset(self._special), is_exact)
         """What each id stands for, for `Detokenizer`."""
         self.vocab_size: int = len(self.table.pieces)
         """One more than the highest id; the model's logits may be wider."""
@@ -142,14 +140,47 @@ class Tokenizer:
             InvalidParams: A message is malformed, there is no template, it refuses the messages, or it costs too much.
         """
         chat = checked_messages(messages)
-        if not self.chat_template:
-            raise InvalidParams(
-                f"messages: the tokenizer of {self.name} has no chat template; pass the prompt as a string or as ids",
-                field="messages",
-            )
+        self._check_template()
         if not self._quotes_control([chat, tools]):
             return _encode(self._core, self._render(chat, tools), add_special_tokens=False)
         return self._encode_escaped(chat, tools)
+
+    def encode_more(self, text: str) -> list[int]:
+        """Ids of `text` that goes on after other text: as `encode`, without what is put around or before a whole text.
+
+        Raises:
+            InvalidParams: `text` is no string that UTF-8 can express.
+        """
+        check_text(text, "prompt")
+        if not self.table.byte_ids:
+            return _encode(self._core, text, add_special_tokens=False)
+        begun = _encode(self._core, "\n", add_special_tokens=False)  # where SentencePiece puts its space
+        return _encode(self._core, "\n" + text, add_special_tokens=False)[len(begun) :]
+
+    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of what the chat template writes behind an answer: its end, `messages`, the start of the next answer.
+
+        The template is given a chat of one message, an answer and `messages`; what it writes after the answer counts.
+        Special tokens in messages stay plain text, as in `encode_chat`.
+
+        Raises:
+            InvalidParams: As `encode_chat` raises it, or the template does not write the answer as it is given.
+        """
+        chat = checked_messages(messages)
+        self._check_template()
+        quotes = self._quotes_control(chat)
+        if quotes:
+            chat = map_strings(chat, self._escaping().hide)
+        answer = f"\ue004{secrets.randbelow(10**20)}\ue005"
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
+        parts = self._render([*before, *chat], None).split(answer)
+        if len(parts) != 2:
+            raise InvalidParams(
+                f"messages: the chat template of {self.name} does not write an answer as it is: nothing can follow it",
+                field="messages",
+            )
+        ids = self._escaping().encode(parts[1]) if quotes else _encode(self._core, parts[1], add_special_tokens=False)
+        return self._checked(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; ids that the vocabulary lacks have no text.
@@ -189,11 +220,25 @@ class Tokenizer:
 
     def _encode_escaped(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Encode a chat whose values hold special tokens' strings: those stay text, the template's own do not."""
+        escape = self._escaping()
+        hidden, hidden_tools = map_strings([chat, tools], escape.hide)
+        return self._checked(escape.encode(self._render(hidden, hidden_tools)))
+
+    def _escaping(self) -> _Escape:
         with self._escape_lock:
             if self._escape is None:
                 self._escape = _Escape(self._core, self._special, self._control)
-        hidden, hidden_tools = map_strings([chat, tools], self._escape.hide)
-        ids = self._escape.encode(self._render(hidden, hidden_tools))
+            return self._escape
+
+    def _check_template(self) -> None:
+        if not self.chat_template:
+            raise InvalidParams(
+                f"messages: the tokenizer of {self.name} has no chat template; pass the prompt as a string or as ids",
+                field="messages",
+            )
+
+    @staticmethod
+    def _checked(ids: list[int] | None) -> list[int]:
         if ids is None:
             raise InvalidParams(
                 "messages: they hold the string of a special token, which this tokenizer cannot write as plain text",
@@ -326,63 +371,3 @@ def _template_text(template: str | dict[str, str] | None) -> str:
 def _unknown_id(core: Any) -> int | None:
     unknown = getattr(core.model, "unk_token", None)
     return None if unknown is None else core.token_to_id(unknown)
-
-
-def _token_table(core: Any, special_ids: frozenset[int], is_exact: bool) -> TokenTable:
-    """The bytes of every id, by the rules of the tokenizer's decoder."""
-    steps = _decoder_steps(core)
-    kinds = [step["type"] for step in steps]
-    size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    tokens = [core.id_to_token(index) or "" for index in range(size)]
-    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
-        return TokenTable([_byte_level_piece(token) for token in tokens], special_ids)
-    if kinds == ["WordPiece"] and not is_exact:
-        return TokenTable([_word_piece(token, steps[0]["prefix"]) for token in tokens], special_ids)
-    if not kinds or not _PIECE_DECODER.fullmatch("".join(f"{kind} " for kind in kinds)):
-        raise ModelRejected(
-            f"tokenizer: its decoder ({', '.join(kinds) or 'none'}) cannot be followed token by token; byte-level and "
-            "SentencePiece decoders can",
-            field="tokenizer.decoder",
-            value=kinds,
-        )
-    byte_ids = {index for index, token in enumerate(tokens) if _BYTE_PIECE.fullmatch(token)}
-    byte_ids = byte_ids if "ByteFallback" in kinds else set()
-    replacements = [_replacement(step) for step in steps if step["type"] in ("Replace", "Metaspace")]
-    pieces = []
-    for index, token in enumerate(tokens):
-        if index in byte_ids:
-            pieces.append(bytes.fromhex(token[3:5]))
-            continue
-        for old, new in replacements:
-            token = token.replace(old, new)
-        pieces.append(token.encode())
-    return TokenTable(pieces, special_ids, byte_ids)
-
-
-def _decoder_steps(core: Any) -> list[dict[str, Any]]:
-    if core.decoder is None:
-        return []
-    state = json.loads(core.decoder.__getstate__())
-    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
-    return steps
-
-
-def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    if step["type"] == "Metaspace":
-        return step["replacement"], " "
-    if "String" not in step["pattern"]:
-        raise ModelRejected("tokenizer: its decoder replaces by regular expression", field="tokenizer.decoder")
-    return step["pattern"]["String"], step["content"]
-
-
-def _word_piece(token: str, prefix: str) -> bytes:
-    """A piece goes on with a word where it has the prefix, and else begins one."""
-    return (token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()
-
-
-def _byte_level_piece(token: str) -> bytes:
-    """A byte-level token spells its bytes in 256 printable characters; any other is itself."""
-    try:
-        return bytes([BYTE_OF_CHAR[char] for char in token])
-    except KeyError:
-        return token.encode()

@@ -93,6 +93,8 @@ class _SyntheticTokenizer:
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=messages)
 
+    encode_more, encode_reply = encode, encode_chat
+
 
 def _text_engine(tokenizer: Callable[[int], TokenizerLike]) -> type[Engine]:
     """An engine of random weights whose tokens have text all the same, so that streaming pays for it."""

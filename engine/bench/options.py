@@ -88,6 +88,8 @@ class ByteLevelTokenizer:
         """
         raise InvalidParams("prompt: random weights have no chat template", field="prompt", value=messages)
 
+    encode_more, encode_reply = encode, encode_chat
+
 
 def run(
     target: Target, *, batches: Sequence[int], context: int, steps: int, repeats: int, json_path: str | None

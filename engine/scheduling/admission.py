@@ -105,6 +105,10 @@ class Admission:
         """The pages `request` may start with once it fits, preempting paused requests; None if it does not fit now."""
         found: list[int] | None = pages
         while found is not None and not self._fits(request, found, reserved):
+            if request.before is not None and request.found % self._pool.page_size:
+                request.found -= request.found % self._pool.page_size
+                found = found[:-1]  # the copy of its last page is what finds no room: its tokens are computed again
+                continue
             if self._roster.draining or not self._preempt_paused(now):
                 return None
             found = self._prefixes.find(request, step)  # the paused request may have held them
@@ -114,7 +118,7 @@ class Admission:
         """Whether all known tokens of `request` find room, and one more page for every running request."""
         size = self._pool.page_size
         needed = -(-request.known // size) - len(pages)
-        if len(pages) * size > len(request.tokens) - 1:
+        if request.found % size:
             needed += 1  # the last page is shared and only partly filled: it is copied when it is written
         refs = self._pool.refs
         needed += sum(1 for page in pages if refs[page] == 0)  # available now, but about to be held

@@ -25,11 +25,12 @@ class Growth:
         size = self._pool.page_size
         pages = request.pages
         index = request.planned // size
-        if request.forked and index < len(pages) and self._pool.refs[pages[index]] > 1:
+        if request.forked and index < len(pages) and not self._pool.is_writable(pages[index]):
             page = self._obtain(request, now)
             if page is None:
                 return 0
             plan.copies.append((pages[index], page))
+            request.copied = plan.step
             self._pool.release(pages[index : index + 1])
             pages[index] = page
             plan.entries.append(PageEntry(request.row, index, page))

@@ -1,13 +1,14 @@
 """`PagePool`: who holds which page, and which prefix each full page holds; counts integers, never sees a tensor.
 
-A page is in exactly one of three places: free (nothing worth keeping), cached (unreferenced, but its prefix is
-remembered; evicted least recently used first) or held by one or more requests. Next to read: ../loop.py.
+A page is in exactly one of four places: free (nothing worth keeping), cached (unreferenced, but its prefix is
+remembered; evicted least recently used first), kept (the same, for somebody who said so; evicted last) or held by one
+or more requests. Next to read: ../loop.py.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -36,18 +37,21 @@ class PagePool:
         self._remember = remember
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._keepers: Counter[bytes] = Counter()
+        self._partly: set[int] = set()
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give: free ones and unreferenced cached ones."""
-        return len(self._free) + len(self._cached)
+        """Pages that `allocate` can give: free ones and unreferenced ones whose prefix is remembered."""
+        return len(self._free) + len(self._cached) + len(self._kept)
 
     @property
     def cached(self) -> int:
-        """Unreferenced pages whose prefix is remembered."""
-        return len(self._cached)
+        """Unreferenced pages whose prefix is remembered, those that are kept included."""
+        return len(self._cached) + len(self._kept)
 
     @property
     def held(self) -> int:
@@ -58,8 +62,8 @@ class PagePool:
         """Give one page with one holder, evicting the least recently used cached page if none is free; None if full."""
         if self._free:
             page = self._free.pop()
-        elif self._cached:
-            page, _ = self._cached.popitem(last=False)
+        elif remembered := self._cached or self._kept:
+            page, _ = remembered.popitem(last=False)
             self.forget(page)
         else:
             return None
@@ -69,7 +73,7 @@ class PagePool:
     def share(self, page: int) -> None:
         """Add a holder to a held or cached page."""
         if self.refs[page] == 0:
-            del self._cached[page]
+            del self._place_of(page)[page]
         self.refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -78,9 +82,39 @@ class PagePool:
             self.refs[page] -= 1
             if self.refs[page] == 0:
                 if page in self._key_of:
-                    self._cached[page] = None
+                    self._place_of(page)[page] = None
                 else:
                     self._free.append(page)
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Evict the pages with these keys after all others, until `unkeep`; each call counts."""
+        for key in keys:
+            self._move(key, 1)
+
+    def unkeep(self, keys: Sequence[bytes]) -> None:
+        """Undo one `keep` of these keys."""
+        for key in reversed(keys):
+            self._move(key, -1)
+
+    def is_writable(self, page: int) -> bool:
+        """Whether a holder of `page` may write behind what it holds: nobody else does, or counts on it, or could."""
+        key = self._key_of.get(page)
+        return self.refs[page] == 1 and (key is None or (page in self._partly and key not in self._keepers))
+
+    def _move(self, key: bytes, keepers: int) -> None:
+        page = self._page_of.get(key)
+        is_idle = page is not None and self.refs[page] == 0
+        if page is not None and is_idle:
+            del self._place_of(page)[page]
+        self._keepers[key] += keepers
+        if not self._keepers[key]:
+            del self._keepers[key]
+        if page is not None and is_idle:
+            self._place_of(page)[page] = None
+
+    def _place_of(self, page: int) -> OrderedDict[int, None]:
+        """Where a page with a key is while nobody holds it."""
+        return self._kept if self._key_of[page] in self._keepers else self._cached
 
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int], root: bytes) -> None:
         """Append the chained hash of every further full page of `tokens` to `keys`.
@@ -94,6 +128,12 @@ class PagePool:
             link.update(array("q", tokens[start : start + size]).tobytes())
             keys.append(link.digest())
 
+    def key_of_rest(self, keys: Sequence[bytes], tokens: Sequence[int], root: bytes) -> bytes:
+        """The key of a page that holds only the last of `tokens`, which follow the full pages with `keys`."""
+        link = blake2b(keys[-1] if keys else root, key=self._secret, digest_size=_KEY_BYTES)
+        link.update(array("q", tokens[len(keys) * self.page_size :]).tobytes())
+        return link.digest()
+
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The pages that hold the longest remembered prefix of `keys`; the caller must `share` those it takes."""
         pages = []
@@ -106,9 +146,18 @@ class PagePool:
 
     def register(self, page: int, key: bytes) -> None:
         """Remember that a held, full `page` holds the prefix `key`; a page that already holds it stays the one."""
-        if self._remember and key not in self._page_of and page not in self._key_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+        if self._remember and key not in self._page_of:
+            if page in self._partly:
+                self.forget(page)
+            if page not in self._key_of:
+                self._page_of[key] = page
+                self._key_of[page] = key
+
+    def register_rest(self, page: int, key: bytes) -> None:
+        """The same for a page that is not full; once it is, or holds more, its other key replaces this one."""
+        self.register(page, key)
+        if self._key_of.get(page) == key:
+            self._partly.add(page)
 
     def forget(self, page: int) -> None:
         """Stop offering `page` to others; if nobody holds it, it becomes free."""
@@ -116,9 +165,11 @@ class PagePool:
         if key is None:
             return
         del self._page_of[key]
-        if page in self._cached:
-            del self._cached[page]
-            self._free.append(page)
+        self._partly.discard(page)
+        for idle in (self._cached, self._kept):
+            if page in idle:
+                del idle[page]
+                self._free.append(page)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Assert that `holders` (the page tables of all requests) explain every reference, and every page is somewhere.
@@ -132,9 +183,13 @@ class PagePool:
             for page in pages:
                 counts[page] += 1
         assert counts == self.refs, "reference counts differ from the page tables"
-        free, cached = set(self._free), set(self._cached)
+        free, cached, kept = set(self._free), set(self._cached), set(self._kept)
         assert len(free) == len(self._free), "a page is free twice"
-        assert not free & cached, "a page is both free and cached"
-        assert all((self.refs[page] == 0) == (page in free or page in cached) for page in range(self.num_pages))
-        assert all(page in self._key_of for page in cached), "a cached page has no key"
+        assert len(free | cached | kept) == self.available, "a page is in two of free, cached and kept"
+        assert all((self.refs[page] == 0) == (page in free | cached | kept) for page in range(self.num_pages))
+        assert all(page in self._key_of for page in cached | kept), "a cached page has no key"
+        assert {page for page in cached | kept if self._key_of[page] in self._keepers} == kept, (
+            "a page is kept for nobody"
+        )
+        assert self._partly <= self._key_of.keys(), "a page without a key is said to be partly full"
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages differ"

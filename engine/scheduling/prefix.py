@@ -1,6 +1,7 @@
 """`Prefixes`: which pages already hold the start of a request, or soon will; never allocates or releases a page.
 
-Full pages are offered under a hash of everything before and in them. A page that a running request is about to fill is
+Full pages are offered under a hash of everything before and in them; where a turn of a conversation ended, the last
+page, too, however full it is. A page that a running request is about to fill is
 promised: whoever has the same prefix waits for it instead of computing it again.
 """
 
@@ -27,10 +28,18 @@ class Prefixes:
         size = self._pool.page_size
         leader = request.leader
         if leader is not None and not request.preemptions and not leader.failed:
-            if leader.pages and not leader.discard and leader.launched_before(step) >= request.prompt_len - 1:
-                return leader.pages[: -(-(request.prompt_len - 1) // size)]
+            needed = len(request.tokens) - 1
+            if leader.copied == step:
+                return None
+            if leader.pages and not leader.discard and leader.launched_before(step) >= needed:
+                request.found = needed
+                return leader.pages[: -(-needed // size)]
             if leader.state is State.WAITING or (leader.state is State.RUNNING and not leader.leaving):
                 return None
+        request.found = 0
+        before = request.before
+        if before is not None and before.row >= 0:
+            return None  # its last launched steps are about to end
         if not self._enabled:
             return []
         self._pool.extend_keys(request.keys, request.tokens, request.root)
@@ -38,7 +47,44 @@ class Prefixes:
         pages = self._pool.match(usable)
         if len(pages) < len(usable) and usable[len(pages)] in self.promises:
             return None
+        request.found = len(pages) * size
+        if before is not None:
+            pages += self._rest(request, before.computed)
         return pages
+
+    def _rest(self, request: Request, count: int) -> list[int]:
+        """The page that holds the last of the first `count` tokens of `request` and is only partly full, if it may be
+        used and the pages before it were found."""
+        full = count // self._pool.page_size
+        if request.found != full * self._pool.page_size or not request.found < count <= request.cacheable:
+            return []
+        key = self._pool.key_of_rest(request.keys[:full], request.tokens[:count], request.root)
+        pages = self._pool.match([key])
+        if pages:
+            request.found = count
+        return pages
+
+    def keep(self, request: Request) -> None:
+        """Keep the pages of a request that has ended, and of which nothing is in flight, for what goes on after it."""
+        request.computed = min(request.planned, len(request.tokens))
+        if not self._enabled:
+            return
+        self.offer(request)
+        self._pool.extend_keys(request.keys, request.tokens, request.root)
+        full, rest = divmod(request.computed, self._pool.page_size)
+        request.kept = request.keys[:full]
+        if rest:
+            key = self._pool.key_of_rest(request.kept, request.tokens[: request.computed], request.root)
+            self._pool.register_rest(request.pages[full], key)
+            request.kept.append(key)
+        self._pool.keep(request.kept)
+
+    def let_go(self, request: Request) -> None:
+        """One keeper less; without any, the pages of `request` are cached like all others."""
+        request.keepers -= 1
+        if request.keepers <= 0:
+            self._pool.unkeep(request.kept)
+            request.kept = []
 
     def promise(self, request: Request) -> None:
         """Announce the full pages that `request` is about to compute."""

@@ -5,14 +5,14 @@ Next to read: plan.py, what the scheduler tells a runner about its requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
 
-__all__ = ["Request", "Sampling", "State", "goes_on"]
+__all__ = ["Request", "Sampling", "State", "branch", "goes_on"]
 
 
 class State(Enum):
@@ -71,9 +71,13 @@ class Request:
     deadline: float | None = None
     """When it ends at the latest, on the same clock."""
     leader: Request | None = None
-    """The choice of the same prompt whose pages this one forks (`n > 1`)."""
+    """The choice of the same prompt (`n > 1`), or the request branched from, whose pages this one forks."""
     forked: bool = False
-    """Some page of this request's prompt may be shared and only partly written."""
+    """Some page of this request may be shared and only partly written."""
+    before: Request | None = None
+    """Until it has started: the turn of a conversation that it goes on after, whose tokens it begins with."""
+    keepers: int = 0
+    """Who may go on after it: while there are any, its pages are kept once it has ended, as far as there is room."""
     holds: bool = False
     """At its limit it pauses, holding its pages for others to fork, until someone ends it."""
     elder: int = -1
@@ -102,15 +106,23 @@ class Request:
     """Prefix hash of each full page of `tokens`."""
     registered: int = 0
     """Leading pages whose hash was offered to the page pool."""
+    found: int = 0
+    """Leading tokens in the pages that were last found for it, the last of them perhaps only partly full."""
+    kept: list[bytes] = field(default_factory=list)
+    """Keys of the pages that are kept for what goes on after it."""
     cached: int = 0
     """Prompt tokens found in the prefix cache or forked when the request was first admitted."""
     prompt_reports: list[Report] = field(default_factory=list)
     """On the tokens of the prompt from position 1, as far as they are computed, where `reporting` wants them."""
+    copied: int = -1
+    """The latest step that copies a page for it, which only later ones may read."""
     preemptions: int = 0
     leaving: bool = False
     """Chosen as a victim while in flight: returns to WAITING at its last commit."""
     finish_reason: FinishReason | None = None
     failed: bool = False
+    spoilt: bool = False
+    """It had ended when a step failed that wrote to a page of it."""
 
     def __post_init__(self) -> None:
         """Count the prompt as known."""
@@ -173,4 +185,27 @@ def goes_on(held: Request, token: int) -> Request:
         forked=True,
         holds=True,
         elder=held.id if held.elder < 0 else held.elder,
+    )
+
+
+def branch(request: Request, count: int, seed: int) -> Request:
+    """The same request anew from its first `count` tokens, with other noise; it forks the pages of `request`."""
+    reporting = request.reporting
+    return Request(
+        tokens=request.tokens[:count],
+        prompt_len=request.prompt_len,
+        limit=request.limit,
+        sampling=replace(request.sampling, seed=seed),
+        shaping=request.shaping,
+        reporting=None if reporting is None or reporting.completion is None else Reporting(reporting.completion),
+        grammar=request.grammar,
+        stop_ids=request.stop_ids,
+        root=request.root,
+        priority=request.priority,
+        tenant=request.tenant,
+        adapter=request.adapter,
+        deadline=request.deadline,
+        leader=request,
+        forked=True,
+        keepers=1,
     )

@@ -52,6 +52,8 @@ class Roster:
         self._arrivals += 1
         self.requests[request.id] = request
         self._policy.arrived(request)
+        if request.before is not None:
+            request.before.keepers += 1
         self.waiting.add(request)
 
     def start(self, request: Request, pages: Sequence[int]) -> None:
@@ -63,9 +65,8 @@ class Roster:
         request.state = State.RUNNING
         request.row = self.free_rows.pop()
         request.pages = list(pages)
-        size = self._pool.page_size
-        request.planned = request.computed = request.ready = min(len(pages) * size, len(request.tokens) - 1)
-        request.registered = request.planned // size
+        request.planned = request.computed = request.ready = min(request.found, len(request.tokens) - 1)
+        request.registered = request.planned // self._pool.page_size
         self._prefixes.promise(request)
         self._policy.started(request)
 
@@ -150,9 +151,18 @@ class Roster:
             self.waiting.add(request)
 
     def _release(self, request: Request) -> None:
+        if request.keepers and request.pages and not (request.failed or request.leaving or request.spoilt):
+            self._prefixes.keep(request)
         self._give_back(request)
+        self._take_over(request)
         request.leader = None  # one that goes on for another would keep all that went before it
         del self.requests[request.id]
+
+    def _take_over(self, request: Request) -> None:
+        """What the turn before `request` left is its own now, or of no use to it."""
+        before, request.before = request.before, None
+        if before is not None:
+            self._prefixes.let_go(before)
 
     def _give_back(self, request: Request) -> None:
         self._pool.release(request.pages)

@@ -105,6 +105,8 @@ class Scheduler:
         room = 1 if request.pooling is None else 0
         request.limit = min(request.limit, self.check_length(request.prompt_len, room) + 1 - room)
         self._admission.check_deadline(request)
+        if request.leader is not None:
+            request.leader.forked = True  # what it writes to next may be shared from now on
         self._roster.take_in(request)
         self._deadlines.add(request)
 
@@ -115,6 +117,10 @@ class Scheduler:
         self._roster.end(request)
         request.finish_reason = reason
         return True
+
+    def let_go(self, request: Request) -> None:
+        """One fewer may go on after `request`."""
+        self.prefixes.let_go(request)
 
     def pause(self, request: Request) -> None:
         """Stop planning `request` until `resume`; it keeps its pages while nobody needs them."""
@@ -290,7 +296,9 @@ class Scheduler:
             if first is None and (request.leader not in failed or not request.pages):
                 continue
             spoilt.update(request.pages[first or 0 :])
-            if request.state is not State.FINISHED:
+            if request.state is State.FINISHED:
+                request.spoilt = True
+            else:
                 request.discard = request.in_flight
                 if not request.leaving:
                     self._roster.preempt(request)

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from slow_sampling import log_softmax, shaped
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams, TokenLogprobs
+from headrace.engine.asking import Asking
 from headrace.engine.model import cpu_options
-from headrace.engine.requests import Asking, make_requests
+from headrace.engine.requests import make_requests
 from headrace.engine.scheduling.request import Request
 from headrace.engine.testing import ByteTokenizer, Capacity, ScriptedEngine
 from headrace.engine.tokenizer import Tokenizer

@@ -281,6 +281,29 @@ def test_a_tokenizer_that_would_merge_text_into_a_special_token_refuses_it() -> 
 # --- folders
 
 
+@pytest.mark.parametrize("text", [" hello", "hello", "\n\nhello", "hello</s>", " ", "\n", "\u20ac"])
+def test_text_that_goes_on_is_not_begun_anew(text: str) -> None:
+    """Neither a BOS nor SentencePiece's space stands before it: what is decoded is what was written."""
+    for tokenizer in (pieces(), smollm2()):
+        ids = tokenizer.encode_more(text)
+        assert text_of(tokenizer, ids, skip=False) == text
+    assert pieces().encode("hello")[0] == 1 and 1 not in pieces().encode_more("hello")
+
+
+def test_a_reply_is_what_the_template_writes_behind_an_answer() -> None:
+    tokenizer = smollm2()
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    more = [{"role": "tool", "content": "391 <|im_end|>"}, {"role": "user", "content": "So?"}]
+    answered = tokenizer.encode_chat(chat[:1]) + tokenizer.encode("Ho")
+    assert answered + tokenizer.encode_reply(more) == tokenizer.encode_chat([*chat, *more])
+
+
+def test_a_template_that_rewrites_answers_takes_no_reply(small: Path) -> None:
+    (small / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content|length }}{% endfor %}")
+    with pytest.raises(InvalidParams, match="^messages: the chat template of .* does not write an answer as it is"):
+        Tokenizer.from_folder(small).encode_reply([{"role": "user", "content": "Hi"}])
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2's tokenizer in Hugging Face layout."""

@@ -61,6 +61,15 @@ def test_many_streams(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert printed.count("(length)") + printed.count("(stop)") == 3
 
 
+def test_agent(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    anyio.run(example("agent").main, str(smollm2))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "17 times 23 is 391"
+    computed = [re.fullmatch(r"computed (\d+) of (\d+) tokens", line) for line in lines if line.startswith("computed")]
+    counts = [(int(found[1]), int(found[2])) for found in computed if found]
+    assert len(counts) == 2 and all(new < 30 and total > 100 for new, total in counts)
+
+
 def test_offline_batch(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example("offline_batch").main(str(smollm2))
     printed = capsys.readouterr()

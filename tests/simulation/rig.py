@@ -14,7 +14,7 @@ from simulation.device import RigRunner
 from headrace.engine.errors import HeadraceError, RequestFailed
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.request import Request, Sampling, State, goes_on
+from headrace.engine.scheduling.request import Request, Sampling, State, branch, goes_on
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.testing import ScriptedStep, scripted_token
 
@@ -95,6 +95,8 @@ class Rig:
         tenant: str | None = None,
         adapter: str | None = None,
         deadline: float | None = None,
+        keepers: int = 0,
+        before: Request | None = None,
     ) -> list[Request]:
         """Queue the `n` choices of a prompt, as the engine does.
 
@@ -116,14 +118,16 @@ class Rig:
                 arrived=self.now,
                 deadline=None if deadline is None else self.now + deadline,
                 leader=choices[0] if choices else None,
-                forked=n > 1,
+                forked=n > 1 or before is not None,
                 holds=holds,
+                keepers=keepers,
+                before=before,
             )
-            before = len(self.scheduler.requests)
+            count = len(self.scheduler.requests)
             try:
                 self.scheduler.submit(request)
             except HeadraceError:
-                assert len(self.scheduler.requests) == before and not choices, "a refused request left something behind"
+                assert len(self.scheduler.requests) == count and not choices, "a refused request left something behind"
                 self._note(lambda length: f"refused    prompt of {length}", len(prompt))
                 raise
             choices.append(request)
@@ -146,6 +150,39 @@ class Rig:
         self._note(lambda name, of: f"go on      r{name} from r{of}", request.id, held.id)
         self._settled()
         return request
+
+    def send(self, before: Request, more: Sequence[int], max_tokens: int) -> Request:
+        """Go on after an ended request, as the next turn of a conversation.
+
+        Raises:
+            PromptTooLong: There is no room for it; nothing is kept.
+        """
+        (request,) = self.submit(
+            [*before.tokens, *more],
+            max_tokens,
+            root=before.root,
+            priority=before.priority,
+            stop_ids=before.stop_ids,
+            keepers=1,
+            before=before,
+        )
+        return request
+
+    def branch(self, request: Request, count: int) -> Request:
+        """Branch off `request` behind its first `count` tokens."""
+        other = branch(request, count, seed=request.sampling.seed + 100)
+        self.scheduler.submit(other)
+        self.requests.append(other)
+        self.prompts[other.id] = list(other.tokens)
+        self._note(lambda name, of, at: f"branch     r{name} off r{of} at {at}", other.id, request.id, count)
+        self._settled()
+        return other
+
+    def let_go(self, request: Request) -> None:
+        """Nobody goes on after `request` any more."""
+        self._note(lambda name: f"let go     r{name}", request.id)
+        self.scheduler.let_go(request)
+        self._settled()
 
     def finish(self, request: Request) -> None:
         """End `request` by hand; where it has ended already, see that nothing happens."""
@@ -266,14 +303,18 @@ class Rig:
         return [request for request in self.scheduler.requests.values() if request.state in wanted]
 
     def output(self, request: Request) -> list[int]:
-        """What `request` generated so far."""
-        return request.tokens[request.prompt_len :]
+        """What `request` generated so far, by itself."""
+        return request.tokens[len(self.prompts[request.id]) :]
 
     def check_empty(self) -> None:
         """Assert that every request has ended, rightly, and every page and row is back."""
         scheduler = self.scheduler
         assert not self.flights and not scheduler.requests, "something is left"
         assert scheduler.pool.held == 0 and scheduler.pool.available == self.capacity.num_pages
+        for request in self.requests:
+            while request.keepers > 0:
+                self.let_go(request)
+        assert not scheduler.pool._keepers and not scheduler.pool._kept, "a page is kept for nobody"
         assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_paused) == (0, 0, 0)
         assert not scheduler.prefixes.promises and scheduler.live_tokens() == 0
         for request in self.requests:

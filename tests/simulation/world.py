@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -99,6 +100,10 @@ class World:
         """Of its own, so that worlds without searches are what they would be if there were none anywhere."""
         self._searching = 0.3 if self._searches.random() < 0.25 else 0.0
         self._forks = _FORKS
+        self._talks = random.Random(f"{seed} talks")
+        """Of its own, too: conversations."""
+        self._talking = self._talks.choice([0.0, 0.0, 0.3])
+        self.talks: Counter[str] = Counter()
 
     @property
     def busy(self) -> bool:
@@ -120,6 +125,8 @@ class World:
                 if not self._at_its_hold(request):
                     rig.resume(request)
         self._search()
+        if self._talking and self.ticks < _BUSY_TICKS:
+            self._talk()
         fault = chance.choice(self._fault) if chance.random() < self._faults else ""
         plan = rig.launch(fault)
         if rig.flights and (plan is None or len(rig.flights) >= rig.depth or chance.random() < 0.2):
@@ -176,6 +183,26 @@ class World:
             "deadline": chance.uniform(0.1, 10.0) if chance.random() < self._deadlines else None,
         }
 
+    def _talk(self) -> None:
+        """What callers do with their streams: send more after an end, branch what runs or has run, and close."""
+        chance, rig = self._talks, self.rig
+        kept = [request for request in rig.requests if request.keepers]
+        if not kept or chance.random() > self._talking or len(rig.requests) > 3 * _REQUESTS:
+            return
+        request = chance.choice(kept)
+        if request.id not in rig.ends:
+            least = max(request.prompt_len, 1)
+            if request.tokens[least:] and len(request.tokens) < request.limit:
+                rig.branch(request, chance.randint(least, len(request.tokens)))
+                self.talks["branches"] += 1
+        elif chance.random() < 0.2:
+            rig.let_go(request)
+        else:
+            with suppress(PromptTooLong):
+                more = [chance.randrange(_VOCAB) for _ in range(chance.randint(0, 6))]
+                rig.send(request, more, chance.randint(1, self._longest))
+                self.talks["sends"] += 1
+
     def _submit(self) -> None:
         chance = self._chance
         start = chance.choice(self._shared)
@@ -193,6 +220,7 @@ class World:
                 stop_ids=frozenset() if holds else self._stop_ids,
                 holds=holds,
                 **self._asked(),
+                keepers=1 if self._talking and choices == 1 and not holds else 0,
             )
         except Overloaded:
             assert self._deadlines

@@ -1,0 +1,81 @@
+"""`token_table`: the bytes of every id of a tokenizer, by the rules of its decoder; never encodes.
+
+Next to read: text.py, which turns ids into text with them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.engine.errors import ModelRejected
+from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
+from headrace.engine.text import TokenTable
+
+__all__ = ["token_table"]
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Per-token steps, then byte fallback, then steps on the joined text; other orders give texts that no table can give.
+_PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fuse (?:Strip )?)?")
+
+
+def token_table(core: Any, special_ids: frozenset[int], is_exact: bool) -> TokenTable:
+    """The bytes of every id, by the rules of the tokenizer's decoder."""
+    steps = _decoder_steps(core)
+    kinds = [step["type"] for step in steps]
+    size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    tokens = [core.id_to_token(index) or "" for index in range(size)]
+    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+        return TokenTable([_byte_level_piece(token) for token in tokens], special_ids)
+    if kinds == ["WordPiece"] and not is_exact:
+        return TokenTable([_word_piece(token, steps[0]["prefix"]) for token in tokens], special_ids)
+    if not kinds or not _PIECE_DECODER.fullmatch("".join(f"{kind} " for kind in kinds)):
+        raise ModelRejected(
+            f"tokenizer: its decoder ({', '.join(kinds) or 'none'}) cannot be followed token by token; byte-level and "
+            "SentencePiece decoders can",
+            field="tokenizer.decoder",
+            value=kinds,
+        )
+    byte_ids = {index for index, token in enumerate(tokens) if _BYTE_PIECE.fullmatch(token)}
+    byte_ids = byte_ids if "ByteFallback" in kinds else set()
+    replacements = [_replacement(step) for step in steps if step["type"] in ("Replace", "Metaspace")]
+    pieces = []
+    for index, token in enumerate(tokens):
+        if index in byte_ids:
+            pieces.append(bytes.fromhex(token[3:5]))
+            continue
+        for old, new in replacements:
+            token = token.replace(old, new)
+        pieces.append(token.encode())
+    return TokenTable(pieces, special_ids, byte_ids)
+
+
+def _decoder_steps(core: Any) -> list[dict[str, Any]]:
+    if core.decoder is None:
+        return []
+    state = json.loads(core.decoder.__getstate__())
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    return steps
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    if "String" not in step["pattern"]:
+        raise ModelRejected("tokenizer: its decoder replaces by regular expression", field="tokenizer.decoder")
+    return step["pattern"]["String"], step["content"]
+
+
+def _word_piece(token: str, prefix: str) -> bytes:
+    """A piece goes on with a word where it has the prefix, and else begins one."""
+    return (token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()
+
+
+def _byte_level_piece(token: str) -> bytes:
+    """A byte-level token spells its bytes in 256 printable characters; any other is itself."""
+    try:
+        return bytes([BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode()

@@ -1,0 +1,136 @@
+"""`Turns`: begins the generations of a stream - its first, what is sent after it, branches; never reads one.
+
+A turn goes on after all tokens of the one before, as they are, so that the pages of that one hold its start.
+Next to read: stream.py, whose user says what happens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from headrace.engine.asking import Asking, check_streamed
+from headrace.engine.config import EngineConfig
+from headrace.engine.delivered import TokenMaker
+from headrace.engine.errors import InvalidParams
+from headrace.engine.generation import Generation, as_headrace
+from headrace.engine.loop import StepLoop
+from headrace.engine.messages import Message
+from headrace.engine.opened import Opened
+from headrace.engine.params import SamplingParams
+from headrace.engine.prompts import check_text_size, is_short, more_token_ids, to_token_ids, tokenizing_cost
+from headrace.engine.requests import make_generation
+from headrace.engine.scheduling.request import branch
+from headrace.engine.threads import Worker
+
+__all__ = ["Prompt", "Turn", "Turns"]
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Raw text, token ids, or a chat of `{"role", "content"}` messages."""
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generation of a stream."""
+
+    asking: Asking
+    generation: Generation
+    maker: TokenMaker
+
+
+class Turns:
+    """What a stream may ask of its engine."""
+
+    def __init__(
+        self,
+        serving: Callable[[], tuple[StepLoop, Opened]],
+        admit: Callable[[Generation, Asking, list[int]], None],
+        helper: Worker,
+        config: EngineConfig,
+        random_seeds: random.Random,
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            serving: The open engine, or its typed refusal.
+            admit: Takes in a tokenised prompt.
+            helper: The thread for long prompts.
+            config: The engine's.
+            random_seeds: Where seeds come from that are not given.
+        """
+        self._serving, self._admit, self._helper = serving, admit, helper
+        self._config, self._random = config, random_seeds
+
+    def first(self, asking: Asking, prompt: Prompt) -> Turn:
+        """Begin with `prompt`.
+
+        Raises:
+            InvalidParams: The parameters are none for a stream.
+            EngineStopped: The engine is not open.
+            EngineCrashed: Its step loop died.
+        """
+        return self._begin(asking, prompt, lambda opened: to_token_ids(prompt, opened.tokenizer))
+
+    def following(self, turn: Turn, added: Prompt, params: SamplingParams | None) -> Turn:
+        """Go on after `turn`, which has ended, with `added` and perhaps other parameters; raises as `first`."""
+        before = turn.generation.requests[0]
+        known = list(before.tokens)
+        params = _again(turn.asking.params) if params is None else params
+        asking = replace(turn.asking, params=params, before=before, since=self._serving()[0].now)
+        return self._begin(asking, added, lambda opened: known + more_token_ids(added, opened.tokenizer, known))
+
+    def branch(self, turn: Turn, read: int, seed: int | None) -> Turn:
+        """Begin another course of `turn`, which has been admitted, from its first `read` tokens; raises as `first`."""
+        if seed is not None and type(seed) is not int:
+            raise InvalidParams(f"seed: must be an int, got {seed!r}", field="seed", value=seed)
+        loop, opened = self._serving()
+        parent = turn.generation.requests[0]
+        chosen = self._random.getrandbits(63) if seed is None else seed & _MASK
+        request = branch(parent, len(turn.generation.prompt) + read, chosen)
+        made = self._turn(replace(turn.asking, params=_again(turn.asking.params)), loop, opened)
+        own = request.tokens[request.prompt_len :]
+        made.maker.skip(own)
+        made.generation.skip(own)
+        loop.submit(made.generation, list(request.tokens), [request])
+        return made
+
+    def _turn(self, asking: Asking, loop: StepLoop, opened: Opened) -> Turn:
+        tokenizer = opened.tokenizer
+        maker = TokenMaker(tokenizer.table, asking.params, asking.stop_ids(tokenizer.eos_ids))
+        return Turn(asking, make_generation(asking, loop, tokenizer, maker, self._config), maker)
+
+    def _begin(self, asking: Asking, text: Any, encode: Callable[[Opened], list[int]]) -> Turn:
+        """Begin with the ids that `encode` makes of `text`: here where that is quick, else in the helper's thread."""
+        loop, opened = self._serving()
+        check_streamed(asking.params)
+        turn = self._turn(asking, loop, opened)
+        generation = turn.generation
+        loop.expect(generation)
+
+        def tokenize() -> list[int]:  # nothing where nobody wants it any more
+            return [] if generation.finished else encode(opened)
+
+        def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
+            if ids is not None:
+                self._admit(generation, asking, ids)
+            else:
+                generation.abandon(as_headrace(error, "the tokenizer failed"))
+
+        try:
+            check_text_size(text, opened.tokenizer.table.longest, opened.info.max_context)
+            if is_short(text):
+                tokenized(tokenize(), None)
+            else:
+                self._helper.submit(tokenize, tokenized, cost=tokenizing_cost(text))
+        except Exception as error:
+            tokenized(None, error)
+        return turn
+
+
+def _again(params: SamplingParams) -> SamplingParams:
+    """`params` for what follows; nobody wants to be told of the prompt again, which would be computed anew for it."""
+    return params if params.prompt_logprobs is None else params.model_copy(update={"prompt_logprobs": None})
