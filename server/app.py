@@ -32,6 +32,7 @@ from headrace.server.routes.openapi import openapi
 from headrace.server.routes.page import page_routes
 from headrace.server.routes.responses import ask_response
 from headrace.server.routes.tokens import detokenize, tokenize
+from headrace.server.routes.vectors import VectorRoute, ask_embeddings, ask_ranks, ask_scores
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
 from headrace.server.sse import MESSAGES, TYPED
@@ -58,6 +59,9 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/v1/completions", GenerationRoute(ask_completion), methods=["POST"]),
         Route("/v1/responses", GenerationRoute(ask_response, TYPED), methods=["POST"]),
         Route(MESSAGES_PATH, GenerationRoute(ask_message, MESSAGES), methods=["POST"]),
+        Route("/v1/embeddings", VectorRoute(ask_embeddings), methods=["POST"]),
+        Route("/v1/score", VectorRoute(ask_scores), methods=["POST"]),
+        Route("/v1/rerank", VectorRoute(ask_ranks), methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),

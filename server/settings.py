@@ -89,6 +89,8 @@ class ServerSettings(_Frozen):
     """`n` of one request."""
     max_prompts: Annotated[int, Field(ge=1, le=2048)] = 128
     """Prompts of one completions request."""
+    max_inputs: Annotated[int, Field(ge=1, le=65536)] = 2048
+    """Texts of one request for vectors, scores or ranks."""
     max_queue: Annotated[int, Field(ge=1)] = 1024
     """Choices that may wait for their first token; further requests are refused."""
     max_queue_tokens: Annotated[int, Field(ge=1)] = 4_000_000

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.engine import TokenStream
+from headrace.engine import TokenStream, Usage
 from headrace.server.observability.recorder import Recorder
 
 __all__ = ["Arrivals", "Figures", "between"]
@@ -74,6 +74,13 @@ class Figures:
         started = [stream.taken_up for stream in streams if stream.taken_up is not None]
         self.taken_up = min(started, default=None)
         self.recorder.tenant(self.tenant).generated += max(self.completion_tokens - self.counted, 0)
+
+    def computed(self, usage: Usage) -> None:
+        """Take over what was computed where nothing is generated, and charge the tenant."""
+        tenant = self.recorder.tenant(self.tenant)
+        self.prompt_tokens, self.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        tenant.prompt += usage.prompt_tokens
+        tenant.cached += usage.cached_tokens
 
     def shown(self) -> dict[str, Any]:
         """Fields of its line in the log; times in seconds."""

@@ -16,20 +16,20 @@ from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 from headrace.server.protocol.logprobs import Aligned, Placed, completion_logprobs
 
-__all__ = ["CompletionAnswer", "CompletionFields", "Echo", "prompts_of"]
+__all__ = ["TEXTS_OR_IDS", "CompletionAnswer", "CompletionFields", "Echo", "prompts_of"]
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 _NO_IDS = frozenset({str, list, dict, type(None)})  # types that are malformed; the engine names the place of others
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _LISTS = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS)]
-_PROMPT_SCHEMA = Also({"anyOf": [_TEXT, _IDS, *_LISTS]})
+TEXTS_OR_IDS = Also({"anyOf": [_TEXT, _IDS, *_LISTS]})
 
 
 class CompletionFields(RequestFields):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[Any, _PROMPT_SCHEMA]
+    prompt: Annotated[Any, TEXTS_OR_IDS]
     echo: Bool | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
@@ -53,8 +53,8 @@ class CompletionFields(RequestFields):
         return super().names | {"prompt_logprobs": "logprobs"}
 
 
-def prompts_of(value: Any, most: int) -> list[str | list[int]]:
-    """The prompts in a field that holds a text, token ids, or a list of either.
+def prompts_of(value: Any, most: int, name: str = "prompt") -> list[str | list[int]]:
+    """The prompts in the field `name`, which holds a text, token ids, or a list of either.
 
     Raises:
         ApiError: It holds something else, nothing, or more than `most`.
@@ -62,9 +62,9 @@ def prompts_of(value: Any, most: int) -> list[str | list[int]]:
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if several else [value]
     if len(prompts) > most:
-        raise ApiError(400, "invalid_value", f"prompt: at most {most} prompts here, got {len(prompts)}", param="prompt")
+        raise ApiError(400, "invalid_value", f"{name}: at most {most} here, got {len(prompts)}", param=name)
     for place, prompt in enumerate(prompts):
-        param = f"prompt[{place}]" if several else "prompt"
+        param = f"{name}[{place}]" if several else name
         if not isinstance(prompt, str | list) or type(prompt) is not type(prompts[0]):
             raise _malformed(param)
         if not prompt:

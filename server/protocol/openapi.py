@@ -13,6 +13,14 @@ from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.completions import CompletionFields
 from headrace.server.protocol.messages import MessageFields
 from headrace.server.protocol.responses import ResponseFields
+from headrace.server.protocol.vectors import (
+    EmbeddingFields,
+    EmbeddingList,
+    RankList,
+    RerankFields,
+    ScoreFields,
+    ScoreList,
+)
 from headrace.server.settings import KeyLimits
 
 __all__ = ["Operation", "document"]
@@ -102,6 +110,11 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
             error=form_bodies.MessageError,
             ends="the last has the type message_stop, or error where it ends badly",
         ),
+        Operation(
+            "post", "/v1/embeddings", "Vectors of texts or token ids.", EmbeddingList, EmbeddingFields, None, generates
+        ),
+        Operation("post", "/v1/score", "How well texts answer one.", ScoreList, ScoreFields, None, generates),
+        Operation("post", "/v1/rerank", "Documents, the best first.", RankList, RerankFields, None, generates),
         Operation("get", "/v1/models", "Models that are served.", bodies.ModelList, errors=(503,)),
         Operation("get", "/v1/models/{model}", "One model.", bodies.ModelCard, errors=(404, 503)),
         Operation("post", "/tokenize", "Token ids of a text or a chat.", bodies.TokenIds, tokenize, errors=(404, 503)),

@@ -31,7 +31,7 @@ from headrace.server.protocol.ranking import BestOf
 from headrace.server.service import Service
 from headrace.server.sse import DATA, Framing, TokenEvents
 
-__all__ = ["GenerationRoute", "Reading", "ask_chat", "ask_completion", "chat_ask"]
+__all__ = ["GenerationRoute", "Reading", "ask_chat", "ask_completion", "chat_ask", "timeout_of"]
 
 
 class Reading(NamedTuple):
@@ -70,7 +70,7 @@ class GenerationRoute:
                 body = await read_json(scope, receive, service.settings)
         except ClientGone:
             return
-        ask, timeout = self._ask(service, body), _timeout(scope)
+        ask, timeout = self._ask(service, body), timeout_of(scope)
         settings = service.settings
         connection = Connection(receive, send, stall_timeout=settings.stall_timeout)
         refuse = partial(error_response, scope=scope)
@@ -80,7 +80,7 @@ class GenerationRoute:
         await connection.run(answering.answer, answering.tick)
 
 
-def _timeout(scope: Scope) -> float | None:
+def timeout_of(scope: Scope) -> float | None:
     """Seconds that the client gives its request, if it says so."""
     for name, value in scope["headers"]:
         if name == b"x-request-timeout":

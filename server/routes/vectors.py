@@ -1,0 +1,141 @@
+"""POST /v1/embeddings, /v1/score and /v1/rerank: from a body to the engine's vectors or scores, and their answers."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from anyio.lowlevel import checkpoint
+from starlette.types import Receive, Scope, Send
+
+from headrace.server.body import ClientGone, announced, read_json
+from headrace.server.connection import Connection
+from headrace.server.gate import CALLER
+from headrace.server.protocol.completions import prompts_of
+from headrace.server.protocol.vectors import (
+    EmbeddingFields,
+    RerankFields,
+    ScoreFields,
+    document_texts,
+    parse_vectors,
+    ranked,
+    usage_of,
+)
+from headrace.server.routes.generation import timeout_of
+from headrace.server.service import Service
+from headrace.server.vectors import VectorAsk, Vectors, Worked
+
+__all__ = ["VectorRoute", "ask_embeddings", "ask_ranks", "ask_scores"]
+
+
+class VectorRoute:
+    """An endpoint that computes without generating, as an ASGI application."""
+
+    def __init__(self, ask: Callable[[Service, dict[str, Any]], VectorAsk]) -> None:
+        """Serve what `ask` makes of a body."""
+        self._ask = ask
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        service: Service = scope["app"].state.service
+        service.check_accepting()  # before a body is read
+        service.limits.check_queue()
+        try:
+            with service.limits.upload(scope[CALLER], announced(scope, service.settings)):
+                body = await read_json(scope, receive, service.settings)
+        except ClientGone:
+            return
+        ask, timeout = self._ask(service, body), timeout_of(scope)
+        connection = Connection(receive, send, stall_timeout=service.settings.stall_timeout)
+        vectors = Vectors(service, ask, connection, scope, timeout)
+        await connection.run(vectors.answer, vectors.tick)
+
+
+def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
+    """What a request for vectors asks for.
+
+    Raises:
+        ApiError: The body asks for nothing that can be done.
+    """
+    fields = parse_vectors(EmbeddingFields, body, service.settings)
+    service.check_model(fields.model)
+    texts = prompts_of(fields.input, service.settings.max_inputs, "input")
+
+    async def work(tenant: str) -> Worked:
+        found = await service.engine.embed(
+            texts,
+            dimensions=fields.dimensions,
+            truncate=fields.truncates,
+            tenant=tenant,
+            priority=fields.priority or 0,
+        )
+        data = []
+        for index, vector in enumerate(found.vectors):
+            if fields.encoding_format == "base64":
+                shown: Any = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            else:
+                shown = vector
+            one = {"object": "embedding", "index": index, "embedding": shown}
+            data.append(orjson.dumps(one, option=orjson.OPT_SERIALIZE_NUMPY))
+            await checkpoint()  # thousands of numbers each
+        used = found.usage.prompt_tokens
+        rest = orjson.dumps({"model": fields.model, "usage": usage_of(used)})[1:]
+        return Worked(b'{"object":"list","data":[%b],%b' % (b",".join(data), rest), found.usage)
+
+    names = {"prompt": "input", "prompts": "input", "pooling": "model"}
+    return VectorAsk(texts=texts, priority=fields.priority or 0, work=work, names=names)
+
+
+def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
+    """What a request for scores asks for.
+
+    Raises:
+        ApiError: The body asks for nothing that can be done.
+    """
+    fields = parse_vectors(ScoreFields, body, service.settings)
+    service.check_model(fields.model)
+    documents = document_texts(fields.text_2, "text_2", service.settings.max_inputs)
+
+    async def work(tenant: str) -> Worked:
+        found = await service.engine.score(
+            fields.text_1, documents, truncate=fields.truncates, tenant=tenant, priority=fields.priority or 0
+        )
+        data = [
+            {"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores.tolist())
+        ]
+        head = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": service.now()}
+        whole = head | {"model": fields.model, "data": data, "usage": usage_of(found.usage.prompt_tokens)}
+        return Worked(orjson.dumps(whole), found.usage)
+
+    names = {"query": "text_1", "documents": "text_2", "prompt": "text_2", "pooling": "model"}
+    return VectorAsk(texts=[fields.text_1, *documents], priority=fields.priority or 0, work=work, names=names)
+
+
+def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
+    """What a request to rank documents asks for.
+
+    Raises:
+        ApiError: The body asks for nothing that can be done.
+    """
+    fields = parse_vectors(RerankFields, body, service.settings)
+    service.check_model(fields.model)
+    documents = document_texts(fields.documents, "documents", service.settings.max_inputs)
+
+    async def work(tenant: str) -> Worked:
+        found = await service.engine.score(
+            fields.query, documents, truncate=fields.truncates, tenant=tenant, priority=fields.priority or 0
+        )
+        scores, results = found.scores.tolist(), []
+        for place in ranked(scores, fields.top_n):
+            result: dict[str, Any] = {"index": place, "relevance_score": scores[place]}
+            if fields.return_documents is not False:
+                result["document"] = {"text": documents[place]}
+            results.append(result)
+        whole = {"id": f"rerank-{secrets.token_hex(16)}", "model": fields.model, "results": results}
+        return Worked(orjson.dumps(whole | {"usage": usage_of(found.usage.prompt_tokens)}), found.usage)
+
+    names = {"prompt": "documents", "pooling": "model"}
+    return VectorAsk(texts=[fields.query, *documents], priority=fields.priority or 0, work=work, names=names)

@@ -1,0 +1,118 @@
+"""`Vectors`: one request that computes without generating, from its parsed form to its end.
+
+It ends once: with its answer, or with one error. Never parses a body and never knows an endpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import anyio
+from starlette.types import Scope
+
+from headrace.engine import Usage
+from headrace.server.connection import Connection, body
+from headrace.server.errors import ApiError, as_api_error, error_response
+from headrace.server.gate import CALLER, REQUEST_ID
+from headrace.server.limits import Permit
+from headrace.server.observability.telemetry import EXCHANGE
+from headrace.server.service import Service
+
+__all__ = ["VectorAsk", "Vectors", "Worked"]
+
+logger = logging.getLogger("headrace.server")
+
+
+class Worked(NamedTuple):
+    """What came of a request."""
+
+    answer: bytes
+    """Its body, JSON."""
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorAsk:
+    """What a request wants, whatever its endpoint."""
+
+    texts: Sequence[str | list[int]]
+    """All that is to be computed."""
+    priority: int
+    work: Callable[[str], Awaitable[Worked]]
+    """Computes it for a tenant."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the client called fields that the engine knows by other names."""
+
+
+class Vectors:
+    """One request that is being answered."""
+
+    def __init__(
+        self, service: Service, ask: VectorAsk, connection: Connection, scope: Scope, timeout: float | None
+    ) -> None:
+        """Answer `ask` over `connection`, in `timeout` seconds or what the server allows."""
+        longest = service.settings.request_timeout
+        self._service, self._ask, self._connection, self._http = service, ask, connection, scope
+        self._timeout = longest if timeout is None else min(timeout, longest)
+        self._scope = anyio.CancelScope()
+        self._ended_by: ApiError | None = None
+        self._figures = service.telemetry.begin(scope[REQUEST_ID], scope[CALLER].name)
+        scope[EXCHANGE].figures = self._figures
+
+    def end(self, error: ApiError) -> None:
+        """End it now; the client is told `error`."""
+        if self._ended_by is None:
+            self._ended_by = error
+        self._scope.cancel()
+
+    async def tick(self, silent: float) -> float:
+        """Nothing is sent before the answer; seconds after which this is to be called again."""
+        return self._service.settings.stall_timeout
+
+    async def answer(self) -> None:
+        """Answer; returns when the last byte was sent, and raises nothing."""
+        service, figures, permit, refund = self._service, self._figures, None, False
+        try:
+            permit = service.limits.admit(self._http[CALLER], 1, self._ask.priority)
+            service.running.add(self)
+            self._scope.deadline = anyio.current_time() + self._timeout
+            with self._scope:
+                await self._work(permit)
+            if self._scope.cancelled_caught:
+                raise self._ended_by or ApiError(503, "deadline_exceeded", "the request took longer than it may")
+            figures.reason = "finished"
+        except Exception as error:
+            told = await self._fail(error)
+            refund = told.status < 500 and len(self._ask.texts) == 1  # of several, some may have been computed
+        finally:
+            service.running.discard(self)
+            if permit is not None:
+                permit.end(refund=refund)
+            figures.reason = figures.reason or self._connection.lost
+            service.telemetry.end(figures, [], admitted=permit is not None)
+
+    async def _work(self, permit: Permit) -> None:
+        """Charge the key with about as many tokens as there may be, and at the end with as many as there were."""
+        most = self._service.engine.info.max_context
+        charged = sum(min(len(text), most) for text in self._ask.texts)  # most tokens have a character or more
+        permit.add_prompt(charged)
+        answer, usage = await self._ask.work(self._http[CALLER].name)
+        permit.spend(usage.prompt_tokens - charged)
+        permit.started()
+        self._figures.computed(usage)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        await self._connection.send(start, body(answer, more=False))
+
+    async def _fail(self, error: Exception) -> ApiError:
+        told = as_api_error(error, self._ask.names).renamed(self._ask.names)
+        self._figures.reason, self._figures.refused = told.code, told.status < 500
+        if told.code == "internal_error":
+            logger.error("request %s failed", self._http[REQUEST_ID], exc_info=error)
+        response = error_response(told, self._http)
+        start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        await self._connection.send(start, body(bytes(response.body), more=False))
+        return told

@@ -1,0 +1,72 @@
+"""Vectors, scores and hidden states of the device are those of the CPU in float32, up to the precision of 16 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+import transformers
+from gpu.driving import at_rest, draw
+from numpy.typing import NDArray
+
+from headrace.engine import Engine
+
+LENGTHS = [1, 2, 7, 8, 9, 33, 64, 64, 100, 127, 128, 5, 60, 17]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MiniLM's shape with random weights, large enough that every layer matters."""
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(5)
+    config = transformers.BertConfig(
+        vocab_size=600, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    model = transformers.BertModel(config)
+    for name, parameter in model.named_parameters():
+        if "LayerNorm" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.06)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    core = Tokenizer(models.WordLevel({f"w{number}": number for number in range(600)}, unk_token="w0"))
+    core.decoder = decoders.WordPiece()
+    core.save(str(folder / "tokenizer.json"))
+
+
+def cosines(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.float32]:
+    products: NDArray[np.float32] = (one * other).sum(-1)
+    return products / (np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1))
+
+
+async def embed(folder: Path, device: str, dtype: str, **options: Any) -> dict[str, NDArray[np.float32]]:
+    prompts = [draw(length, place) for place, length in enumerate(LENGTHS)]
+    found: dict[str, NDArray[np.float32]] = {}
+    async with Engine(folder, device=device, dtype=dtype, max_rows=8, **options) as engine:
+        for kind in ("mean", "cls", "last"):
+            found[kind] = (await engine.embed(prompts * 3, pooling=kind, normalize=False)).vectors  # type: ignore[arg-type]
+        states = [await engine.hidden_states(ids) for ids in prompts]
+        assert {state.device.type for state in states} == {device}
+        found["states"] = np.concatenate([state.float().cpu().numpy() for state in states])
+        await at_rest(engine)
+    return found
+
+
+def test_vectors_of_an_encoder_are_those_of_the_cpu(encoder: Path, device: str) -> None:
+    expected = anyio.run(embed, encoder, "cpu", "float32")
+    for dtype, least in (("auto", 0.9999), ("float32", 0.9999), ("bfloat16", 0.995)):
+        found = anyio.run(embed, encoder, device, dtype)
+        for kind in expected:
+            worst = cosines(found[kind], expected[kind]).min()
+            print(f"{device} {dtype} {kind}: worst cosine {worst:.6f}")
+            assert worst > least, (dtype, kind)
