@@ -6,8 +6,8 @@ back. Next to read: cuda_sampling.py, and ../../ops/cuda_logprobs.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -145,8 +145,10 @@ def _places(wants: int) -> int:
     return max(USUAL_PLACES, 1 << (wants - 2).bit_length()) if wants else 0
 
 
-def with_reports(tokens: list[int], words: _Words, sent: Sequence[SentLines]) -> ReportedTokens:
-    """A step's tokens with its log-probabilities, which `words` holds in pinned memory."""
+def with_reports(
+    tokens: list[int], words: _Words, sent: Sequence[SentLines], pooled: Mapping[int, Any]
+) -> ReportedTokens:
+    """A step's tokens with its log-probabilities, which `words` holds in pinned memory, and with what was pooled."""
     chosen: dict[int, Report] = {}
     prompts: dict[int, list[Report]] = {}
     for each in sent:
@@ -155,7 +157,7 @@ def with_reports(tokens: list[int], words: _Words, sent: Sequence[SentLines]) ->
                 prompts.setdefault(work, []).append(report)
             elif tokens[work] >= 0:
                 chosen[work] = report
-    return ReportedTokens(tokens, chosen, prompts)
+    return ReportedTokens(tokens, chosen, prompts, pooled)
 
 
 def _read(words: _Words, sent: SentLines) -> Iterator[tuple[int, Report]]:

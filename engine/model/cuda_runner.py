@@ -84,7 +84,7 @@ def cuda_ops(
 class CudaRunner:
     """The device protocol on one GPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar"))
+    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar", "pooling"))
 
     def __init__(
         self,
@@ -240,6 +240,7 @@ class CudaRunner:
         """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
         self._rows.add(plan.new_rows, plan.entries, plan.options)
         self._sampler.take(plan)
+        self._prefills.pools.update(plan)
         count, result = 0 if decodes is None else len(decodes.rows), step.result
         lines: list[Lines] = []
         if decodes is not None:
@@ -252,7 +253,8 @@ class CudaRunner:
         if decodes is None:
             self._rows.flush(applied_by_graph=False)
             CudaOps.copy_pages(self._kv, plan.copies)
-        sampled, more = self._prefills.run(prefills, self._ids, count)
+        sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
+        step.pooled = result.keep(pooled, plan.works)
         result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
         step.places = places_of(plan.works, self._order_back(decodes), count)
         return lines + more

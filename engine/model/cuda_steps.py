@@ -13,9 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda_reports import Lines, SentLines, with_reports
+from headrace.engine.model.pools import settle
 from headrace.engine.scheduling.plan import Work
 
 __all__ = ["CudaStep", "Decodes", "Result", "faults_are_fatal", "places_of", "split"]
@@ -29,6 +31,8 @@ class Result:
         self.view: NDArray[np.int32] = self.ids.numpy()
         self.lines = self.ids[:0]
         """Of log-probabilities; grows to what a step ever needed."""
+        self.vectors = torch.empty(0, pin_memory=True)
+        """Of pooled prompts; grows likewise."""
         self.done = torch.cuda.Event(blocking=True)
         self.taken = False
 
@@ -46,11 +50,32 @@ class Result:
             start = end
         return sent
 
+    def keep(self, pooled: Mapping[int, Tensor], works: Sequence[Work]) -> dict[int, Tensor]:
+        """Enqueue the copy of pooled vectors, called by their rows; by work, where they will be.
+
+        Hidden states stay on the device, for whoever uses them on the default stream.
+        """
+        if not pooled:
+            return {}
+        index_of = {work.row: index for index, work in enumerate(works)}
+        vectors = {row: value for row, value in pooled.items() if value.dim() == 1}
+        for value in pooled.values():
+            if value.is_cuda and value.dim() > 1:
+                value.record_stream(torch.cuda.default_stream(value.device))
+        if vectors:
+            stacked_RE = torch.stack(list(vectors.values()))
+            if stacked_RE.numel() > len(self.vectors):
+                self.vectors = torch.empty(stacked_RE.numel(), pin_memory=True)
+            here_RE = self.vectors[: stacked_RE.numel()].view(stacked_RE.shape)
+            here_RE.copy_(stacked_RE, non_blocking=True)
+            vectors = dict(zip(vectors, here_RE, strict=True))
+        return {index_of[row]: value for row, value in {**pooled, **vectors}.items()}
+
 
 class CudaStep:
     """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
 
-    __slots__ = ("_reading", "_tokens", "enqueued", "error", "lines", "places", "result")
+    __slots__ = ("_reading", "_tokens", "enqueued", "error", "lines", "places", "pooled", "result")
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -60,6 +85,8 @@ class CudaStep:
         """Where in the result the id of each of the plan's works will be."""
         self.lines: list[SentLines] = []
         """Log-probabilities there."""
+        self.pooled: dict[int, Tensor] = {}
+        """What came of hidden states, by work."""
         self._reading = threading.Lock()
         self._tokens: list[int] | None = None
 
@@ -77,7 +104,9 @@ class CudaStep:
                 raise self.error
             with faults_are_fatal():
                 tokens = self._read()
-            return with_reports(tokens, self.result.lines.numpy(), self.lines) if self.lines else tokens
+            if not self.lines and not self.pooled:
+                return tokens
+            return with_reports(tokens, self.result.lines.numpy(), self.lines, settle(self.pooled, tokens))
         finally:
             self.result.taken = False
 

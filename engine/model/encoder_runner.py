@@ -105,6 +105,8 @@ class EncoderRunner:
             if kind == "all":
                 starts = [0, *torch.tensor([len(row.tokens) for row in rows]).cumsum(0).tolist()]
                 vectors = [hidden_NE[starts[place] : starts[place + 1]] for place in places]
+                if hidden_NE.is_cuda:
+                    hidden_NE.record_stream(torch.cuda.default_stream(self._device))
             else:
                 vectors = list(self._vectors(kind, encoder, texts, hidden_NE)[places].cpu())
             found.update(zip([ended[place].work for place in places], vectors, strict=True))

@@ -118,7 +118,7 @@ def settle(pooled: dict[int, Tensor], tokens: list[int]) -> dict[int, Any]:
     """
     settled: dict[int, Any] = {}
     for work, value in pooled.items():
-        settled[work] = value if value.dim() > 1 else value.numpy()
+        settled[work] = value if value.dim() > 1 else value.numpy().copy()  # its memory may serve another step
         if value.dim() == 1 and not bool(value.isfinite().all()):
             tokens[work] = NON_FINITE
     return settled

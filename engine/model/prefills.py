@@ -18,6 +18,7 @@ from headrace.engine.model.cuda_reports import MOST_POSITIONS, Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import RowSampler
 from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.pools import Pools, PoolSpan
 from headrace.engine.scheduling.plan import Capacity, Work
 from headrace.ops.cuda import CudaOps, PrefillStep
 from headrace.ops.cuda_attention import PrefillAttention
@@ -41,6 +42,8 @@ class _Batch(NamedTuple):
     """Tokens after which the prompt goes on, where log-probabilities of it are wanted; and of each:"""
     prompt_rows_P: Tensor
     next_tokens_P: Tensor
+    pooled_P: Tensor
+    """Tokens whose hidden states are wanted."""
 
 
 class Prefills:
@@ -71,12 +74,14 @@ class Prefills:
         self._attention = {
             window: PrefillAttention(each.shape, kv.device, backend=backend) for window, each in ops.items()
         }
-        words = 4 * capacity.max_batched_tokens + 3 * capacity.max_rows
+        self.pools = Pools()
+        """The rows whose hidden states are wanted; the runner tells it of new ones."""
+        words = 5 * capacity.max_batched_tokens + 3 * capacity.max_rows
         self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
         self._sent = [torch.cuda.Event() for _ in range(_RING)]
         self._sends = 0
 
-    def run(self, works: Sequence[Work], ids: Tensor, first: int) -> tuple[int, list[Lines]]:
+    def run(self, works: Sequence[Work], ids: Tensor, first: int) -> tuple[int, list[Lines], dict[int, Tensor]]:
         """Enqueue the forward of `works`, and sample for those that want it.
 
         Args:
@@ -85,10 +90,11 @@ class Prefills:
             first: Also where lines of log-probabilities begin.
 
         Returns:
-            How many ids were sampled, and the lines.
+            How many ids were sampled, the lines, and by row what came of the hidden states of prompts that end here.
         """
         rows, size = self._rows, self._page_size
-        batch = self._pack(works)
+        spans = self._spans(works)
+        batch = self._pack(works, spans)
         counts = [work.num_tokens for work in works]
         lengths = [work.start + work.num_tokens for work in works]
         pages = [
@@ -99,11 +105,12 @@ class Prefills:
             attention.plan(counts, lengths, pages)
             steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention)
         sampled, reported = len(batch.last_S), len(batch.prompt_P)
-        wanted = torch.cat((batch.last_S, batch.prompt_P)) if reported else batch.last_S
+        wanted = torch.cat((batch.last_S, batch.prompt_P, batch.pooled_P)) if reported or spans else batch.last_S
         hidden_WE = self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted)
-        lines = [self._report(works, batch, hidden_WE[sampled:])] if reported else []
+        lines = [self._report(works, batch, hidden_WE[sampled : sampled + reported])] if reported else []
+        pooled = self.pools.pool(spans, hidden_WE[sampled + reported :])
         if not sampled:
-            return 0, lines
+            return 0, lines, pooled
         samplers = [work for work in works if work.samples]
         for work in samplers:
             rows.sampled(work.row, work.start + work.num_tokens)
@@ -115,7 +122,7 @@ class Prefills:
         self._sampler.choose(
             logits_SV, batch.rows_S, batch.last_positions_S, ids[first : first + sampled], variant, first=first
         )
-        return sampled, lines + self._sampler.lines(row_S, first)
+        return sampled, lines + self._sampler.lines(row_S, first), pooled
 
     def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor) -> Lines:
         """Log-probabilities of the prompts, some positions at a time: their logits are wide."""
@@ -128,7 +135,17 @@ class Prefills:
             )  # fmt: skip
         return lines
 
-    def _pack(self, works: Sequence[Work]) -> _Batch:
+    def _spans(self, works: Sequence[Work]) -> list[PoolSpan]:
+        """Where in the step hidden states are wanted; what comes of them is called by the row."""
+        spans, start = [], 0
+        for work in works:
+            span = self.pools.span(work.row, work, start)
+            start += work.num_tokens
+            if span is not None:
+                spans.append(span)
+        return spans
+
+    def _pack(self, works: Sequence[Work], spans: Sequence[PoolSpan]) -> _Batch:
         """One copy to the device for all that a prefill needs to know of its tokens."""
         size = self._page_size
         counts = np.array([work.num_tokens for work in works])
@@ -142,13 +159,14 @@ class Prefills:
         samples = np.array([work.samples for work in works])
         last_S = ends[samples] - 1
         prompt_P = self._prompt_places(works, ends - counts)
-        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P)
+        pooled_P = np.concatenate([np.arange(0), *(np.array(span.places) for span in spans)])
+        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P, pooled_P)
         on_device = self._send(np.concatenate(parts))
-        rows, positions, slots, last, row, at, prompt = torch.split(on_device, [len(part) for part in parts])
+        rows, positions, slots, last, row, at, prompt, pooled = torch.split(on_device, [len(part) for part in parts])
         pool_RC, of_prompt = self._rows.pool_RC, rows[prompt]
         following = pool_RC[of_prompt, positions[prompt] + 1]
         return _Batch(
-            pool_RC[rows, positions], positions, slots, last, row.int(), at, prompt, of_prompt.int(), following
+            pool_RC[rows, positions], positions, slots, last, row.int(), at, prompt, of_prompt.int(), following, pooled
         )
 
     def _prompt_places(self, works: Sequence[Work], starts: NDArray[np.int64]) -> NDArray[np.int64]:

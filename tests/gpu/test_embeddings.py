@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gpu.driving import at_rest, draw
+from gpu.conftest import Zoo
+from gpu.driving import at_rest, draw, greedy, open_engine
 from numpy.typing import NDArray
 
 from headrace.engine import Engine
@@ -70,3 +71,33 @@ def test_vectors_of_an_encoder_are_those_of_the_cpu(encoder: Path, device: str) 
             worst = cosines(found[kind], expected[kind]).min()
             print(f"{device} {dtype} {kind}: worst cosine {worst:.6f}")
             assert worst > least, (dtype, kind)
+
+
+async def embed_beside(folder: Path, device: str, dtype: str) -> dict[str, NDArray[np.float32]]:
+    """Vectors of a decoder, in chunks, from the prefix cache and beside generations."""
+    prompts = [draw(length, place) for place, length in enumerate(LENGTHS)]
+    prompts += [[*prompts[8], 9, 10], [*prompts[8][:48], 11]]
+    found: dict[str, NDArray[np.float32]] = {}
+    async with open_engine(folder, device, dtype=dtype, max_batched_tokens=48, max_rows=6, max_context=256) as engine:
+        async with anyio.create_task_group() as tasks:
+            for seed in range(3):
+                tasks.start_soon(engine.generate, draw(20, 100 + seed), greedy(60))
+            for kind in ("last", "mean"):
+                found[kind] = (await engine.embed(prompts, pooling=kind, normalize=False)).vectors  # type: ignore[arg-type]
+            again = await engine.embed(prompts)
+            assert again.usage.cached_tokens > 0
+            found["normalised"] = again.vectors
+        states = [await engine.hidden_states(ids) for ids in prompts]
+        found["states"] = np.concatenate([state.float().cpu().numpy() for state in states])
+        await at_rest(engine)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama 3", "qwen3"])
+def test_vectors_of_a_decoder_are_those_of_the_cpu(zoo: Zoo, name: str) -> None:
+    expected = anyio.run(embed_beside, zoo.folder(name), "cpu", "float32")
+    found = anyio.run(embed_beside, zoo.folder(name), zoo.device, "bfloat16")
+    for kind in expected:
+        worst = cosines(found[kind], expected[kind]).min()
+        print(f"{zoo.device} {name} {kind}: worst cosine {worst:.6f}")
+        assert worst > 0.998, kind

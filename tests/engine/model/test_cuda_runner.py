@@ -27,6 +27,7 @@ from gpu.options import KINDS, Answer, answers, check_same
 from gpu.shaping import SideBySide
 from gpu.test_options import mixed
 from gpu.test_soak import soak
+from numpy.typing import NDArray
 
 from headrace.engine import (
     Engine,
@@ -282,6 +283,28 @@ def test_rows_of_random_options_are_shaped_as_on_the_cpu(gpu: Gpu, seed: int) ->
             both.give(row)
         for _ in range(4):
             both.step()
+
+
+def test_vectors_and_hidden_states_are_those_of_the_cpu(zoo: Zoo, gpu: Gpu) -> None:
+    """In chunks, from the prefix cache, with single tokens left to compute, and beside generations."""
+    asked = prompts(1, 2, 17, 33, 50, seed=9)
+    asked += [[*asked[4][:16], 8], [*asked[4][:32], 9], asked[4]]
+
+    async def run(device: str, dtype: str) -> list[NDArray[np.float32]]:
+        options = SMALL | {"max_batched_tokens": 20, "max_rows": 4}
+        async with open_engine(zoo.folder("llama 3"), device, **(options | {"dtype": dtype})) as engine:
+            beside = engine.stream(draw(12, 1), greedy(30))
+            last = await engine.embed(asked * 2)
+            mean = await engine.embed(asked, pooling="mean", normalize=False)
+            states = [(await engine.hidden_states(ids)).float().numpy() for ids in asked]
+            assert len([token async for token in beside]) == 30
+            assert last.usage.cached_tokens > 0 and mean.usage.cached_tokens == 0
+            await at_rest(engine)
+        return [last.vectors, mean.vectors, np.concatenate(states)]
+
+    for found, wanted in zip(anyio.run(run, "cuda", "bfloat16"), anyio.run(run, "cpu", "float32"), strict=True):
+        cosines = (found * wanted).sum(-1) / np.linalg.norm(found, axis=-1) / np.linalg.norm(wanted, axis=-1)
+        assert cosines.min() > 0.99
 
 
 def test_masks_that_come_to_leave_nothing_fail_their_own_request_alone(zoo: Zoo, gpu: Gpu) -> None:
