@@ -16,8 +16,9 @@ from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams, shown
 from headrace.engine.scheduling.plan import Ability
 from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.shaping import LogitsProcessor
 
-__all__ = ["Asking", "check_abilities", "check_asking", "check_generates", "check_streamed"]
+__all__ = ["Asking", "check_abilities", "check_asking", "check_generates", "check_hooks", "check_streamed"]
 
 _NEEDS: dict[str, Ability] = {
     "presence_penalty": "shaping",
@@ -47,6 +48,7 @@ class Asking:
     cache_salt: str | None
     priority: int
     stop_when: StopWhen | None = None
+    logits_processor: LogitsProcessor | None = None
     deadline: float | None = None
     """Seconds from `since`."""
     since: float = 0.0
@@ -72,6 +74,18 @@ class Asking:
     def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
         """Token ids that end a choice."""
         return frozenset((*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_ids)))
+
+
+def check_hooks(asking: Asking, abilities: AbstractSet[Ability]) -> None:
+    """Refuse a hook that the device cannot serve.
+
+    Raises:
+        InvalidParams: Names it.
+    """
+    if asking.logits_processor is not None and "hooks" not in abilities:
+        raise InvalidParams(
+            "logits_processor: this device cannot do it yet", field="logits_processor", value=asking.logits_processor
+        )
 
 
 def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> None:
@@ -144,9 +158,11 @@ def check_asking(asking: Asking, vocab_size: int) -> None:
             raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
     params = asking.params
     _check_deadline(asking)
-    check_hook(asking.stop_when, "stop_when")
-    if params.beam_width is not None and asking.stop_when is not None:
-        raise InvalidParams("stop_when: cannot go with beam_width", field="stop_when", value=asking.stop_when)
+    for field in ("stop_when", "logits_processor"):
+        hook = getattr(asking, field)
+        check_hook(hook, field)
+        if params.beam_width is not None and hook is not None:
+            raise InvalidParams(f"{field}: cannot go with beam_width", field=field, value=hook)
     listed = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": [token for token, _ in params.logit_bias],

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from headrace.engine.asking import Asking, check_abilities, check_generates
+from headrace.engine.asking import Asking, check_abilities, check_generates, check_hooks
 from headrace.engine.collect import collect, streamed_params
 from headrace.engine.config import EngineConfig
 from headrace.engine.embeddings import Embeddings, EmbedOptions, embed
@@ -30,6 +30,7 @@ from headrace.engine.pooled import PoolingIntake, Text, Who
 from headrace.engine.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
 from headrace.engine.requests import make_requests
 from headrace.engine.scheduling.pooling import Pooling, PoolingKind
+from headrace.engine.scheduling.shaping import LogitsProcessor
 from headrace.engine.scoring import Scores, score
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
@@ -76,6 +77,7 @@ class Engine(Life):
         priority: int = 0,
         deadline: float | None = None,
         stop_when: StopWhen | None = None,
+        logits_processor: LogitsProcessor | None = None,
     ) -> TokenStream:
         """Start a generation; returns at once and does no I/O.
 
@@ -88,6 +90,8 @@ class Engine(Life):
             priority: Lower is served first.
             deadline: Seconds from now after which what is left is not generated: it ends with `deadline`.
             stop_when: Called with each token after which its choice would go on; True ends it there, with `stop`.
+            logits_processor: Called with the tokens so far and the next one's logits, a float32 array [vocabulary] that
+                it may write to; returns the logits to choose from. Runs in a thread.
 
         Returns:
             A stream; a `Rejected` request raises in its `admitted()` or first read.
@@ -98,7 +102,7 @@ class Engine(Life):
             EngineCrashed: Its step loop died.
         """
         loop, _ = self._serving()
-        asking = Asking(params, adapter, tenant, cache_salt, priority, stop_when, deadline, loop.now)
+        asking = Asking(params, adapter, tenant, cache_salt, priority, stop_when, logits_processor, deadline, loop.now)
         turns = Turns(self._serving, self._admit, self._helper, self.config, self._random)
         return TokenStream(turns.first(asking, prompt), turns, self._post)
 
@@ -113,6 +117,7 @@ class Engine(Life):
         priority: int = 0,
         deadline: float | None = None,
         stop_when: StopWhen | None = None,
+        logits_processor: LogitsProcessor | None = None,
     ) -> Completion:
         """Run a generation to its end; arguments and errors as `stream`.
 
@@ -132,6 +137,7 @@ class Engine(Life):
             priority=priority,
             deadline=deadline,
             stop_when=stop_when,
+            logits_processor=logits_processor,
         )
         return await collect(stream, params)
 
@@ -178,6 +184,7 @@ class Engine(Life):
             loop, opened = self._serving(draining=True)
             check_generates(opened)
             check_abilities(asking.params, opened.abilities)
+            check_hooks(asking, opened.abilities)
             loop.scheduler.check_length(len(ids))  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
         except HeadraceError as error:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from headrace.engine.errors import HookFailed, InvalidParams
 from headrace.engine.events import Token
+from headrace.engine.threads import Outcome, Poster
 
-__all__ = ["StopWhen", "asks_to_stop", "check_hook"]
+__all__ = ["HookThread", "StopWhen", "asks_to_stop", "check_hook"]
 
 StopWhen: TypeAlias = Callable[[Token], bool]
 """Whether a choice ends with the token that it is given."""
@@ -42,3 +45,75 @@ def asks_to_stop(stop_when: StopWhen, token: Token, seconds: float) -> bool:
     if type(answer) is not bool:
         raise HookFailed(f"stop_when must return a bool, got {type(answer).__name__} at token {token.position}")
     return answer
+
+
+class HookThread:
+    """Calls hooks one after the other beside the event loop, and leaves behind a call that takes too long.
+
+    Python cannot end a call. One that does not return in time goes on in its thread, which nobody waits for any more;
+    another thread takes the calls that come after it.
+    """
+
+    def __init__(self, post: Poster, seconds: float) -> None:
+        """Start nothing before the first call.
+
+        Args:
+            post: How results get back.
+            seconds: That one call may take.
+        """
+        self._post = post
+        self._seconds = seconds
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._watcher: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        """Queue `call`; `done(result, error)` then runs on the event loop, with `HookFailed` if it took too long."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="headrace-hooks", daemon=True)
+            self._watcher.start()
+        self._calls.put((call, done))
+
+    def close(self) -> None:
+        """Finish what is queued, or leave it behind, and join the threads that come to an end."""
+        if self._watcher is not None:
+            self._calls.put(None)
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        caller = _Caller()
+        while (item := self._calls.get()) is not None:
+            call, done = item
+            caller.calls.put(call)
+            try:
+                result, error = caller.results.get(timeout=self._seconds)
+            except queue.Empty:
+                caller.calls.put(None)
+                caller = _Caller()
+                result, error = None, HookFailed(f"a hook took longer than the {self._seconds:g} s that it has")
+            self._post(Outcome(done, result, error))
+            del item, call, done, result, error  # keep nothing alive while waiting for the next call
+        caller.calls.put(None)
+        caller.thread.join()
+
+
+_Call: TypeAlias = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
+
+
+class _Caller:
+    """A thread that makes calls until it is given None."""
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="headrace-hook", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            result, error = None, None
+            try:
+                result = call()
+            except BaseException as raised:  # raised where the result is awaited
+                error = raised
+            self.results.put((result, error))
+            del call, result, error

@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineStopped, InvalidParams
 from headrace.engine.grammars import Grammars
+from headrace.engine.hooks import HookThread
 from headrace.engine.loop import StepLoop
 from headrace.engine.opened import Opened
 from headrace.engine.scheduling.policies import policy_of
@@ -53,6 +54,7 @@ class Life:
         self._helper = Worker("headrace-helper", self._post, cheapest_first=True)
         self._waiter = Worker("headrace-waiter", self._post)
         self._grammars = Grammars(self._post)
+        self._hooks = HookThread(self._post, self.config.hook_seconds)
         try:
             opened = await self._helper.run(self._open_and_keep)
             await checkpoint()
@@ -67,7 +69,7 @@ class Life:
             policy=policy_of(self.config.policy),
         )
         runner = opened.runner
-        self._loop = StepLoop(scheduler, runner, self._waiter, launch_ahead=self.config.launch_ahead)
+        self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, launch_ahead=self.config.launch_ahead)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._stopped = anyio.Event()
@@ -152,6 +154,7 @@ class Life:
         finally:
             self._helper.close()
             self._waiter.close()
+            self._hooks.close()
 
     def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
         if self._loop is not None and self._loop.crashed is not None:

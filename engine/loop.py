@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
+from typing import Any
 from weakref import WeakSet
 
 import anyio
@@ -20,9 +22,11 @@ from anyio.lowlevel import checkpoint
 from headrace.engine.errors import EngineCrashed, HeadraceError, OutOfMemory, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.generation import Generation
+from headrace.engine.hooks import HookThread
 from headrace.engine.scheduling.plan import Emission, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
 from headrace.engine.stats import EngineStats, Meter
 from headrace.engine.threads import Worker
 
@@ -59,6 +63,7 @@ class StepLoop:
         scheduler: Scheduler,
         runner: Runner,
         waiter: Worker,
+        hooks: HookThread,
         *,
         launch_ahead: int,
         clock: Callable[[], float] = time.perf_counter,
@@ -69,6 +74,7 @@ class StepLoop:
             scheduler: Decides what runs.
             runner: The device.
             waiter: The thread that blocks on steps.
+            hooks: The thread that callers' hooks choose tokens in.
             launch_ahead: Steps that may be launched and not committed.
             clock: Seconds, of arrivals, deadlines and step times.
         """
@@ -77,6 +83,7 @@ class StepLoop:
         self.crashed: EngineCrashed | None = None
         self._runner = runner
         self._waiter = waiter
+        self._hooks = hooks
         self._launch_ahead = launch_ahead
         self._clock = clock
         self._generations: dict[int, Generation] = {}
@@ -282,10 +289,26 @@ class StepLoop:
             emissions = self.scheduler.fail(oldest.plan, _as_failure(error))
         else:
             emissions = self.scheduler.commit(oldest.plan, tokens)
+            if isinstance(tokens, ReportedTokens) and tokens.choices:
+                self._choose_later(oldest.plan, tokens.choices)
         generated = sum(emission.token is not None for emission in emissions)
         seconds = self.meter.committed(self._clock(), generated)
         self.scheduler.pace.observe(sum(work.num_tokens for work in oldest.plan.works if work.num_tokens > 1), seconds)
         self._emissions = emissions
+
+    def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
+        """Let callers' hooks choose the tokens of their rows; whatever else runs does not wait for them."""
+        for index, choice in choices.items():
+            request = plan.works[index].request
+            if request.awaited == plan.step:
+                self._hooks.submit(choice, partial(self._chosen, request, plan.step))
+
+    def _chosen(self, request: Request, step: int, chosen: tuple[int, Report | None] | None, error: Any) -> None:
+        failure = error if isinstance(error, RequestFailed) else _as_failure(error)
+        emissions = self.scheduler.supply(request, step, failure if chosen is None else chosen)
+        self.meter.generated_tokens += sum(emission.token is not None for emission in emissions)
+        self._deliver(emissions)
+        self._wake()
 
     async def _deliver_all(self) -> None:
         """Deliver what the last commit gave, and let its readers and everybody else run after each slice of it."""

@@ -21,6 +21,7 @@ from anyio.lowlevel import checkpoint
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.hooks import StopWhen
 from headrace.engine.params import SamplingParams
+from headrace.engine.scheduling.shaping import LogitsProcessor
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine, Prompt
@@ -44,6 +45,7 @@ class _Options(TypedDict, total=False):
     priority: int
     deadline: float | None
     stop_when: StopWhen | None
+    logits_processor: LogitsProcessor | None
 
 
 class ManyOptions(_Options, total=False):

@@ -72,6 +72,7 @@ def make_requests(
                 shaping=shaping,
                 reporting=None if reporting == Reporting() else reporting,
                 grammar=grammar,
+                processor=asking.logits_processor,
                 stop_ids=stop_ids,
                 root=asking.root,
                 priority=asking.priority,

@@ -109,6 +109,8 @@ class ScriptedRunner:
                 self._options.pop(row.row, None)
             for options in plan.options:
                 self._options[options.row] = options
+            for given in plan.given:
+                self._tokens[given.row].update(enumerate(given.tokens, given.start))
             for entry in plan.entries:
                 self._tables[entry.row][entry.place] = entry.page
             for source, destination in plan.copies:

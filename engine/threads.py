@@ -18,7 +18,7 @@ from weakref import WeakMethod, ref
 import anyio
 from anyio.lowlevel import current_token
 
-__all__ = ["Poster", "TaskWatch", "Worker", "outlast"]
+__all__ = ["Outcome", "Poster", "TaskWatch", "Worker", "outlast"]
 
 T = TypeVar("T")
 
@@ -198,11 +198,11 @@ class Worker:
                 result = call()
             except BaseException as raised:  # re-raised where the result is awaited
                 error = raised
-            self._post(_Outcome(done, result, error))
+            self._post(Outcome(done, result, error))
             del item, call, done, result, error  # keep nothing alive while waiting for the next call
 
 
-class _Outcome:
+class Outcome:
     """A finished call on its way to the event loop."""
 
     __slots__ = ("_done", "_error", "_result")

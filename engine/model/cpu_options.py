@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.model.cpu_masks import CpuMasks
+from headrace.engine.model.host_choice import shaper_of
 from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, RowOptions, StepPlan, Work
-from headrace.engine.scheduling.shaping import Report, Shaping
+from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu_logprobs import Logprobs, logprobs
 from headrace.ops.cpu_sample import Choosing, sample
 from headrace.ops.cpu_shape import Shaper
@@ -57,7 +58,7 @@ class CpuOptions:
         for options in plan.options:
             self._options[options.row] = options
             if options.shaping is not None:
-                self._shapers[options.row] = self._shaper(options, options.shaping)
+                self._shapers[options.row] = shaper_of(options, options.shaping, self._vocab_size)
             if options.grammar is not None:
                 self._masks.begin(options.row, options.grammar, options.tokens[options.prompt_len :])
 
@@ -143,22 +144,6 @@ class CpuOptions:
             self._shapers[row].append(token)
         if row in self._masks:
             self._masks.advance(row, token)
-
-    def _shaper(self, options: RowOptions, shaping: Shaping) -> Shaper:
-        return Shaper(
-            tokens=options.tokens,
-            prompt_len=options.prompt_len,
-            vocab_size=self._vocab_size,
-            bias=shaping.bias,
-            repetition_penalty=shaping.repetition_penalty,
-            frequency_penalty=shaping.frequency_penalty,
-            presence_penalty=shaping.presence_penalty,
-            allowed=shaping.allowed,
-            forbidden=shaping.forbidden,
-            min_length=shaping.min_length,
-            stops=shaping.stops,
-            bad_words=shaping.bad_words,
-        )
 
     @staticmethod
     def _reports(

@@ -20,8 +20,8 @@ from headrace.engine.model.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.pools import settle
 from headrace.engine.model.rows import CpuRows
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
-from headrace.engine.scheduling.shaping import Report, ReportedTokens
+from headrace.engine.scheduling.plan import CHOSEN_LATER, Ability, Capacity, StepPlan
+from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
 from headrace.ops.cpu import CpuOps
 from headrace.ops.cpu_lora import CpuAdapterOps, Wearers
 
@@ -52,7 +52,7 @@ def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: tor
 class CpuRunner:
     """The device protocol on the CPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar", "pooling"))
+    abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
 
     def __init__(
         self,
@@ -116,16 +116,23 @@ class CpuRunner:
         hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, last_S, self._adapters(batch.wearers))
         tokens = [0] * len(plan.works)
         reports: dict[int, Report] = {}
+        choices: dict[int, Choice] = {}
+        hosts = self._rows.hosts
         count = len(batch.samplers)
         if count:
             sampling = [plan.works[index] for index in batch.samplers]
             logits_SV = decoder.logits(hidden_SE[:count], self._adapters(batch.wearing_samplers))
             chosen, found = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
             self._rows.append(plan.works, batch.samplers, chosen)
-            for index, token in zip(batch.samplers, chosen, strict=True):
+            for place, (index, token) in enumerate(zip(batch.samplers, chosen, strict=True)):
                 tokens[index] = token
+                work = plan.works[index]
+                if work.row in hosts:
+                    tokens[index] = CHOSEN_LATER
+                    logits_V = logits_SV[place].float().numpy().copy()
+                    choices[index] = hosts.choice(work.row, logits_V)
             reports = {batch.samplers[place]: report for place, report in found.items()}
-        if not reports and not batch.prompts and not batch.pooled:
+        if not (reports or choices or batch.prompts or batch.pooled):
             return tokens
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
 
@@ -135,7 +142,7 @@ class CpuRunner:
 
         prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], logits)
         pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
-        return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens))
+        return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens), choices)
 
     def _adapters(self, wearers: Sequence[Wearers]) -> CpuAdapterOps | None:
         return CpuAdapterOps(self._any, wearers) if wearers else None

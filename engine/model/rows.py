@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_options import CpuOptions, PromptSpan
+from headrace.engine.model.host_choice import HostChoices
 from headrace.engine.model.pools import Pools, PoolSpan
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
@@ -62,9 +63,13 @@ class CpuRows:
         self._sampling = [Sampling()] * capacity.max_rows
         self.options = CpuOptions(capacity.vocab_size)
         self.pools = Pools()
+        self.hosts = HostChoices(capacity.vocab_size)
 
     def update(self, plan: StepPlan) -> None:
-        """Take in the plan's new rows and page entries."""
+        """Take in the plan's new rows, given tokens and page entries."""
+        plan = self.hosts.take(plan)
+        for given in plan.given:
+            self._tokens[given.row, given.start : given.start + len(given.tokens)] = given.tokens
         for row, start, tokens, sampling, _ in plan.new_rows:
             self._tokens[row, start : start + len(tokens)] = tokens
             self._sampling[row] = sampling

@@ -58,6 +58,8 @@ def _check_request(request: Request, size: int) -> None:
     assert request.planned <= len(request.pages) * size, "planned beyond the page table"
     assert request.in_flight >= request.discard >= 0, "more to discard than is in flight"
     assert request.registered * size <= request.planned, "a page is offered before it is full"
+    if request.awaited >= 0:
+        assert not request.in_flight and request.known == len(request.tokens) + 1, "awaits a token too many"
     if request.state is State.WAITING:
         assert not request.in_flight, "a waiting request has a step in flight"
         assert request.row < 0, "a waiting request holds a row"

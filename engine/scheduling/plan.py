@@ -13,14 +13,16 @@ from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
+from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Report, Reporting, Shaping
 
 __all__ = [
+    "CHOSEN_LATER",
     "NON_FINITE",
     "NOTHING_LEFT",
     "Ability",
     "Capacity",
     "Emission",
+    "GivenTokens",
     "NewRow",
     "PageEntry",
     "Resizable",
@@ -31,13 +33,16 @@ __all__ = [
     "Work",
 ]
 
-Ability: TypeAlias = Literal["shaping", "logprobs", "grammar", "pooling"]
+Ability: TypeAlias = Literal["hooks", "shaping", "logprobs", "grammar", "pooling"]
 """What not every runner can do: the parts of `RowOptions`."""
 
 NON_FINITE = -1
 """What a step returns instead of a token where the logits held NaN or infinity."""
 NOTHING_LEFT = -2
 """What a step returns instead of a token where the masks of the row's shaping left none."""
+
+CHOSEN_LATER = -3
+"""What a step returns instead of a token that the host chooses from the logits; `ReportedTokens.choices` has how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +98,17 @@ class RowOptions(NamedTuple):
     reporting: Reporting | None
     grammar: Grammar | None
     pooling: Pooling | None = None
+    processor: LogitsProcessor | None = None
+    """The host then chooses the row's tokens, from what this makes of the logits."""
+
+
+class GivenTokens(NamedTuple):
+    """Tokens of a row that the host chose, not the device."""
+
+    row: int
+    start: int
+    """Position of the first."""
+    tokens: list[int]
 
 
 class PageEntry(NamedTuple):
@@ -105,7 +121,7 @@ class PageEntry(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, to be carried out in this order: left rows, new rows, page entries, page copies, works.
+    """One step, to be carried out in this order: left rows, new rows, given tokens, page entries, page copies, works.
 
     Requests that were running come before those just admitted, and among them decodes before prefill chunks. An entry
     may set a place twice: the last one holds. Once `plan()` has returned it, nobody changes it.
@@ -117,6 +133,7 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     options: list[RowOptions] = field(default_factory=list)
     """Of those new rows that ask for more than their sampling; only runners that can do it are asked."""
+    given: list[GivenTokens] = field(default_factory=list)
     entries: list[PageEntry] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source page, destination page), copied before anything of this step is written."""

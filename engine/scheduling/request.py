@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.scheduling.shaping import Grammar, Report, Reporting, Shaping
+from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Report, Reporting, Shaping
 
 __all__ = ["Request", "Sampling", "State", "branch", "goes_on"]
 
@@ -57,6 +57,8 @@ class Request:
     shaping: Shaping | None = None
     reporting: Reporting | None = None
     grammar: Grammar | None = None
+    processor: LogitsProcessor | None = None
+    """Needs the host between any two tokens: the next is planned only when the last is known."""
     pooling: Pooling | None = None
     """What it wants of its hidden states; it then samples nothing and ends when its tokens are computed."""
     stop_ids: frozenset[int] = frozenset()
@@ -114,6 +116,10 @@ class Request:
     """Prompt tokens found in the prefix cache or forked when the request was first admitted."""
     prompt_reports: list[Report] = field(default_factory=list)
     """On the tokens of the prompt from position 1, as far as they are computed, where `reporting` wants them."""
+    awaited: int = -1
+    """The step after which the host still chooses its token; -1 for none."""
+    unsent: int = 0
+    """Trailing `tokens` that the host chose and the device does not know yet."""
     copied: int = -1
     """The latest step that copies a page for it, which only later ones may read."""
     preemptions: int = 0
@@ -136,13 +142,18 @@ class Request:
     @property
     def has_options(self) -> bool:
         """Whether it asks for more than its sampling."""
-        asked = (self.shaping, self.reporting, self.grammar, self.pooling)
+        asked = (self.shaping, self.reporting, self.grammar, self.pooling, self.processor)
         return any(each is not None for each in asked)
 
     @property
     def plannable(self) -> bool:
         """Running and staying so: preemption in the middle of planning makes this False."""
         return self.state is State.RUNNING and not self.leaving
+
+    @property
+    def is_decodable(self) -> bool:
+        """Whether the step of its next token may be planned."""
+        return self.plannable and (self.processor is None or self.known == len(self.tokens))
 
     @property
     def cacheable(self) -> int:
@@ -199,6 +210,7 @@ def branch(request: Request, count: int, seed: int) -> Request:
         shaping=request.shaping,
         reporting=None if reporting is None or reporting.completion is None else Reporting(reporting.completion),
         grammar=request.grammar,
+        processor=request.processor,
         stop_ids=request.stop_ids,
         root=request.root,
         priority=request.priority,

@@ -144,6 +144,7 @@ class Roster:
         """Forget all progress of a preempted request but its tokens, and wait again."""
         self._give_back(request)
         request.leaving = False
+        request.awaited, request.unsent = -1, 0
         request.known = len(request.tokens)
         request.planned = request.computed = request.ready = request.registered = 0
         if request.state is State.RUNNING:

@@ -17,10 +17,12 @@ from headrace.engine.scheduling.growth import Growth
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.plan import (
+    CHOSEN_LATER,
     NON_FINITE,
     NOTHING_LEFT,
     Capacity,
     Emission,
+    GivenTokens,
     NewRow,
     PageEntry,
     RowOptions,
@@ -32,7 +34,7 @@ from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.reports import take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.roster import Roster
-from headrace.engine.scheduling.shaping import ReportedTokens
+from headrace.engine.scheduling.shaping import Report, ReportedTokens
 
 __all__ = ["Scheduler"]
 
@@ -147,7 +149,7 @@ class Scheduler:
             owed = request.known - request.planned
             if owed > 1:
                 prefills.append(request)
-            elif owed and request.known != request.limit and request.plannable:
+            elif owed and request.known != request.limit and request.is_decodable:
                 plan.tokens += self._plan_tokens(plan, request, 1)
         if prefills or self._roster.waiting:
             self._plan_prefills(plan, prefills)
@@ -183,6 +185,10 @@ class Scheduler:
             count = self._growth.grow(plan, request, count, self._now)
             if not count:
                 return 0
+        if request.unsent:
+            given = request.tokens[-request.unsent :]
+            plan.given.append(GivenTokens(request.row, len(request.tokens) - request.unsent, given))
+            request.unsent = 0
         samples = start + count == request.known and request.pooling is None
         plan.works.append(Work(request, request.row, start, count, samples))
         request.ready = start
@@ -218,11 +224,11 @@ class Scheduler:
         row = request.row
         if not request.preemptions and request.elder < 0:
             request.cached = request.planned
-            self.prompt_tokens += request.prompt_len
+            self.prompt_tokens += len(request.tokens)
             self.cached_tokens += request.cached
         plan.new_rows.append(NewRow(row, request.planned, request.tokens[request.planned :], request.sampling))
         if request.has_options:
-            asked = (request.shaping, request.reporting, request.grammar, request.pooling)
+            asked = (request.shaping, request.reporting, request.grammar, request.pooling, request.processor)
             plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(pages))
 
@@ -269,11 +275,24 @@ class Scheduler:
                 request.computed = work.start + work.num_tokens
                 if min(request.planned, len(request.tokens)) >= (request.registered + 1) * size:
                     self.prefixes.offer(request)
-                if work.samples or (request.pooling is not None and request.computed == request.prompt_len):
+                if token == CHOSEN_LATER and work.samples:
+                    request.awaited = plan.step
+                elif work.samples or (request.pooling is not None and request.computed == request.prompt_len):
                     emissions.append(self._accept(request, token))
             if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
                 self._roster.let_go(request)
         return with_reports(plan, tokens, emissions) if isinstance(tokens, ReportedTokens) else emissions
+
+    def supply(self, request: Request, step: int, chosen: tuple[int, Report | None] | RequestFailed) -> list[Emission]:
+        """Take in what the host chose for `request` after `step`, or why it could not; dropped if nobody awaits it."""
+        if request.awaited != step or request.state is State.FINISHED:
+            return []
+        request.awaited = -1
+        if isinstance(chosen, RequestFailed):
+            return [self._fail_one(request, chosen)]
+        token, report = chosen
+        request.unsent = 1
+        return [self._accept(request, token)._replace(report=report)]
 
     def fail(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
         """Take in a step that raised: its requests fail with `error`, sharers of its pages start over."""

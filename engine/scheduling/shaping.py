@@ -8,11 +8,21 @@ row's own tokens, which the device has, so nothing is sent for a step. Next to r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["MOST_WORD_TOKENS", "Grammar", "GrammarState", "Report", "ReportedTokens", "Reporting", "Shaping"]
+__all__ = [
+    "Choice",
+    "LogitsProcessor",
+    "MOST_WORD_TOKENS",
+    "Grammar",
+    "GrammarState",
+    "Report",
+    "ReportedTokens",
+    "Reporting",
+    "Shaping",
+]
 
 MOST_WORD_TOKENS = 4096
 """Tokens of all bad words of a row, which a device may keep in a place of fixed size."""
@@ -85,6 +95,11 @@ class Grammar(Protocol):
         ...
 
 
+LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
+"""A caller's own code: from the tokens so far and the next one's logits, a writable float32 array [vocabulary], it
+makes the logits to choose from."""
+
+
 class Report(NamedTuple):
     """Log-probabilities at one position, from the logits as the model gave them."""
 
@@ -96,8 +111,12 @@ class Report(NamedTuple):
     """(token id, log-probability) of the likeliest tokens, in falling order, lower ids first among equals."""
 
 
+Choice: TypeAlias = Callable[[], tuple[int, Report | None]]
+"""Makes one choice of a token on the host, in the time that the caller's own code takes; called once, in any thread."""
+
+
 class ReportedTokens(list[int]):
-    """What a step returns where some of its rows want log-probabilities or are pooled: its token ids, and these."""
+    """What a step returns where some of its rows want more than a token: its token ids, and all that."""
 
     def __init__(
         self,
@@ -105,6 +124,7 @@ class ReportedTokens(list[int]):
         chosen: Mapping[int, Report],
         prompts: Mapping[int, list[Report]],
         pooled: Mapping[int, Any] | None = None,
+        choices: Mapping[int, Choice] | None = None,
     ) -> None:
         """Hold one id for each work.
 
@@ -112,9 +132,11 @@ class ReportedTokens(list[int]):
             tokens: One id for each work.
             chosen: Index of a work -> the report on its sampled token.
             prompts: Index of a work -> reports on the tokens of the prompt from position `start + 1` of the work.
+            choices: Index of a work whose token is `CHOSEN_LATER` -> what chooses it.
             pooled: Index of a work that ends a pooled request -> what came of its hidden states.
         """
         super().__init__(tokens)
         self.chosen = chosen
         self.prompts = prompts
         self.pooled = pooled or {}
+        self.choices = choices or {}

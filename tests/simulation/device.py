@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.plan import CHOSEN_LATER, Capacity, StepPlan, Work
 from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token
 
 __all__ = ["RigRunner"]
@@ -17,10 +17,13 @@ class RigRunner(ScriptedRunner):
     def __init__(self, capacity: Capacity, faults: dict[int, Exception | int]) -> None:
         super().__init__(capacity, faults=faults)
         self._seeds = [0] * capacity.max_rows
+        self._hosted: set[int] = set()
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
         for row in plan.new_rows:
             self._seeds[row.row] = row.sampling.seed
+            self._hosted.discard(row.row)
+        self._hosted.update(options.row for options in plan.options if options.processor is not None)
         return super().launch(plan)
 
     def _cell_places(self, work: Work) -> list[tuple[int, int]]:
@@ -40,7 +43,9 @@ class RigRunner(ScriptedRunner):
         sampled = []
         for work in plan.works:
             token = 0
-            if work.samples:
+            if work.samples and work.row in self._hosted:
+                token = self._tokens[work.row][work.start + work.num_tokens] = CHOSEN_LATER
+            elif work.samples:
                 read = [self._cells[page][cell] for page, cell in self._cell_places(work)]
                 token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
                 self._tokens[work.row][work.start + work.num_tokens] = token

@@ -74,6 +74,8 @@ class Rig:
         self.prompts: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         """Request id -> its one end: a finish reason or the name of its error."""
+        self.awaited: list[tuple[Request, int]] = []
+        """Requests whose tokens the host still has to choose, and after which step."""
         self.computed_tokens = 0
         self.copies = 0
         self._turns = 0
@@ -96,6 +98,7 @@ class Rig:
         adapter: str | None = None,
         deadline: float | None = None,
         keepers: int = 0,
+        hooked: bool = False,
         before: Request | None = None,
     ) -> list[Request]:
         """Queue the `n` choices of a prompt, as the engine does.
@@ -121,6 +124,7 @@ class Rig:
                 forked=n > 1 or before is not None,
                 holds=holds,
                 keepers=keepers,
+                processor=_no_hook if hooked else None,
                 before=before,
             )
             count = len(self.scheduler.requests)
@@ -216,7 +220,7 @@ class Rig:
         """
         if len(self.flights) >= self.depth or (self.flights and self.flights[-1].step is None):
             return None  # what was not launched must fail before anything is planned on top of it
-        owed = {r.id: r.known - r.planned for r in self.live() if r.state is State.RUNNING and not r.leaving}
+        owed = {r.id: r.known - r.planned for r in self.live(State.RUNNING) if r.is_decodable}
         ready = self.live(State.WAITING, State.RUNNING)
         plan = self.scheduler.plan(self.now)
         for emission in self.scheduler.take_lapsed():
@@ -225,7 +229,8 @@ class Rig:
         ready = [request for request in ready if request.id not in self.ends]
         if plan is None:
             self._note(lambda: "plan       nothing")
-            assert self.flights or not ready, "there is work and nothing in flight, but nothing is planned"
+            waits = any(request.awaited == step for request, step in self.awaited)
+            assert self.flights or waits or not ready, "there is work and nothing in flight, but nothing is planned"
             self._settled()
             return None
         flight = Flight(plan, None)
@@ -267,16 +272,29 @@ class Rig:
                 tokens[bad[0] % len(tokens)] = bad[1]
             self._note(_say_commit, plan, tokens)
             emissions = self.scheduler.commit(plan, tokens)
+            self.awaited += [(r, plan.step) for r, *_ in plan.works if r.awaited == plan.step]
         for emission in emissions:
             self._take(emission)
         self._settled()
         return emissions
+
+    def supply(self, place: int = 0, *, fails: bool = False) -> None:
+        """Let the host choose a token that is awaited, or fail to; what nobody awaits any more must be dropped."""
+        request, step = self.awaited.pop(place)
+        known = [request.sampling.seed, *request.tokens]
+        token = scripted_token(known, self.capacity.vocab_size)
+        self._note(lambda name, token: f"supply     r{name}={token}", request.id, None if fails else token)
+        for emission in self.scheduler.supply(request, step, RequestFailed("scripted") if fails else (token, None)):
+            self._take(emission)
+        self._settled()
 
     def turn(self) -> bool:
         """One turn of a step loop: launch as far ahead as allowed, complete one step; False if nothing was done."""
         self._turns += 1
         assert self._turns < _TURNS, f"still busy after {_TURNS} turns"
         launched = False
+        while self.awaited:
+            self.supply()
         while len(self.flights) < self.depth and self.launch() is not None:
             launched = True
         if self.flights:
@@ -436,6 +454,10 @@ class Rig:
     def _end(self, request: Request, end: str) -> None:
         assert request.state is State.FINISHED
         self.ends[request.id] = end
+
+
+def _no_hook(tokens: list[int], logits: object) -> object:
+    raise AssertionError("the host of a rig chooses by script")
 
 
 def _say_submit(ids: list[int], length: int, limit: int, priority: int, root: bytes) -> str:

@@ -103,6 +103,8 @@ class World:
         self._talks = random.Random(f"{seed} talks")
         """Of its own, too: conversations."""
         self._talking = self._talks.choice([0.0, 0.0, 0.3])
+        self._hooks = random.Random(f"{seed} hooks")
+        self._hooking = self._hooks.choice([0.0, 0.0, 0.4])
         self.talks: Counter[str] = Counter()
 
     @property
@@ -127,6 +129,8 @@ class World:
         self._search()
         if self._talking and self.ticks < _BUSY_TICKS:
             self._talk()
+        while rig.awaited and (self._hooks.random() < 0.4 or not (rig.flights or self.ticks < _BUSY_TICKS)):
+            rig.supply(self._hooks.randrange(len(rig.awaited)), fails=self._hooks.random() < 0.02)
         fault = chance.choice(self._fault) if chance.random() < self._faults else ""
         plan = rig.launch(fault)
         if rig.flights and (plan is None or len(rig.flights) >= rig.depth or chance.random() < 0.2):
@@ -221,6 +225,7 @@ class World:
                 holds=holds,
                 **self._asked(),
                 keepers=1 if self._talking and choices == 1 and not holds else 0,
+                hooked=not holds and self._hooks.random() < self._hooking,
             )
         except Overloaded:
             assert self._deadlines
