@@ -45,25 +45,18 @@ class TokenMaker:
 
     def make(self, item: Delivered) -> Token:
         """The token of a delivered item."""
-        choice, reason, text = item.choice, item.finish_reason, item.text
+        choice, identity, text, reason, report, stop, _ = item
         if text is None:
-            hidden = item.id is None or (reason == "stop" and item.id in self._hidden)
-            text = "" if hidden or item.id is None else self._detokenizers[choice].feed(item.id)
+            hidden = identity is None or (reason == "stop" and identity in self._hidden)
+            text = "" if hidden or identity is None else self._detokenizers[choice].feed(identity)
             if reason is not None:
                 text += self.flush(choice)
         position = self._positions[choice]
         self._positions[choice] = position + 1
-        token = Token(
-            id=item.id,
-            text=text,
-            index=choice,
-            position=position,
-            finish_reason=reason,
-            stop_string=item.stop_string,
-        )
-        if item.report is not None and item.id is not None:
-            token.logprob = item.report.logprob
-            token.logprobs = token_logprobs(self.table, item.id, item.report)
+        token = Token(id=identity, text=text, index=choice, position=position, finish_reason=reason, stop_string=stop)
+        if report is not None and identity is not None:
+            token.logprob = report.logprob
+            token.logprobs = token_logprobs(self.table, identity, report)
         return token
 
     def skip(self, ids: Sequence[int]) -> None:

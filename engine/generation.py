@@ -135,7 +135,8 @@ class Generation:
         self.error: HeadraceError | None = None
         self._control = control
         self._window = window
-        self._paused = False
+        self.paused = False
+        """Its choices wait for its reader."""
         self._stop_texts = stop_texts
         self._watch = watch
         self._choice_of: dict[int, int] = {}
@@ -197,16 +198,18 @@ class Generation:
                 stop = self._stop_texts[choice].stop
         item = Delivered(choice, emission.token, text, reason, emission.report, stop)
         if self._watch is None:
-            self.mailbox.put(item)
+            unread = self.mailbox.put(item)
         else:
             token = self._watch.maker.make(item)
-            self.mailbox.put(item._replace(token=token))  # before it is looked at: the hook may cancel the stream
+            unread = self.mailbox.put(
+                item._replace(token=token)
+            )  # before it is looked at: the hook may cancel the stream
             if reason is None:
                 reason = self._asked(self._watch, token, emission.request)
         if reason is not None:
             self._count_end()
-        elif len(self.mailbox) + self.held >= self._window and not self._paused:
-            self._paused = True
+        elif unread + self.held >= self._window and not self.paused:
+            self.paused = True
             for request in self.requests:
                 self._control.pause(request)
 
@@ -225,8 +228,8 @@ class Generation:
 
     def drained(self) -> None:
         """The reader has taken all there was: paused choices run again."""
-        if self._paused:
-            self._paused = False
+        if self.paused:
+            self.paused = False
             for request in self.requests:
                 self._control.resume(request)
 

@@ -223,12 +223,15 @@ class TokenStream:
         Raises:
             HeadraceError: As `__anext__` does.
         """
-        tokens = list(self._unyielded) or await self._take()
-        self._unyielded.clear()
-        self._read += len(tokens)
         generation = self._generation
+        if self._unyielded:
+            tokens = list(self._unyielded)
+            self._unyielded.clear()
+        else:
+            tokens = await self._take()
+        self._read += len(tokens)
         generation.held = 0
-        if not len(generation.mailbox):
+        if generation.paused and not len(generation.mailbox):
             generation.drained()  # it goes on while the reader is at work on the chunk
         return Chunk(text="".join([token.text for token in tokens]), tokens=tokens) if tokens else None
 
@@ -240,7 +243,7 @@ class TokenStream:
     async def _take(self) -> list[Token]:
         generation = self._generation
         self._reader.follow()
-        if not len(generation.mailbox):
+        if generation.paused and not len(generation.mailbox):
             generation.drained()
         try:
             items = await generation.mailbox.take()
@@ -251,13 +254,12 @@ class TokenStream:
             raise
         if generation.finished:
             self._reader.stop()
-        return [self._token(item) for item in items]
-
-    def _token(self, item: Delivered) -> Token:
-        token = item.token or self._maker.make(item)
-        if token.finish_reason is not None:
-            self._finish_reasons[token.index] = token.finish_reason
-        return token
+        make = self._maker.make
+        tokens = [item.token or make(item) for item in items]
+        for token in tokens:
+            if token.finish_reason is not None:
+                self._finish_reasons[token.index] = token.finish_reason
+        return tokens
 
 
 class ChunkIterator:

@@ -49,9 +49,13 @@ class Connection:
                 again.
         """
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch, tasks.cancel_scope, tick)
-            await answer()
-            tasks.cancel_scope.cancel()
+            # Each event wakes the answer through every coroutine above it: its task has the fewest.
+            tasks.start_soon(self._run_to_end, answer, tasks.cancel_scope)
+            await self._watch(tasks.cancel_scope, tick)
+
+    async def _run_to_end(self, answer: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
+        await answer()
+        scope.cancel()
 
     async def send(self, *messages: Message) -> None:
         """Send ASGI messages with nothing between them; waits while the client is behind."""

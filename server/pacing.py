@@ -12,40 +12,46 @@ __all__ = ["Pacer"]
 _WINDOW = 0.05
 
 
-class Pacer:
-    """A budget of events for each short window of time, shared by all streams of a server.
+class _Window:
+    """A short span of time and how many events may still go out in it."""
 
-    A stream that finds the budget spent waits for the next window. Waiting streams share one timer, so that pacing
-    costs less than the events it saves.
+    __slots__ = ("left", "opened", "starts")
+
+    def __init__(self, starts: float, left: int) -> None:
+        self.starts = starts
+        self.left = left
+        self.opened: anyio.Event | None = None
+        """Set when it starts; None while nobody waits for that."""
+
+
+class Pacer:
+    """A budget of events for each window, shared by all streams of a server.
+
+    A stream takes its place in the earliest window that has room, and sleeps until then: each waits once, in the order
+    in which they came, and those of one window share one timer.
     """
 
     def __init__(self, events_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Allow so many events a second."""
         self._budget = max(1, int(events_per_second * _WINDOW))
         self._clock = clock
-        self._left = self._budget
-        self._ends = 0.0
-        self._next: anyio.Event | None = None
+        self._latest = _Window(0.0, 0)
 
     async def turn(self) -> None:
         """Take the right to send one event, waiting for it if need be."""
-        while not self._take():
-            if self._next is not None:
-                await self._next.wait()
-                continue
-            mine = self._next = anyio.Event()  # whoever comes first keeps the time for all
-            try:
-                await anyio.sleep(max(0.0, self._ends - self._clock()))
-            finally:
-                self._next = None
-                mine.set()
-
-    def _take(self) -> bool:
-        now = self._clock()
-        if now >= self._ends:
-            self._ends = now + _WINDOW
-            self._left = self._budget
-        if self._left <= 0:
-            return False
-        self._left -= 1
-        return True
+        now, window = self._clock(), self._latest
+        if now >= window.starts + _WINDOW:
+            self._latest = window = _Window(now, self._budget)
+        elif not window.left:
+            self._latest = window = _Window(window.starts + _WINDOW, self._budget)
+        window.left -= 1
+        if window.starts <= now:
+            return
+        if window.opened is not None:
+            await window.opened.wait()
+            return
+        window.opened = anyio.Event()  # whoever comes first keeps the time for all
+        try:
+            await anyio.sleep(window.starts - now)
+        finally:
+            window.opened.set()

@@ -425,7 +425,7 @@ async def test_a_second_reader_that_is_cancelled_leaves_the_first_alone() -> Non
 
         async with anyio.create_task_group() as readers:
             readers.start_soon(first)
-            await until(lambda: stream._generation.mailbox._waiter is not None)
+            await until(lambda: stream._generation.mailbox.awaited)
             with anyio.move_on_after(0.01):
                 with pytest.raises(RuntimeError, match="two tasks"):
                     await anext(stream)

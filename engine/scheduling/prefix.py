@@ -93,8 +93,10 @@ class Prefixes:
 
     def offer(self, request: Request) -> None:
         """Offer the pages of `request` that are full, planned and known to whoever has the same prefix."""
+        if not self._enabled:
+            return
         full = min(request.planned, len(request.tokens)) // self._pool.page_size
-        if not self._enabled or request.registered >= full:
+        if request.registered >= full:
             return
         self._pool.extend_keys(request.keys, request.tokens, request.root)
         for index in range(request.registered, full):

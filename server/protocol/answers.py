@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -75,17 +75,17 @@ class Answer(Protocol):
 
 def pieces(
     chunk: Chunk, choices: int, first: int, prompt: Sequence[TokenLogprobs | None] | None = None
-) -> Iterator[Piece]:
+) -> Sequence[Piece]:
     """The pieces of a chunk, one for each choice in it; choices count from `first`."""
     if choices == 1:
-        yield Piece(first, chunk.text, chunk.tokens[-1].finish_reason, chunk.tokens, prompt)
-        return
+        return (Piece(first, chunk.text, chunk.tokens[-1].finish_reason, chunk.tokens, prompt),)
     groups: dict[int, list[Token]] = {}
     for token in chunk.tokens:
         groups.setdefault(token.index, []).append(token)
-    for index, tokens in groups.items():
-        text = "".join([token.text for token in tokens])
-        yield Piece(first + index, text, tokens[-1].finish_reason, tokens, prompt)
+    return [
+        Piece(first + index, "".join([token.text for token in tokens]), tokens[-1].finish_reason, tokens, prompt)
+        for index, tokens in groups.items()
+    ]
 
 
 def event(value: Any) -> bytes:

@@ -305,7 +305,7 @@ async def test_a_second_reader_is_refused_and_the_first_goes_on() -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(first)
-            await until(lambda: stream._generation.mailbox._waiter is not None)
+            await until(lambda: stream._generation.mailbox.awaited)
             for second in (stream.__anext__, stream.next_chunk, stream.chunks().__anext__):
                 with pytest.raises(RuntimeError, match="two tasks"):
                     await second()
