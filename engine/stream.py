@@ -6,7 +6,7 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.delivered import Delivered, token_logprobs
+from headrace.engine.delivered import token_logprobs
 from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Chunk, FinishReason, Token, TokenLogprobs, Usage
 from headrace.engine.generation import Generation

@@ -238,7 +238,7 @@ def test_08_unknown_endpoints_and_methods(server: Serving) -> None:
 )
 def test_09_nobody_without_a_key(guarded: Serving, headers: Any) -> None:
     with httpx2.Client(base_url=guarded.url, trust_env=False) as client:
-        for path in ("/v1/models", f"/v1/models?api_key={KEY}", "/v1/nothing", "/openapi.json", "/"):
+        for path in ("/v1/models", f"/v1/models?api_key={KEY}", "/v1/nothing", "/openapi.json", "/page/load"):
             answer = client.get(path, headers=headers)
             check_error(answer, 401, "invalid_api_key")
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -249,6 +249,7 @@ def test_09_every_route_needs_a_key_but_the_public_ones(guarded: Serving) -> Non
     from starlette.routing import Route
 
     from headrace.server.gate import PUBLIC_PATHS
+    from headrace.server.routes.page import ASSETS
 
     routes = [route for route in guarded.server.config.app.routes if isinstance(route, Route)]
     assert len(routes) > 8
@@ -256,7 +257,7 @@ def test_09_every_route_needs_a_key_but_the_public_ones(guarded: Serving) -> Non
         for route in routes:
             for method in route.methods or ():
                 path = route.path.replace("{model:path}", "m").replace("{name}", "me")
-                expected = 200 if path in PUBLIC_PATHS else 401
+                expected = 200 if path in PUBLIC_PATHS or path in ASSETS else 401
                 assert client.request(method, path).status_code == expected, (method, path)
                 if path.startswith("/v1/admin/"):
                     assert guarded.client.request(method, path).status_code == 403

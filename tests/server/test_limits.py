@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 from typing import Any
 
@@ -137,12 +138,22 @@ def test_a_secret_opens_for_its_holder_alone(keys: dict[str, str], guess: bytes)
 @pytest.mark.anyio
 async def test_the_pacer_keeps_to_its_rate_and_lets_everybody_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
+    sleepers: list[tuple[float, int, anyio.Event]] = []
+    order = itertools.count()
 
     async def sleep(seconds: float) -> None:
-        await checkpoint()
-        clock.now += seconds
+        event = anyio.Event()
+        heapq.heappush(sleepers, (clock.now + seconds, next(order), event))
+        await event.wait()
 
-    checkpoint = anyio.lowlevel.checkpoint
+    async def let_time_pass() -> None:
+        while len(passed) < 100:
+            for _ in range(20):  # what is awake comes first
+                await anyio.lowlevel.checkpoint()
+            if sleepers:
+                clock.now, _, event = heapq.heappop(sleepers)
+                event.set()
+
     monkeypatch.setattr(anyio, "sleep", sleep)
     pacer = Pacer(200, clock)  # ten in each twentieth of a second
     passed: list[float] = []
@@ -154,6 +165,7 @@ async def test_the_pacer_keeps_to_its_rate_and_lets_everybody_pass(monkeypatch: 
 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(let_time_pass)
             for _ in range(20):
                 tasks.start_soon(one)
     assert len(passed) == 100
