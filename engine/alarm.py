@@ -13,8 +13,8 @@ __all__ = ["Alarm"]
 class Alarm:
     """Wakes one task at a time, on the event loop's thread.
 
-    With asyncio's loops a sleep is a bare future, 1.5 µs from sleep to sleep; an `anyio.Event` for each makes that 4 µs,
-    and each streamed event has one.
+    With asyncio's loops a sleep is a bare future, 1.5 µs from sleep to sleep; an `anyio.Event` for each makes that
+    4 µs, and each streamed event has one.
     """
 
     __slots__ = ("_make_future", "_sleeping")
