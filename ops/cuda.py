@@ -8,8 +8,9 @@ Everything runs on the current stream, and one `CudaOps` belongs to one stream: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,8 +19,10 @@ from headrace.ops import cuda_fused as fused
 from headrace.ops.cuda_attention import DecodeAttention, HeadShape, PrefillAttention
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch, linear, linear_silu_mul
+from headrace.ops.cuda_pages import PageMemory
 from headrace.ops.cuda_vector import AddNorm, vector_linear
 from headrace.ops.linear import GroupQuantised
+from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +65,15 @@ class PrefillStep:
 class CudaOps:
     """The operations of one model's layers that share an attention window."""
 
-    def __init__(self, shape: HeadShape, *, eps: float, cos_sin_PD: Tensor, scratch: LinearScratch) -> None:
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        eps: float,
+        cos_sin_PD: Tensor,
+        scratch: LinearScratch,
+        kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
+    ) -> None:
         """Compute with heads of `shape`.
 
         Args:
@@ -70,11 +81,13 @@ class CudaOps:
             eps: Of the norms.
             cos_sin_PD: float32 [positions, D]: D/2 cosines, then D/2 sines.
             scratch: Of the one stream on which this runs.
+            kv_scales: Of layers whose 8-bit keys and values have any; those of 16 bits have none.
         """
         self.shape = shape
         self._eps = eps
         self._cos_sin_PD = cos_sin_PD
         self._scratch = scratch
+        self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
         self.pdl = torch.cuda.get_device_capability(cos_sin_PD.device) >= (9, 0)
         """Whether kernels may be launched dependently: a feature of Hopper and newer."""
 
@@ -85,19 +98,19 @@ class CudaOps:
         shape = self.shape
         return num_layers * 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
 
-    def allocate_kv(self, num_layers: int, pages: int) -> Tensor:
+    def allocate_pages(self, num_layers: int, num_pages: int) -> PageMemory:
         """Zeroed pages `[layers, pages, 2, T, K, D]`."""
         shape = self.shape
-        size = (num_layers, pages, 2, shape.page_size, shape.kv_heads, shape.head_dim)
-        return torch.zeros(size, dtype=shape.kv_dtype, device=self._cos_sin_PD.device)
+        page = (2, shape.page_size, shape.kv_heads, shape.head_dim)
+        return PageMemory(num_layers, page, shape.kv_dtype, num_pages, self._cos_sin_PD.device)
 
     @staticmethod
     def copy_pages(kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
         if pairs:
             source, target = torch.tensor(pairs, dtype=torch.int64).to(kv.device, non_blocking=False).unbind(1)
-            raw = kv.view(torch.uint8)  # an fp8 cache has no index_copy of its own
-            raw.index_copy_(1, target, raw.index_select(1, source))
+            for layer in kv.view(torch.uint8):  # an fp8 cache has no index_copy of its own
+                layer.index_copy_(0, target, layer.index_select(0, source))
 
     # --- what the decoder calls
 
@@ -164,24 +177,24 @@ class CudaOps:
         layer: int,
     ) -> Tensor:
         """Norm and rotate q and k, store k and v, attend: [N, H * D]."""
-        shape, kv_layer = self.shape, kv[layer]
+        shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
         rows, width = qkv_NX.shape[0], shape.heads * shape.head_dim
         out_NX = torch.empty(rows, width, dtype=qkv_NX.dtype, device=qkv_NX.device)
         if isinstance(step, PrefillStep):
-            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, qkv_NX)
+            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, scales, qkv_NX)
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
-            step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim))
+            step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
         elif isinstance(step.attention, FusedDecode):
             step.attention.run(
-                qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX,
+                qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX, scales,
                 eps=self._eps, pdl=self.pdl,
             )  # fmt: skip
         else:
             inputs = step.inputs
             q_NX = torch.empty_like(out_NX)
-            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, inputs.positions_B, inputs.slots_B, kv_layer, q_NX)
+            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, inputs.positions_B, inputs.slots_B, kv_layer, scales, q_NX)
             head = (rows, shape.heads, shape.head_dim)
-            step.attention.run(q_NX.view(head), kv_layer, inputs, out_NX.view(head))
+            step.attention.run(q_NX.view(head), kv_layer, inputs, out_NX.view(head), scales)
         return out_NX
 
     # --- inside
@@ -213,11 +226,12 @@ class CudaOps:
         positions_N: Tensor,
         slots_N: Tensor,
         kv_layer: Tensor,
+        scales: KvScales,
         q_out: Tensor,
     ) -> None:
         shape = self.shape
         fused.norm_rope_write(
             qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
             heads=shape.heads, kv_heads=shape.kv_heads, eps=self._eps, q_out=q_out,
-            k_scale=shape.k_scale, v_scale=shape.v_scale, pdl=self.pdl,
+            k_scale=scales.k, v_scale=scales.v, pdl=self.pdl,
         )  # fmt: skip

@@ -15,6 +15,8 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.xqa import xqa
 
+from headrace.ops.paged import UNSCALED, KvScales
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,18 +31,7 @@ _RING = 4
 class HeadShape:
     """What one attention layer looks like; the same for every way to compute it."""
 
-    __slots__ = (
-        "dtype",
-        "head_dim",
-        "heads",
-        "k_scale",
-        "kv_dtype",
-        "kv_heads",
-        "page_size",
-        "scale",
-        "v_scale",
-        "window",
-    )
+    __slots__ = ("dtype", "head_dim", "heads", "kv_dtype", "kv_heads", "page_size", "scale", "window")
 
     def __init__(
         self,
@@ -53,14 +44,12 @@ class HeadShape:
         kv_dtype: torch.dtype | None = None,
         scale: float | None = None,
         window: int | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
     ) -> None:
         """Args: `scale` multiplies q.k, None for 1/sqrt(D); `window` counts visible tokens with the current one."""
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
         self.dtype, self.kv_dtype = dtype, dtype if kv_dtype is None else kv_dtype
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-        self.window, self.k_scale, self.v_scale = window, k_scale, v_scale
+        self.window = window
 
 
 class DecodeAttention(Protocol):
@@ -69,7 +58,14 @@ class DecodeAttention(Protocol):
     def plan(self, seq_lens: Sequence[int]) -> None:
         """Prepare the next launch on the current stream, outside any graph, from lengths no less than real ones."""
 
-    def run(self, q_BHD: Tensor, kv_layer: Tensor, inputs: DecodeInputs, out_BHD: Tensor) -> None:
+    def run(
+        self,
+        q_BHD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeInputs,
+        out_BHD: Tensor,
+        scales: KvScales = UNSCALED,
+    ) -> None:
         """Enqueue one layer; capturable. `kv_layer` is `[pages, 2, T, K, D]`; q and out are contiguous."""
 
 
@@ -91,7 +87,14 @@ class XqaDecode:
     def plan(self, seq_lens: Sequence[int]) -> None:
         """Nothing to do."""
 
-    def run(self, q_BHD: Tensor, kv_layer: Tensor, inputs: DecodeInputs, out_BHD: Tensor) -> None:
+    def run(
+        self,
+        q_BHD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeInputs,
+        out_BHD: Tensor,
+        scales: KvScales = UNSCALED,
+    ) -> None:
         """Enqueue one layer; `inputs.seq_lens_B` is read as uint32."""
         shape = self._shape
         rows = q_BHD.shape[0]
@@ -107,8 +110,8 @@ class XqaDecode:
             shape.kv_heads,
             shape.page_size,
             # XQA divides by sqrt(D) itself and multiplies scores and outputs by one kv_scale.
-            q_scale=shape.scale * math.sqrt(shape.head_dim) * shape.k_scale / shape.v_scale,
-            kv_scale=shape.v_scale,
+            q_scale=shape.scale * math.sqrt(shape.head_dim) * scales.k / scales.v,
+            kv_scale=scales.v,
             sliding_win_size=0 if shape.window is None else shape.window,
             sm_count=self._sms,
         )
@@ -227,10 +230,16 @@ class PlannedDecode:
         )
         self._done[slot].record()
 
-    def run(self, q_BHD: Tensor, kv_layer: Tensor, inputs: DecodeInputs, out_BHD: Tensor) -> None:
+    def run(
+        self,
+        q_BHD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeInputs,
+        out_BHD: Tensor,
+        scales: KvScales = UNSCALED,
+    ) -> None:
         """Enqueue one layer; `inputs` must be the ones given at construction."""
-        shape = self._shape
-        self._wrapper.run(q_BHD, kv_layer, out=out_BHD, k_scale=shape.k_scale, v_scale=shape.v_scale)
+        self._wrapper.run(q_BHD, kv_layer, out=out_BHD, k_scale=scales.k, v_scale=scales.v)
 
 
 class PrefillAttention:
@@ -288,10 +297,9 @@ class PrefillAttention:
         )
         self._done[slot].record()
 
-    def run(self, q_NHD: Tensor, kv_layer: Tensor, out_NHD: Tensor) -> None:
+    def run(self, q_NHD: Tensor, kv_layer: Tensor, out_NHD: Tensor, scales: KvScales = UNSCALED) -> None:
         """Enqueue one layer; `q_NHD` may be a view into packed q, k and v (last dimension contiguous)."""
-        shape = self._shape
-        self._wrapper.run(q_NHD, kv_layer, out=out_NHD, k_scale=shape.k_scale, v_scale=shape.v_scale)
+        self._wrapper.run(q_NHD, kv_layer, out=out_NHD, k_scale=scales.k, v_scale=scales.v)
 
 
 def choose(rows: int, context: int, *, fp8: bool = False, even: bool = False) -> str:

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda_fused import finite
+from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -250,6 +251,7 @@ class FusedDecode:
         kv_layer: Tensor,
         inputs: DecodeInputs,
         out_BX: Tensor,
+        scales: KvScales = UNSCALED,
         *,
         eps: float,
         pdl: bool = False,
@@ -280,9 +282,9 @@ class FusedDecode:
             kv_layer.stride(1),
             kv_layer.stride(2),
             eps,
-            shape.scale * shape.k_scale * 1.4426950408889634,
-            shape.k_scale,
-            shape.v_scale,
+            shape.scale * scales.k * 1.4426950408889634,
+            scales.k,
+            scales.v,
             KV_HEADS=shape.kv_heads,
             GROUP=group,
             DIM=shape.head_dim,

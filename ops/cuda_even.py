@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from flashinfer.jit.core import gen_jit_spec
 
+from headrace.ops.paged import UNSCALED, KvScales
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -100,7 +102,14 @@ class EvenDecode:
         """Enqueue the division of a step's pages among multiprocessors; capturable."""
         self._module.plan(inputs.seq_lens_B, self._plan, self._shape.window or 0, self._blocks)
 
-    def run(self, q_BHD: Tensor, kv_layer: Tensor, inputs: DecodeInputs, out_BHD: Tensor) -> None:
+    def run(
+        self,
+        q_BHD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeInputs,
+        out_BHD: Tensor,
+        scales: KvScales = UNSCALED,
+    ) -> None:
         """Enqueue one layer of the step that was dealt last; capturable."""
         shape = self._shape
         self._module.run(
@@ -115,7 +124,7 @@ class EvenDecode:
             self._counters,
             shape.window or 0,
             self._blocks,
-            shape.scale * shape.k_scale,
-            shape.v_scale,
+            shape.scale * scales.k,
+            scales.v,
             self._pdl,
         )

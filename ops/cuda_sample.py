@@ -126,11 +126,14 @@ def _choose_kernel(
     pool,
     lengths,
     out,
+    stops,
+    stopped,
     pool_stride,
     parts,
     padding_row,
     context,
     PARTS: tl.constexpr,
+    STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -138,14 +141,17 @@ def _choose_kernel(
         gdc_wait()
     at_row = tl.program_id(0)
     at = tl.arange(0, PARTS)
+    row = tl.load(rows + at_row).to(tl.int64)
     score = tl.load(scores + at_row * parts + at, mask=at < parts, other=float("-inf"))
     token = tl.load(ids + at_row * parts + at, mask=at < parts, other=2147483647)
     winner = tl.max(score, axis=0)
     chosen = tl.min(tl.where(score == winner, token, 2147483647), axis=0)
     finite = tl.abs(winner) < float("inf")
     tl.store(out + at_row, tl.where(finite, chosen, -1))
-    row = tl.load(rows + at_row).to(tl.int64)
     if row != padding_row:
+        if STOPS > 0:
+            ends = tl.load(stops + row * STOPS + tl.arange(0, STOPS)) == chosen
+            tl.store(stopped + row, tl.max((ends & finite).to(tl.int32), axis=0))
         position = tl.load(positions + at_row).to(tl.int32) + 1
         tl.store(lengths + row, position)
         # A row that failed goes on with token 0, so that the next step reads a valid embedding.
@@ -167,6 +173,8 @@ def sample(
     out_ids_B: Tensor,
     scratch: SampleScratch,
     *,
+    stops_RS: Tensor | None = None,
+    stopped_R: Tensor | None = None,
     filtered: bool = True,
     pdl: bool = False,
 ) -> None:
@@ -185,6 +193,8 @@ def sample(
         lengths_R: int32; set to the new token's position, the number of tokens whose keys and values are written.
         out_ids_B: int32; -1 where the row has a NaN or its largest logit is infinite (the pool then gets 0).
         scratch: For at least this many rows and this vocabulary.
+        stops_RS: int32 [R, a power of two]: tokens at which a row stops; -1 where there are fewer.
+        stopped_R: int32; set to whether the chosen token is one of them. Given together with `stops_RS`.
         filtered: False skips the threshold search: no row may ask for top-k, top-p or min-p.
         pdl: Launch programmatically dependent.
 
@@ -205,8 +215,9 @@ def sample(
         QUARTER=_BLOCK // 4, FILTER=filtered, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     _choose_kernel[(rows,)](
-        scratch.scores_BS, scratch.ids_BS, rows_B, positions_B, pool_RC, lengths_R, out_ids_B,
+        scratch.scores_BS, scratch.ids_BS, rows_B, positions_B, pool_RC, lengths_R, out_ids_B, stops_RS, stopped_R,
         pool_RC.stride(0), parts, pool_RC.shape[0] - 1, pool_RC.shape[1],
-        PARTS=triton.next_power_of_2(parts), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        PARTS=triton.next_power_of_2(parts), STOPS=0 if stops_RS is None else stops_RS.shape[1], PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
     )
     # fmt: on

@@ -9,12 +9,22 @@ size, H query heads, K key/value heads, D head size, F feed-forward size, V voca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DecodeGroup", "GivenKv", "PagedBatch", "PrefillRow"]
+__all__ = ["UNSCALED", "DecodeGroup", "GivenKv", "KvScales", "PagedBatch", "PrefillRow"]
+
+
+class KvScales(NamedTuple):
+    """What the 8-bit keys and values of one layer are multiplied by when they are read, and divided by before."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+UNSCALED: Final = KvScales()
 
 
 @dataclass(frozen=True, slots=True)

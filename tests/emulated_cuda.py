@@ -8,6 +8,7 @@
 - A graph records single operations, with the values they had when it was captured, and replays those; nothing that
   belongs to a capture runs before that.
 - FlashInfer's plans go through pinned memory to the integer workspace that `run` reads, which other plans may share.
+- Memory of pages that is given back reads as NaN.
 - Once the device is lost, every call raises, and pinned memory that is freed is a fault.
 
 Everything else runs when it is launched: of the device's own slowness only what pinned memory shows can be seen.
@@ -19,6 +20,7 @@ import contextlib
 import importlib
 import importlib.machinery
 import inspect
+import mmap
 import sys
 import threading
 import weakref
@@ -27,9 +29,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emulated_kernels import KERNELS, Misuse, attend
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,6 +66,7 @@ class Gpu:
         self.fail_at: Callable[[str], Exception | None] = lambda kernel: None
         """Asked before each launch outside a graph: what to raise there."""
         self.lost = False
+        self.addresses = Addresses(self)
         self._lock = threading.RLock()
         self._issued = self._done = 0
         self._pending: deque[tuple[int, Callable[[], None]]] = deque()
@@ -303,6 +308,67 @@ class Graph:
         self._recorder = None
 
 
+# -- addresses ------------------------------------------------------------------------------------------------------
+
+MAP_NORESERVE = 0x4000
+
+
+class Addresses:
+    """What `ops.cuda_pages` asks of CUDA's driver. Memory that is new, or not there any more, reads as NaN."""
+
+    GRAIN = 1 << 14
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._ranges: dict[int, NDArray[np.uint8]] = {}
+        self._parts: dict[int, NDArray[np.uint8]] = {}
+
+    @property
+    def backed(self) -> int:
+        """Bytes of memory behind all ranges."""
+        return sum(len(part) for part in self._parts.values())
+
+    def grain(self, device: torch.device) -> int:
+        return self.GRAIN
+
+    def reserve(self, size: int) -> int:
+        self._gpu.check()
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        whole = np.frombuffer(mmap.mmap(-1, size + self.GRAIN, flags=kind), np.uint8)
+        whole = whole[-whole.ctypes.data % self.GRAIN :][:size]
+        self._ranges[whole.ctypes.data] = whole
+        return whole.ctypes.data
+
+    def back(self, address: int, size: int, device: torch.device) -> None:
+        self._gpu.check()
+        assert address % self.GRAIN == 0 == size % self.GRAIN and size > 0
+        assert not any(start < address + size and address < start + len(part) for start, part in self._parts.items())
+        if self.backed + size > 2 * self._gpu.free_bytes:
+            raise torch.OutOfMemoryError("cuMemCreate: the device has not so much memory left")
+        start, whole = next((at, each) for at, each in self._ranges.items() if at <= address < at + len(each))
+        part = self._parts[address] = whole[address - start : address - start + size]
+        assert len(part) == size
+        part[:] = 0xFF
+
+    def unback(self, address: int, size: int) -> None:
+        self._gpu.check()
+        part = self._parts.pop(address)
+        assert len(part) == size
+        part[:] = 0xFF
+
+    def free(self, address: int, size: int) -> None:
+        whole = self._ranges.pop(address)
+        assert len(whole) == size and not any(address <= start < address + size for start in self._parts)
+
+    def tensor(self, owner: Any, device: torch.device) -> Tensor:
+        assert owner.address in self._parts, "torch asks whose memory the first byte is"
+        owner.__array_interface__ = owner.__cuda_array_interface__
+        return torch.from_numpy(np.asarray(owner))
+
+    def settle(self, device: torch.device) -> None:
+        self._gpu.wait(self._gpu.mark())
+
+
 # -- triton ---------------------------------------------------------------------------------------------------------
 
 
@@ -448,10 +514,11 @@ def xqa(
     """As `flashinfer.xqa.xqa`."""
 
     def work() -> None:
-        kv = torch.stack((keys.view(torch.uint8), values.view(torch.uint8)), 1).view(keys.dtype)
         for row, length in enumerate(lengths.view(torch.int32)[:, 0].tolist()):
+            used = pages[row, : -(-length // page_size)].long()
+            kv = torch.stack([part.view(torch.uint8)[used] for part in (keys, values)], 1).view(keys.dtype)
             out[row] = attend(
-                q[row], kv, pages[row], length,
+                q[row], kv, torch.arange(len(used)), length,
                 scale=q_scale * kv_scale / q.shape[-1] ** 0.5, window=sliding_win_size or None, v_scale=kv_scale,
             )  # fmt: skip
 
@@ -584,6 +651,7 @@ def emulated() -> Iterator[Gpu]:
             patch.setitem(sys.modules, name, module)
         replace_torch(patch, gpu)
         open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
+        patch.setattr(importlib.import_module("headrace.ops.cuda_pages"), "_driver", lambda: gpu.addresses)
 
         class Staging(weights._Staging):
             def __init__(self, device: torch.device) -> None:
@@ -594,6 +662,7 @@ def emulated() -> Iterator[Gpu]:
         patch.setattr(weights, "_Staging", Staging)
         try:
             yield gpu
+            assert gpu.lost or not gpu.addresses.backed, "pages outlive their engine"
         finally:
             for name in [name for name in sys.modules if name.startswith(BUILT_ON)]:
                 del sys.modules[name]

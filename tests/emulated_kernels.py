@@ -46,6 +46,9 @@ def scatter(at: SimpleNamespace) -> None:
 def apply(at: SimpleNamespace) -> None:
     scatter(SimpleNamespace(target=at.target, staged=at.staged, count=int(at.staged[0])))
     at.staged[0] = 0
+    if at.ROWS:
+        demand(at.ROWS >= at.size == len(at.batch), "rows that nobody looks at")
+        at.active[: at.size] = torch.where(at.stopped[at.batch.long()] != 0, at.padding, at.batch)
 
 
 # -- decode inputs --------------------------------------------------------------------------------------------------
@@ -275,6 +278,9 @@ def choose(at: SimpleNamespace) -> None:
     rows, position = at.rows[real].long(), at.positions[real].int() + 1
     demand(len(rows.unique()) == len(rows), "a row comes twice in one batch")
     at.lengths[rows] = position
+    ends = (at.stops[rows] == chosen[real, None]).any(1) & finite[real] if at.STOPS else None
+    if ends is not None:
+        at.stopped[rows] = ends.int()
     inside = position < at.context
     at.pool[rows[inside], position[inside].long()] = torch.where(finite, chosen, 0)[real][inside].int()
 

@@ -106,6 +106,9 @@ class CpuRunner:
         assert decoder is not None
         self._rows.update(plan)
         self._any.copy_pages(self._kv, plan.copies)
+        tokens = [0] * len(plan.works)
+        if self._rows.all_stopped(plan.works):
+            return tokens
         batch = self._rows.batch(plan.works)
         steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
         last_S = batch.last_S
@@ -114,7 +117,6 @@ class CpuRunner:
         if batch.pooled:
             last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
         hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, last_S, self._adapters(batch.wearers))
-        tokens = [0] * len(plan.works)
         reports: dict[int, Report] = {}
         choices: dict[int, Choice] = {}
         hosts = self._rows.hosts

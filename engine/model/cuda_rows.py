@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, RowOptions
-from headrace.ops.cuda_scatter import apply_words, scatter_words
+from headrace.ops.cuda_scatter import Batch, apply_words, scatter_words
 
 __all__ = ["DeviceRows"]
 
@@ -23,22 +23,25 @@ _RING = 16
 _FEW_PAIRS = 2048
 """Pairs that a graph applies by itself."""
 _MOST_PAIRS = 1 << 16
+_STOPS = 32
+"""Tokens for which the device sees by itself that a row has stopped: more than a request may name."""
 _Words = NDArray[np.int32]
 
 
 class DeviceRows:
     """The row table of a CUDA engine: `capacity.max_rows` rows, and one more that pads batches."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        """Start with empty rows whose pages all are the scratch page, numbered `capacity.num_pages`."""
+    def __init__(self, capacity: Capacity, scratch_page: int, device: torch.device) -> None:
+        """Start with empty rows whose pages all are the scratch page."""
         self._size = capacity.page_size
         self.padding_row = capacity.max_rows
         rows, pages = capacity.max_rows + 1, -(-capacity.max_context // capacity.page_size)
         context = pages * capacity.page_size
         # 64-bit seeds come first, where they are aligned.
         sizes = {
-            "seed": 2 * rows, "batch": capacity.max_rows, "lengths": rows, "temperature": rows, "top_k": rows,
-            "top_p": rows, "min_p": rows, "table": rows * pages, "pool": rows * context,
+            "seed": 2 * rows, "batch": capacity.max_rows, "active": capacity.max_rows, "lengths": rows,
+            "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows, "stopped": rows, "stops": rows * _STOPS,
+            "table": rows * pages, "pool": rows * context,
         }  # fmt: skip
         self._offset = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         self._pages, self._context = pages, context
@@ -49,14 +52,19 @@ class DeviceRows:
 
         self.seed_R = part("seed").view(torch.int64)
         self.batch_R = part("batch").fill_(self.padding_row)
+        self.active_R = part("active")
+        """What `apply` makes of it: the padding row stands where a row has stopped, and its state stays as it is."""
         self.lengths_R = part("lengths")
         self.temperature_R = part("temperature").view(torch.float32)
         self.top_k_R = part("top_k")
         self.top_p_R = part("top_p").view(torch.float32)
         self.min_p_R = part("min_p").view(torch.float32)
-        self.table_RP = part("table").fill_(capacity.num_pages).view(rows, pages)
+        self.stopped_R = part("stopped")
+        """Whether the token sampled last is one of the row's stop ids, as the sampler saw it."""
+        self.stops_RS = part("stops").fill_(-1).view(rows, _STOPS)
+        self.table_RP = part("table").fill_(scratch_page).view(rows, pages)
         self.pool_RC = part("pool").view(rows, context)
-        self.pages: _Words = np.full((rows, pages), capacity.num_pages, np.int32)
+        self.pages: _Words = np.full((rows, pages), scratch_page, np.int32)
         """The page table, on the host."""
         self._pages_flat = self.pages.reshape(-1)
         self.filtered = np.zeros(rows, np.bool_)
@@ -126,8 +134,8 @@ class DeviceRows:
         self._send_all(target, places.astype(np.int32), words, left_to_graph=False)
 
     def apply(self) -> None:
-        """Apply what `flush` left to a graph."""
-        apply_words(self._arena, self._staged)
+        """Apply what `flush` left to a graph, and see which rows of the batch go on."""
+        apply_words(self._arena, self._staged, Batch(self.batch_R, self.stopped_R, self.active_R, self.padding_row))
 
     def _send_all(self, target: Tensor, places: _Words, words: _Words, *, left_to_graph: bool) -> None:
         for start in range(0, len(places), _MOST_PAIRS):
@@ -149,7 +157,7 @@ class DeviceRows:
             scatter_words(target, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
-        row, start, tokens, sampling, _ = new
+        row, start, tokens, sampling, _, stop_ids = new
         first = self._offset["pool"] + row * self._context + start
         self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
         floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
@@ -161,6 +169,11 @@ class DeviceRows:
             np.array(places),
             np.concatenate((floats.view(np.int32), np.array([sampling.top_k], np.int32), seed.view(np.int32))),
         )
+        stops = np.full(1 + _STOPS, -1, np.int32)
+        known = sorted(stop_ids)[:_STOPS]  # of the others the host knows
+        stops[: 1 + len(known)] = [0, *known]
+        first = self._offset["stops"] + row * _STOPS
+        self._put(np.array([self._offset["stopped"] + row, *range(first, first + _STOPS)]), stops)
         asks = 0 < sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self.filtered[row] = asks and sampling.temperature > 0.0
         self._lengths[row] = -1  # whatever the row's last request left there

@@ -33,6 +33,7 @@ from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.ops.cuda import CudaOps
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_linear import LinearScratch
+from headrace.ops.paged import KvScales
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +56,7 @@ def cuda_ops(
     max_positions: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    kv_scales: Mapping[int, KvScales],
     device: torch.device,
 ) -> dict[int | None, CudaOps]:
     """The operations of each kind of layer that `spec` has: one for each attention window."""
@@ -76,6 +78,7 @@ def cuda_ops(
             eps=spec.norm_eps,
             cos_sin_PD=cos_sin_PD,
             scratch=scratch,
+            kv_scales=kv_scales,
         )
         for window in dict.fromkeys(spec.windows)
     }
@@ -108,8 +111,9 @@ class CudaRunner:
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
         with self._on_stream():
-            self._kv = next(iter(ops.values())).allocate_kv(decoder.spec.num_layers, capacity.num_pages + 1)
-            self._rows = DeviceRows(capacity, device)
+            self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
+            self._kv = self._memory.kv
+            self._rows = DeviceRows(capacity, self._memory.scratch_page, device)
             self._sampler = RowSampler(self._rows, capacity, next(iter(ops.values())).shape.dtype, device)
             self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
             self._results = [Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
@@ -187,6 +191,22 @@ class CudaRunner:
         self._turn += 1
         return step
 
+    @property
+    def most_pages(self) -> int:
+        """That `resize` may be asked for."""
+        return self._memory.most_pages
+
+    def resize(self, num_pages: int) -> None:
+        """Have room for so many pages; blocks until the device is still. Graphs stay as they are.
+
+        Raises:
+            torch.OutOfMemoryError: The device has not so much memory; all is as it was.
+            EngineCrashed: The device failed.
+        """
+        with self._on_stream(), faults_are_fatal():
+            self._stream.synchronize()
+            self._memory.resize(num_pages)
+
     def close(self) -> None:
         """Wait for the device and return its memory; after a fault of the device, what can be returned."""
         self._plans.put(None)
@@ -194,11 +214,12 @@ class CudaRunner:
         try:
             self._stream.synchronize()
             self._graphs.close()
+            self._memory.close()
             return_stream(self._stream)
         except torch.AcceleratorError:
             # On a device that failed, freeing pinned memory ends the process: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
-        for name in ("_kv", "_rows", "_sampler", "_ids", "_results", "_graphs", "_prefills"):
+        for name in ("_kv", "_memory", "_rows", "_sampler", "_ids", "_results", "_graphs", "_prefills"):
             delattr(self, name)
         return_device_memory()
 

@@ -124,7 +124,8 @@ class RowSampler:
             logits_BV = shape(logits_BV, rows_B, positions_B, rows.pool_RC, self._shaped.arrays(), pdl=pdl)
         sample(
             logits_BV, rows_B, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R, positions_B,
-            rows.pool_RC, rows.lengths_R, ids_B, self._scratch_for(variant), filtered=variant.filtered, pdl=pdl,
+            rows.pool_RC, rows.lengths_R, ids_B, self._scratch_for(variant), stops_RS=rows.stops_RS,
+            stopped_R=rows.stopped_R, filtered=variant.filtered, pdl=pdl,
         )  # fmt: skip
         if variant.shaped:
             count_chosen(rows_B, ids_B, self._shaped.arrays(), pdl=pdl)

@@ -209,8 +209,10 @@ class DecodeGraphs:
             self._steps[bucket, way] = self._make_steps(bucket, way)
         if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
-        kept = self._rows.batch_R[:bucket].clone()
-        self._rows.batch_R[:bucket].fill_(self._rows.padding_row)
+        named = (self._rows.batch_R[:bucket], self._rows.active_R[:bucket])
+        kept = [rows_B.clone() for rows_B in named]
+        for rows_B in named:
+            rows_B.fill_(self._rows.padding_row)
         try:
             self._run(key)  # compiles and allocates what a capture must not
             graph = torch.cuda.CUDAGraph()
@@ -221,7 +223,8 @@ class DecodeGraphs:
                 graph.capture_end()
             self._pool = graph.pool()
         finally:
-            self._rows.batch_R[:bucket].copy_(kept)
+            for rows_B, before_B in zip(named, kept, strict=True):
+                rows_B.copy_(before_B)
         return graph
 
     def _run(self, key: _Key) -> None:
@@ -231,7 +234,7 @@ class DecodeGraphs:
         if variant is None:
             self._between(bucket).copy_(logits_BV)
             return
-        batch_B, positions_B = self._rows.batch_R[:bucket], self._inputs[bucket].positions_B
+        batch_B, positions_B = self._rows.active_R[:bucket], self._inputs[bucket].positions_B
         self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
 
     def _between(self, bucket: int) -> Tensor:
@@ -242,8 +245,8 @@ class DecodeGraphs:
 
     def _logits(self, bucket: int, steps: Mapping[int | None, DecodeStep]) -> Tensor:
         rows, inputs = self._rows, self._inputs[bucket]
-        batch_B = rows.batch_R[:bucket]
         rows.apply()
+        batch_B = rows.active_R[:bucket]
         prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=self._shape.page_size)
         for step in steps.values():
             if isinstance(step.attention, EvenDecode):

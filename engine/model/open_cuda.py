@@ -68,6 +68,7 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
         max_positions=limits.context,
         dtype=dtype,
         kv_dtype=torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype,
+        kv_scales=weights.kv_scales,
         device=device,
     )
     _check_attention(config, ops[spec.windows[0]], device)

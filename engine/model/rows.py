@@ -61,6 +61,9 @@ class CpuRows:
         self._tokens: NDArray[np.int64] = np.zeros((capacity.max_rows, capacity.max_context + 1), np.int64)
         self._tables: NDArray[np.int64] = np.zeros((capacity.max_rows, max_pages), np.int64)
         self._sampling = [Sampling()] * capacity.max_rows
+        self._stop_ids: list[frozenset[int]] = [frozenset()] * capacity.max_rows
+        self._stopped = [False] * capacity.max_rows
+        """Whether the token sampled last is one of the row's stop ids: what is planned for it will be dropped."""
         self.options = CpuOptions(capacity.vocab_size)
         self.pools = Pools()
         self.hosts = HostChoices(capacity.vocab_size)
@@ -70,9 +73,11 @@ class CpuRows:
         plan = self.hosts.take(plan)
         for given in plan.given:
             self._tokens[given.row, given.start : given.start + len(given.tokens)] = given.tokens
-        for row, start, tokens, sampling, _ in plan.new_rows:
+            self._stopped[given.row] = False
+        for row, start, tokens, sampling, _, stop_ids in plan.new_rows:
             self._tokens[row, start : start + len(tokens)] = tokens
             self._sampling[row] = sampling
+            self._stop_ids[row], self._stopped[row] = stop_ids, False
         if self._bank is not None:
             self._bank.update(plan.new_rows)
         for options in plan.options:  # bad words may begin in what the cache holds
@@ -82,9 +87,16 @@ class CpuRows:
         for row, place, page in plan.entries:
             self._tables[row, place] = page
 
+    def all_stopped(self, works: Sequence[Work]) -> bool:
+        """Whether nothing of `works` is worth computing."""
+        return all(map(self._has_stopped, works))
+
     def batch(self, works: Sequence[Work]) -> StepBatch:
-        """Gather the tensors for `works`: decodes first, those of like context length side by side, then prefills."""
-        decodes = [index for index, work in enumerate(works) if work.num_tokens == 1]
+        """Gather the tensors for `works`: decodes first, those of like context length side by side, then prefills.
+
+        Decodes of rows that have stopped are left out; some row has not.
+        """
+        decodes = [index for index, work in enumerate(works) if work.num_tokens == 1 and not self._has_stopped(work)]
         decodes.sort(key=lambda index: works[index].start)
         order = decodes + [index for index, work in enumerate(works) if work.num_tokens > 1]
         rows = np.repeat([works[index].row for index in order], [works[index].num_tokens for index in order])
@@ -136,6 +148,10 @@ class CpuRows:
         for index, token in zip(samplers, tokens, strict=True):
             work = works[index]
             self._tokens[work.row, work.start + work.num_tokens] = max(token, 0)
+            self._stopped[work.row] = token in self._stop_ids[work.row]
+
+    def _has_stopped(self, work: Work) -> bool:
+        return self._stopped[work.row]
 
     def _choosing(self, work: Work) -> Choosing:
         sampling = self._sampling[work.row]

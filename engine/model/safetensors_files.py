@@ -109,7 +109,7 @@ class SafetensorsFolder:
         dtype = _WEIGHT_DTYPES.get(entry.dtype)
         if dtype is None:
             refuse_file(name, f"the dtype of {tensor}", entry.dtype, ", ".join(_WEIGHT_DTYPES))
-        rows, *inner = entry.shape
+        rows, *inner = entry.shape or (1,)
         row_bytes = entry.nbytes // rows
         step = max(elements // math.prod(inner), 1)
         for first in range(0, rows, step):

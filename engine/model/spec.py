@@ -154,7 +154,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "parallel_attn": (None, False),
     "partial_rotary_factor": (None, 1),
     "qk_layernorm": (None, False),
-    "quantization_config": (None,),
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1),
     "rope_interleaved": (None, False),
@@ -193,6 +192,8 @@ def from_hf(config: Mapping[str, object], origin: str = "config.json") -> Decode
     for field, neutral in _NEUTRAL.items():
         if not any(config.get(field) is value or config.get(field) == value for value in neutral):
             fields.refuse(field, " or ".join(repr(value) for value in neutral))
+    if not _quantises_nothing_but_kv(config.get("quantization_config")):
+        fields.refuse("quantization_config", "none, or a kv_cache_scheme of 8-bit floats alone")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "silu")
     layers = fields.size("num_hidden_layers", LIMITS["num_layers"])
@@ -247,6 +248,17 @@ def head_size(fields: Fields, field: str, default: int | None, hidden: int, head
     if fields.data.get(field) is None and default is None and hidden % heads:
         refuse(fields.origin, "hidden_size", hidden, f"a multiple of the {heads} attention heads")
     return fields.size(field, LIMITS["head_dim"], default or hidden // heads)
+
+
+def _quantises_nothing_but_kv(quantization: object) -> bool:
+    """Whether weights are stored as they are: scales of an 8-bit cache may come with them."""
+    if quantization is None:
+        return True
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    return is_fp8 and not quantization.get("config_groups")
 
 
 def _hf_dtype(fields: Fields) -> str | None:

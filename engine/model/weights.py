@@ -7,9 +7,10 @@ anything is allocated.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
@@ -31,6 +32,7 @@ from headrace.engine.model.weight_plan import (
     top_plan,
 )
 from headrace.ops.linear import GROUP, GroupQuantised
+from headrace.ops.paged import KvScales
 
 __all__ = ["DecoderWeights", "LayerWeights", "Progress", "Source", "Weight", "load_weights"]
 
@@ -70,6 +72,8 @@ class DecoderWeights:
     final_norm_E: Tensor
     head: Weight
     """[V, E]; the very object `embedding_VE` where the spec ties them."""
+    kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
+    """Of the layers for which the checkpoint has scales of an 8-bit cache."""
 
 
 class _Maker(Protocol):
@@ -206,7 +210,8 @@ class _FromFile:
         missing = [name for name in wanted if name not in found]
         if missing:
             self._refuse(missing[0], "missing", f"the {len(wanted)} tensors of the model ({len(missing)} missing)")
-        left = [name for name in found if name not in wanted and not self.names.harmless.fullmatch(name)]
+        known = wanted.keys() | {name for layer in range(spec.num_layers) for name in self._scale_names(layer)}
+        left = [name for name in found if name not in known and not self.names.harmless.fullmatch(name)]
         head_shape = (spec.vocab_size, spec.hidden_size)
         if spec.tied_head and self.names is HF_NAMES and found.get(_TIED_LEFTOVER) == head_shape:
             left.remove(_TIED_LEFTOVER)  # check_tied compares it
@@ -216,6 +221,33 @@ class _FromFile:
             if found[name] != shape:
                 self._refuse(name, list(found[name]), f"the shape {list(shape)}")
         return wanted
+
+    def kv_scales(self, layers: int) -> dict[int, KvScales]:
+        """The scales of those layers for which there are any, as (keys, values).
+
+        Checkpoints that were calibrated for an 8-bit cache hold them, under the names of one tool or another.
+        """
+        scales = {}
+        for layer in range(layers):
+            held = {name.rsplit(".", 1)[1]: name for name in self._scale_names(layer) if name in self.source.shapes}
+            if held:
+                scales[layer] = KvScales(**{kind[0]: self._scale(name) for kind, name in held.items()})
+        return scales
+
+    def _scale_names(self, layer: int) -> list[str]:
+        if isinstance(self.source, GgufFile):
+            return []
+        prefix = self.names.layer_prefix.format(layer) + "self_attn."
+        return [f"{prefix}{between}{kind}_scale" for kind in "kv" for between in ("", f"{kind}_proj.")]
+
+    def _scale(self, name: str) -> float:
+        if math.prod(self.source.shapes[name]) != 1:
+            self._refuse(name, list(self.source.shapes[name]), "one number")
+        ((_, block),) = self.source.blocks(name, 1)
+        value = float(block)
+        if not 0.0 < value < math.inf:
+            self._refuse(name, value, "a positive number")
+        return value
 
     def _fill(self, target: Tensor, part: Part) -> None:
         """Write one tensor of the checkpoint over `target`, its rows of a fused parameter."""
@@ -349,4 +381,4 @@ def _load(
         maker.check_tied(maker.names.of(top_plan(spec)["embedding_VE"].parts[0]))
     weights = _assemble(spec, maker)
     maker.check_finite()
-    return weights
+    return replace(weights, kv_scales=maker.kv_scales(spec.num_layers))

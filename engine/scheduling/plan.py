@@ -85,6 +85,8 @@ class NewRow(NamedTuple):
     sampling: Sampling
     slot: int = -1
     """Of the adapter that the row wears for as long as the request holds it; -1 for none."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the request: once the device has sampled one, steps launched ahead may leave the row alone."""
 
 
 class RowOptions(NamedTuple):

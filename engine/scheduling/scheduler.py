@@ -226,7 +226,8 @@ class Scheduler:
             request.cached = request.planned
             self.prompt_tokens += len(request.tokens)
             self.cached_tokens += request.cached
-        plan.new_rows.append(NewRow(row, request.planned, request.tokens[request.planned :], request.sampling))
+        tokens = request.tokens[request.planned :]
+        plan.new_rows.append(NewRow(row, request.planned, tokens, request.sampling, stop_ids=request.stop_ids))
         if request.has_options:
             asked = (request.shaping, request.reporting, request.grammar, request.pooling, request.processor)
             plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))

@@ -6,6 +6,7 @@ saved in bfloat16, so that every engine and reference starts from the same numbe
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +16,13 @@ from typing import Any
 import tiny_models
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor
 
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
 
-__all__ = ["CONTEXT", "EXACT", "FAMILIES", "MAKERS", "POISON", "VOCABULARY", "exact_logits", "kv_bytes"]
+__all__ = ["CONTEXT", "EXACT", "FAMILIES", "MAKERS", "POISON", "SCALED", "VOCABULARY", "exact_logits", "kv_bytes"]
 
 VOCABULARY = 512
 CONTEXT = 512
@@ -156,6 +158,39 @@ def exact_logits() -> Tensor:
     return embedding @ head.T
 
 
+# -- scales of an 8-bit cache ---------------------------------------------------------------------------------------
+
+SCALED = "llama 3"
+
+
+def make_scaled(folder: Path) -> None:
+    """The same model as `SCALED`, but for keys and values so large that 8 bits hold them by their scales alone.
+
+    Queries and outputs make up for them, by powers of two that differ from layer to layer. Names are those of one tool
+    and of another.
+    """
+    model = build(*FAMILIES[SCALED])
+    scales: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            attention, (keys, values) = layer.self_attn, (2.0 ** (7 + index), 2.0 ** (10 - index))
+            attention.k_proj.weight.mul_(keys)
+            attention.q_proj.weight.div_(keys)
+            attention.v_proj.weight.mul_(values)
+            attention.o_proj.weight.div_(values)
+            between = ("", "") if index % 2 else ("k_proj.", "v_proj.")
+            prefix = f"model.layers.{index}.self_attn."
+            scales[f"{prefix}{between[0]}k_scale"] = torch.tensor(keys)
+            scales[f"{prefix}{between[1]}v_scale"] = torch.tensor([values], dtype=torch.bfloat16)
+    save(model, folder)
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights) | scales, weights, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 # -- one token that overflows ---------------------------------------------------------------------------------------
 
 
@@ -185,6 +220,7 @@ def make_poisoned(where: str, folder: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     **{name: partial(make_family, name) for name in FAMILIES},
     "exact": make_exact,
+    "scaled": make_scaled,
     "speaking": make_speaking,
     "poisoned logits": partial(make_poisoned, "logits"),
     "poisoned values": partial(make_poisoned, "values"),

@@ -61,7 +61,9 @@ class SideBySide:
         )  # fmt: skip
         where = torch.device(device)
         sampling = importlib.import_module("headrace.engine.model.cuda_sampling")
-        self._rows = importlib.import_module("headrace.engine.model.cuda_rows").DeviceRows(capacity, where)
+        self._rows = importlib.import_module("headrace.engine.model.cuda_rows").DeviceRows(
+            capacity, capacity.num_pages, where
+        )
         self._sampler = sampling.RowSampler(self._rows, capacity, torch.bfloat16, where)
         self._device = where
         self._known: dict[int, list[int]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 import torch
-from gpu.checkpoints import CONTEXT, FAMILIES, kv_bytes
+from gpu.checkpoints import CONTEXT, FAMILIES, SCALED, kv_bytes
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Output
@@ -94,6 +94,24 @@ def test_keys_and_values_in_8_bits(zoo: Zoo, cuda: str, name: str) -> None:
         return first + hits
 
     zoo.judge(name, fp8=True).check(anyio.run(run), f"{name}, fp8")
+
+
+async def scaled_outputs(zoo: Zoo, device: str, attention: str) -> list[Output]:
+    """Prefilled, in chunks and on cached pages; decoded alone and together."""
+    memory = kv_bytes(zoo.folder(SCALED), 200)  # transformers reads no config that names a quantiser it lacks
+    options = {"kv_dtype": "fp8", "max_context": CONTEXT, "max_batched_tokens": 64, "decode_attention": attention}
+    async with open_engine(zoo.folder("scaled"), device, kv_memory=memory, **options) as engine:
+        first = await together(engine, prompts(*LENGTHS), greedy(16))
+        hits = await one_by_one(engine, [[*ids, *tokens] for ids, tokens in first[-2:]], 16)
+        await at_rest(engine)
+    return first + hits
+
+
+@pytest.mark.parametrize("attention", ["auto", "xqa"])
+def test_scales_of_an_8_bit_cache_are_those_of_the_checkpoint(zoo: Zoo, cuda: str, attention: str) -> None:
+    """Judged by the model whose keys and values need no scales."""
+    outputs = anyio.run(scaled_outputs, zoo, cuda, attention)
+    zoo.judge(SCALED, fp8=True).check(outputs, f"scaled, fp8, {attention}")
 
 
 def test_a_context_is_used_to_its_last_token(zoo: Zoo) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("flashinfer")
 from headrace.ops.cuda_attention import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write, prepare_decode
+from headrace.ops.paged import UNSCALED, KvScales
 
 GPU = torch.device("cuda")
 PAGE = 16
@@ -24,12 +25,16 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     return float("inf") if torch.isnan(distance) else float(distance)
 
 
+def scales_of(shape: HeadShape) -> KvScales:
+    return UNSCALED if shape.kv_dtype == shape.dtype else KvScales(0.5, 0.25)
+
+
 def truth(q_HD, kv, pages_P, position, shape) -> torch.Tensor:
     first = 0 if shape.window is None else max(0, position - shape.window + 1)
     place = torch.arange(first, position + 1, device=GPU)
     page = pages_P[place // PAGE].long()
-    keys = kv[page, 0, place % PAGE].float() * shape.k_scale
-    values = kv[page, 1, place % PAGE].float() * shape.v_scale
+    keys = kv[page, 0, place % PAGE].float() * scales_of(shape).k
+    values = kv[page, 1, place % PAGE].float() * scales_of(shape).v
     group = shape.heads // shape.kv_heads
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.einsum("hd,shd->hs", q_HD.float(), keys) * shape.scale
@@ -43,9 +48,7 @@ class Paged:
         used = sum(-(-length // PAGE) for length in lengths)
         pages = used + 7
         kv = torch.randn(pages + 1, 2, PAGE, shape.kv_heads, shape.head_dim, device=GPU)
-        self.kv = (
-            (kv / shape.v_scale).clamp(-448, 448).to(shape.kv_dtype) if shape.v_scale != 1 else kv.to(shape.kv_dtype)
-        )
+        self.kv = (kv / scales_of(shape).v).clamp(-448, 448).to(shape.kv_dtype)
         order = itertools.chain(torch.randperm(pages).tolist())
         self.table = torch.full((len(lengths) + 1, columns), pages, dtype=torch.int32, device=GPU)
         self.lists = []
@@ -73,14 +76,7 @@ SHAPES = {
     "smol": {"heads": 9, "kv_heads": 3, "head_dim": 64},
     "window": {"heads": 32, "kv_heads": 8, "head_dim": 128, "window": 100},
     "scaled": {"heads": 32, "kv_heads": 8, "head_dim": 128, "scale": 0.2},
-    "fp8": {
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "kv_dtype": torch.float8_e4m3fn,
-        "k_scale": 0.5,
-        "v_scale": 0.25,
-    },
+    "fp8": {"heads": 32, "kv_heads": 8, "head_dim": 128, "kv_dtype": torch.float8_e4m3fn},
 }
 
 
@@ -108,7 +104,7 @@ def test_decode_in_a_graph_follows_lengths_on_the_device(name: str, kind: str) -
 
     def step() -> None:
         prepare_decode(chosen, paged.pool, paged.lengths, paged.table, inputs, page_size=PAGE)
-        decode.run(q, paged.kv, inputs, out)
+        decode.run(q, paged.kv, inputs, out, scales_of(shape))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -163,11 +159,11 @@ def test_fused_decode_is_norm_rope_write_then_attention(name: str, splits: int |
             kv_heads=shape.kv_heads,
             eps=1e-6,
             q_out=q,
-            k_scale=shape.k_scale,
-            v_scale=shape.v_scale,
+            k_scale=scales_of(shape).k,
+            v_scale=scales_of(shape).v,
         )
         out = torch.full((rows, shape.heads * shape.head_dim), float("nan"), dtype=torch.bfloat16, device=GPU)
-        fused.run(qkv, *weights, cos_sin, paged.kv, inputs, out, eps=1e-6, pdl=True)
+        fused.run(qkv, *weights, cos_sin, paged.kv, inputs, out, scales_of(shape), eps=1e-6, pdl=True)
         assert error(paged.kv.float(), apart.float()) < (1e-3 if fp8 else 1e-4)
         for row, length in enumerate(lengths):
             want = truth(q[row], apart, paged.table[row], length - 1, shape)

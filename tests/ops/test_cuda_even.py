@@ -14,6 +14,7 @@ pytest.importorskip("flashinfer")
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write
+from headrace.ops.paged import UNSCALED, KvScales
 
 GPU = torch.device("cuda")
 PAGE = 16
@@ -34,10 +35,11 @@ SHAPES = {
     "a window": HeadShape(heads=32, kv_heads=8, head_dim=128, window=100),
     "a window and turns": HeadShape(heads=9, kv_heads=3, head_dim=64, window=37),
     "a scale": HeadShape(heads=32, kv_heads=8, head_dim=128, scale=0.2),
-    "8 bits": HeadShape(heads=32, kv_heads=8, head_dim=128, kv_dtype=FP8, k_scale=0.5, v_scale=0.25),
-    "8 bits, 4 kv heads of 16": HeadShape(heads=64, kv_heads=4, head_dim=128, kv_dtype=FP8, k_scale=0.02, v_scale=0.01),
+    "8 bits": HeadShape(heads=32, kv_heads=8, head_dim=128, kv_dtype=FP8),
+    "8 bits, 4 kv heads of 16": HeadShape(heads=64, kv_heads=4, head_dim=128, kv_dtype=FP8),
     "8 bits and a window": HeadShape(heads=16, kv_heads=8, head_dim=128, kv_dtype=FP8, window=100),
 }
+SCALES = {"8 bits": KvScales(0.5, 0.25), "8 bits, 4 kv heads of 16": KvScales(0.02, 0.01)}
 BATCHES = {
     "one token": [1],
     "one row": [1000],
@@ -52,11 +54,11 @@ BATCHES = {
 class Cache:
     """Random keys and values of rows whose pages are scattered, and what a step reads of them."""
 
-    def __init__(self, shape: HeadShape, lengths: list[int]) -> None:
-        self.shape, self.lengths = shape, lengths
+    def __init__(self, shape: HeadShape, lengths: list[int], by: KvScales = UNSCALED) -> None:
+        self.shape, self.lengths, self.scales = shape, lengths, by
         used = [-(-length // PAGE) for length in lengths]
         size = (sum(used) + 3, 2, PAGE, shape.kv_heads, shape.head_dim)
-        scales = torch.tensor([shape.k_scale, shape.v_scale], device=GPU).view(2, 1, 1, 1)
+        scales = torch.tensor(by, device=GPU).view(2, 1, 1, 1)
         self.kv = (torch.randn(size, device=GPU) / scales).clamp(-448, 448).to(shape.kv_dtype)
         order = iter(torch.randperm(sum(used) + 3).tolist())
         self.pages = torch.full((len(lengths), max(used) + 2), -1, dtype=torch.int32)  # -1: no one may look there
@@ -75,7 +77,7 @@ class Cache:
             page = self.inputs.pages_BP[row][place // PAGE].long()
             keys, values = (self.kv[page, part, place % PAGE].float() for part in (0, 1))
             group = shape.heads // shape.kv_heads
-            keys, values = (x.repeat_interleave(group, 1) for x in (keys * shape.k_scale, values * shape.v_scale))
+            keys, values = (x.repeat_interleave(group, 1) for x in (keys * self.scales.k, values * self.scales.v))
             scores = torch.einsum("hd,shd->hs", q_BHD[row].float(), keys) * shape.scale
             rows.append(torch.einsum("hs,shd->hd", scores.softmax(-1), values))
         return torch.stack(rows)
@@ -93,13 +95,13 @@ def farthest(out_BHD: torch.Tensor, want_BHD: torch.Tensor) -> float:
 @pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_every_row_is_right_whoever_shares_its_blocks(name: str, batch: str) -> None:
-    cache = Cache(SHAPES[name], BATCHES[batch])
+    cache = Cache(SHAPES[name], BATCHES[batch], SCALES.get(name, UNSCALED))
     even = EvenDecode(cache.shape, GPU, max_rows=len(cache.lengths) + 5)
     even.deal(cache.inputs)
     for _ in range(3):  # what one launch leaves behind must not reach the next
         q = cache.queries()
         out = torch.full_like(q, float("nan"))
-        even.run(q, cache.kv, cache.inputs, out)
+        even.run(q, cache.kv, cache.inputs, out, cache.scales)
         assert farthest(out, cache.truth(q)) < 1e-2
 
 

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from headrace.ops.cuda_scatter import apply_words, scatter_words
+from headrace.ops.cuda_scatter import Batch, apply_words, scatter_words
 
 GPU = torch.device("cuda")
 
@@ -46,3 +46,21 @@ def test_a_graph_that_replays_without_new_words_changes_nothing() -> None:
     target.zero_()
     apply_words(target, staged)
     assert not target.any()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 256, 300])
+def test_rows_that_stopped_give_way_to_padding_and_words_come_first(rows: int) -> None:
+    """A row whose stop is taken back by the same words is active again."""
+    state = torch.randint(0, 2, (2 * rows + 1,), device=GPU).int()
+    stopped = state[rows:]
+    batch = torch.randint(0, rows + 1, (rows,), device=GPU).int()
+    active = torch.full_like(batch, -9)
+    places = torch.randperm(len(state), device=GPU)[: rows // 2].int()
+    words = torch.randint(0, 2, (rows // 2,), device=GPU).int()
+    pairs_of = torch.stack((places, words), 1).flatten()
+    staged = torch.cat((torch.tensor([len(places)], dtype=torch.int32, device=GPU), pairs_of))
+    wanted = state.clone()
+    wanted[places.long()] = words
+    apply_words(state, staged, Batch(batch, stopped, active, rows))
+    assert torch.equal(state, wanted)
+    assert torch.equal(active, torch.where(wanted[rows:][batch.long()] != 0, rows, batch))

@@ -13,6 +13,8 @@ import anyio
 import pytest
 import tiny_models
 import torch
+from gpu.conftest import Zoo
+from gpu.test_stops import check_stops
 from model_driver import request
 
 from headrace.engine import Engine, OutOfMemory, RequestFailed, SamplingParams
@@ -78,6 +80,10 @@ def test_pages_come_and_go(opened: Opened) -> None:
     assert run_all(opened, 2, num_pages=500) == alone
     runner.resize(64)
     assert run_all(opened, 2) == alone
+
+
+def test_a_row_that_has_stopped_is_left_alone(tmp_path: Path) -> None:
+    check_stops(Zoo(tmp_path, "cpu"), "cpu")
 
 
 def test_the_threads_of_a_step_are_its_own_and_nobody_elses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

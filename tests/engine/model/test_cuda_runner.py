@@ -18,15 +18,18 @@ import numpy as np
 import pytest
 import torch
 from emulated_cuda import Gpu, emulated
-from gpu.checkpoints import exact_logits, kv_bytes
+from gpu.checkpoints import SCALED, exact_logits, kv_bytes
 from gpu.choosing import choose, random_sampling
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
 from gpu.options import KINDS, Answer, answers, check_same
 from gpu.shaping import SideBySide
+from gpu.test_families import scaled_outputs
 from gpu.test_options import mixed
+from gpu.test_resize import check_resizing, opened_on
 from gpu.test_soak import soak
+from gpu.test_stops import check_stops
 from numpy.typing import NDArray
 
 from headrace.engine import (
@@ -243,6 +246,37 @@ def test_an_engine_takes_the_pages_that_fit_beside_all_else(zoo: Zoo, gpu: Gpu) 
     anyio.run(run)
 
 
+@pytest.mark.parametrize("attention", ["fused", "fa2", "xqa", "even"])
+def test_scales_of_an_8_bit_cache_are_those_of_the_checkpoint(zoo: Zoo, gpu: Gpu, attention: str) -> None:
+    outputs = anyio.run(scaled_outputs, zoo, "cuda", attention)
+    Judge(zoo.folder(SCALED), "cpu", fp8=True).check(outputs, f"scaled, fp8, {attention}")
+
+
+@pytest.mark.parametrize("attention", ["fused", "fa2"])
+@torch.inference_mode()
+def test_a_row_that_has_stopped_is_left_alone(zoo: Zoo, gpu: Gpu, attention: str) -> None:
+    check_stops(zoo, "cuda", decode_attention=attention)
+
+
+@pytest.mark.parametrize("attention", ["fa2", "even"])
+def test_pages_come_and_go_under_graphs_that_stay(zoo: Zoo, gpu: Gpu, attention: str) -> None:
+    """Memory is what was asked for, to a piece; what the device has not is refused, and nothing changes."""
+    gpu.free_bytes = 64 << 20
+    opened = opened_on(zoo, "cuda", decode_attention=attention)
+    runner: Any = opened.runner
+    graphs = len(gpu.captured_in)
+    check_resizing(opened)
+    assert len(gpu.captured_in) == graphs
+    before = gpu.addresses.backed
+    for number in (runner.most_pages, runner.most_pages + 1):
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.resize(number)
+        assert gpu.addresses.backed == before
+    runner.resize(200)
+    assert abs(gpu.addresses.backed - before - kv_bytes(zoo.folder("qwen3"), 160)) <= kv_bytes(zoo.folder("qwen3"), 20)
+    runner.close()
+
+
 # -- what only some rows ask ----------------------------------------------------------------------------------------
 
 
@@ -420,7 +454,7 @@ def test_more_entries_than_one_send_holds(gpu: Gpu) -> None:
     )
     generator = np.random.default_rng(4)
     with torch.inference_mode():
-        rows = rows_module.DeviceRows(size, torch.device("cpu"))
+        rows = rows_module.DeviceRows(size, size.num_pages, torch.device("cpu"))
         wanted = rows.table_RP.numpy().copy()
         for count in (3, 2000, 2049, 70_000, 150_000, 1):
             places = generator.integers(0, 64, count), generator.integers(0, 2048, count)

@@ -138,3 +138,20 @@ def test_the_last_token_of_the_longest_context_has_a_place() -> None:
     rows.update(plan)
     rows.append([work(0, 99, 1)], [0], [42])
     assert rows.batch([work(0, 99, 1)]).tokens_N.tolist() == [99]
+
+
+def test_a_row_that_sampled_a_stop_id_is_left_out_until_it_is_given_away() -> None:
+    rows = filled({0: 3, 1: 3})
+    plan = StepPlan(1)
+    plan.new_rows.append(NewRow(2, 0, [7, 7, 7], Sampling(), stop_ids=frozenset((7, 9))))
+    plan.entries.append(PageEntry(2, 0, 60))
+    rows.update(plan)
+    step = [work(1, 3, 1), work(2, 3, 1), work(0, 3, 1)]
+    rows.append([work(2, 2, 1)], [0], [8])
+    assert rows.batch(step).samplers == [0, 1, 2]
+    rows.append(step, [0, 1, 2], [9, 9, 9])
+    later = [work(1, 4, 1), work(2, 4, 1), work(0, 4, 1)]
+    assert rows.batch(later).samplers == [0, 2] and rows.batch(later).tokens_N.tolist() == [9, 9]
+    assert rows.all_stopped(later[1:2]) and not rows.all_stopped(later)
+    rows.update(plan)
+    assert rows.batch(later[1:2]).samplers == [0]

@@ -151,6 +151,7 @@ def rejected(folder: Path) -> ModelRejected:
     return caught.value
 
 
+KV0 = "model.layers.0.self_attn."
 K1 = "model.layers.1.self_attn.k_proj.weight"
 CHANGES: list[tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str, str]] = [
     ("missing", lambda t: {n: v for n, v in t.items() if n != K1}, K1, "missing"),
@@ -160,6 +161,10 @@ CHANGES: list[tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Ten
     ("nan", lambda t: {**t, K1: torch.full((32, 48), float("nan"))}, K1, "not finite"),
     ("inf", lambda t: {**t, K1: torch.full((32, 48), -float("inf"))}, K1, "not finite"),
     ("integers", lambda t: {**t, K1: torch.ones(32, 48, dtype=torch.int8)}, K1, "I8"),
+    ("scale", lambda t: {**t, KV0 + "k_scale": torch.tensor(0.0)}, KV0 + "k_scale", "positive"),
+    ("scale", lambda t: {**t, KV0 + "v_scale": torch.tensor(float("nan"))}, KV0 + "v_scale", "positive"),
+    ("scales", lambda t: {**t, KV0 + "v_scale": torch.ones(2)}, KV0 + "v_scale", "one number"),
+    ("scale of no layer", lambda t: {**t, "model.layers.2.self_attn.k_scale": torch.ones(1)}, "2.self", "left over"),
     ("other head", lambda t: {**t, "lm_head.weight": torch.ones(96, 48)}, "lm_head.weight", "equal"),
 ]
 
@@ -195,6 +200,18 @@ def test_harmless_leftovers_are_allowed(tmp_path: Path) -> None:
     )
     _, weights = load(tmp_path)
     assert weights.head is weights.embedding_VE
+
+
+def test_scales_of_an_8_bit_cache_are_read_under_either_name(tmp_path: Path) -> None:
+    saved(tmp_path, tied=True)
+    found = {
+        KV0 + "k_scale": torch.tensor(0.25, dtype=torch.bfloat16),
+        KV0 + "v_scale": torch.tensor([0.5]),
+        KV0.replace("0", "1") + "v_proj.v_scale": torch.tensor(3.0),
+    }
+    save_changed(tmp_path, lambda tensors: {**tensors, **found})
+    _, weights = load(tmp_path)
+    assert weights.kv_scales == {0: (0.25, 0.5), 1: (1.0, 3.0)}
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
