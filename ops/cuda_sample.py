@@ -193,8 +193,8 @@ def sample(
         lengths_R: int32; set to the new token's position, the number of tokens whose keys and values are written.
         out_ids_B: int32; -1 where the row has a NaN or its largest logit is infinite (the pool then gets 0).
         scratch: For at least this many rows and this vocabulary.
-        stops_RS: int32 [R, a power of two]: tokens at which a row stops; -1 where there are fewer.
-        stopped_R: int32; set to whether the chosen token is one of them. Given together with `stops_RS`.
+        stops_RS: int32 [R, a power of two], given with `stopped_R`: tokens at which a row stops, then -1.
+        stopped_R: int32; set to whether the chosen token is one of them.
         filtered: False skips the threshold search: no row may ask for top-k, top-p or min-p.
         pdl: Launch programmatically dependent.
 
@@ -216,8 +216,7 @@ def sample(
     )
     _choose_kernel[(rows,)](
         scratch.scores_BS, scratch.ids_BS, rows_B, positions_B, pool_RC, lengths_R, out_ids_B, stops_RS, stopped_R,
-        pool_RC.stride(0), parts, pool_RC.shape[0] - 1, pool_RC.shape[1],
-        PARTS=triton.next_power_of_2(parts), STOPS=0 if stops_RS is None else stops_RS.shape[1], PDL=pdl,
-        num_warps=1, launch_pdl=pdl,
+        pool_RC.stride(0), parts, pool_RC.shape[0] - 1, pool_RC.shape[1], PARTS=triton.next_power_of_2(parts),
+        STOPS=0 if stops_RS is None else stops_RS.shape[1], PDL=pdl, num_warps=1, launch_pdl=pdl,
     )
     # fmt: on
