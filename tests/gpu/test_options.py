@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import jsonschema
@@ -18,8 +19,13 @@ from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, open_engine
 from gpu.options import KINDS, Answer, Case, answers, check_same
 from random_schemas import random_schema
+from slow_sampling import shaped
 
 from headrace.engine import ResponseFormat, SamplingParams
+from headrace.engine.requests import Asking, make_requests
+from headrace.engine.scheduling.request import Request
+from headrace.engine.tokenizer import Tokenizer
+from headrace.ops.cpu_sample import Choosing, sample
 
 
 def mixed(seed: int, count: int = 24) -> tuple[list[Case], list[Case]]:
@@ -82,6 +88,61 @@ def test_options_of_one_row_change_no_other(zoo: Zoo, device: str) -> None:
         return [found[index] for index in range(len(prompts))]
 
     assert anyio.run(run, [([5, 6, 7], KINDS[at]) for at in range(1, len(KINDS))]) == anyio.run(run, [])
+
+
+EACH: dict[str, list[Any]] = {
+    "presence_penalty": [-1.5, 0.7, 2.0],
+    "frequency_penalty": [-0.5, 0.3, 2.0],
+    "repetition_penalty": [0.6, 1.3, 5.0],
+    "logit_bias": [{40: 3.5, 41: 3.0, 42: -7.0}, dict.fromkeys(range(0, 512, 3), 0.375)],
+    "allowed_token_ids": [[30, 31, 32], list(range(0, 512, 5))],
+    "forbidden_token_ids": [[30, 31, 32], list(range(0, 512, 2))],
+    "bad_words": [["a", "bc", "de f"], [chr(97 + at) * 2 for at in range(20)]],
+    "min_tokens": [1, 9],
+    "temperature": [0.4, 1.7],
+    "top_k": [1, 5, 100],
+    "top_p": [0.2, 0.9],
+    "min_p": [0.05, 0.5],
+}
+SAMPLED = ("top_k", "top_p", "min_p")
+
+
+def slowly(prompt: list[int], asked: Request) -> list[int]:
+    """What the exact checkpoint goes on with, by the slow account of each option and the CPU's sampler."""
+    table_VV = exact_logits().bfloat16().float()
+    ids = list(prompt)
+    while len(ids) < asked.limit and not (len(ids) > len(prompt) and ids[-1] in asked.stop_ids):
+        values = table_VV[ids[-1]]
+        if asked.shaping is not None:
+            values = torch.tensor(shaped(values.tolist(), ids, len(prompt), asked.shaping))
+        how = asked.sampling
+        ids += sample(values[None], [Choosing(how.temperature, how.top_k, how.top_p, how.min_p, how.seed, len(ids))])
+    return ids[len(prompt) :]
+
+
+def test_each_parameter_is_what_the_slow_account_gives(zoo: Zoo, device: str) -> None:
+    """Alone and with one other, all in one batch."""
+    generator = random.Random(4)
+    asked: list[dict[str, Any]] = [{field: value} for field, values in EACH.items() for value in values]
+    for _ in range(20):
+        fields = generator.sample(sorted(EACH), 2)
+        asked.append({field: generator.choice(EACH[field]) for field in fields})
+    cases: list[Case] = []
+    for at, each in enumerate(asked):
+        sampled = {"temperature": 1.0} if any(field in each for field in SAMPLED) else {"temperature": 0.0}
+        stops = {"stop_token_ids": list(range(0, 512, 7))[:16], "seed": at, "max_tokens": 16}
+        cases.append(([97 + at % 9, *draw(1 + at % 20, at)], sampled | stops | each))
+
+    async def run() -> list[Answer]:
+        async with open_engine(zoo.folder("speaking"), device, max_rows=40, max_context=128) as engine:
+            return await answers(engine, cases)
+
+    found = anyio.run(run)
+    tokenizer = Tokenizer.from_folder(zoo.folder("speaking"))
+    for (prompt, fields), answer in zip(cases, found, strict=True):
+        asking = Asking(SamplingParams(**fields), None, None, None, 0)
+        request = make_requests(prompt, asking, tokenizer, 512, generator)[0]
+        assert answer.tokens == slowly(prompt, request), fields
 
 
 def test_log_probabilities_are_those_of_a_float32_log_softmax(zoo: Zoo, device: str) -> None:
