@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 import numpy as np
 
@@ -30,6 +31,7 @@ __all__ = ["CompiledGrammar", "Grammars"]
 
 _THREADS: Final = 2
 _MASK_THREADS: Final = 8
+_ROWS_OF_LEXER: Final = 24  # which takes turns with their masks, in as many threads as there may be
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
@@ -60,15 +62,17 @@ class CompiledGrammar:
             executor: The engine's threads for the masks of many rows, started when first asked for.
         """
         self._fresh = fresh
-        self._matcher = matcher
         self._executor = executor
-        self._spent = False
+        self._lexers = [_Lexer(matcher)]
 
     def begin(self, tokens: Sequence[int]) -> _Matcher:
         """The state after `tokens`."""
-        if self._spent:
-            self._matcher, self._spent = self._fresh(), False
-        return _Matcher(self, self._matcher.deep_copy(), tokens)
+        lexers = self._lexers = [lexer for lexer in self._lexers if not lexer.spent]
+        lexer = min(lexers, key=lambda each: len(each.rows), default=None)
+        if lexer is None or (len(lexer.rows) >= _ROWS_OF_LEXER and len(lexers) < _MASK_THREADS):
+            lexer = _Lexer(self._fresh())
+            lexers.append(lexer)
+        return _Matcher(self, lexer, tokens)
 
     def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
         """Write the masks of many rows, in several threads, which run beside the interpreter."""
@@ -81,20 +85,31 @@ class CompiledGrammar:
             if state.matcher.is_error():
                 words_RW[row] = np.frombuffer(state.allowed() or bytes(words_RW.strides[0]), words_RW.dtype)
 
-    def alone(self) -> LLMatcher:
-        """A matcher for the one row that found no room left in what all copies share: the states of their lexer."""
-        self._spent = True
+    def alone(self, lexer: _Lexer) -> LLMatcher:
+        """A matcher for the one row that found no room left for states in the lexer that it shares."""
+        lexer.spent = True
         return self._fresh()
+
+
+class _Lexer:
+    """A matcher that consumes nothing, whose copies share their lexer's states; they lock it while they find a mask."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.spent = False
+        self.rows: WeakSet[_Matcher] = WeakSet()
 
 
 class _Matcher:
     """Where one row stands in its grammar."""
 
-    def __init__(self, grammar: CompiledGrammar, matcher: LLMatcher, tokens: Sequence[int]) -> None:
+    def __init__(self, grammar: CompiledGrammar, lexer: _Lexer, tokens: Sequence[int]) -> None:
         self._grammar: CompiledGrammar | None = grammar
-        self.matcher = matcher
+        self._lexer = lexer
+        self.matcher = lexer.matcher.deep_copy()
         self._tokens = list(tokens)
-        matcher.consume_tokens(self._tokens)
+        self.matcher.consume_tokens(self._tokens)
+        lexer.rows.add(self)
 
     def advance(self, token: int) -> None:
         self._tokens.append(token)
@@ -106,7 +121,7 @@ class _Matcher:
             return mask
         if self._grammar is None:
             return b""
-        self.matcher, self._grammar = self._grammar.alone(), None
+        self.matcher, self._grammar = self._grammar.alone(self._lexer), None
         self.matcher.consume_tokens(self._tokens)
         return self.allowed()
 

@@ -215,6 +215,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.gpu.check()
 
+    def wait_event(self, event: Event) -> None:
+        self.gpu.check()
+
     def query(self) -> bool:
         self.gpu.check()
         return True

@@ -54,17 +54,18 @@ class _Row:
 class GrammarRows:
     """The rows that keep to a grammar."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
         """Start with none, and no memory.
 
         Args:
-            capacity: Rows, and the width of the logits.
+            capacity: Rows.
+            device: Where masks are sent.
         """
-        self._capacity = capacity
         self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
         """Whether a row keeps to a grammar."""
         self._rows: dict[int, _Row] = {}
         self._masks_RW: Tensor | None = None
+        self._side = torch.cuda.Stream(device)
         self._copied = torch.cuda.Event()
 
     def take(self, plan: StepPlan) -> None:
@@ -95,21 +96,24 @@ class GrammarRows:
         wanted = np.sort(rows[self.asks[rows]])
         if not len(wanted):
             return
+        stream = torch.cuda.current_stream()
         if self._masks_RW is None:
             self._masks_RW = torch.empty(bits_RW.shape, dtype=torch.int32, pin_memory=True)
+            self._side.wait_stream(stream)  # on which the device's memory was made
         masks_RW = self._masks_RW
         self._copied.synchronize()  # it was done before the tokens were, but for a step that failed
         self._find(wanted.tolist(), masks_RW.numpy())
-        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):
-            some = slice(int(run[0]), int(run[-1]) + 1)
-            bits_RW[some].copy_(masks_RW[some], non_blocking=True)
-        self._copied.record()
+        with torch.cuda.stream(self._side):  # beside the logits; nobody reads a row's mask before they are done
+            for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):
+                some = slice(int(run[0]), int(run[-1]) + 1)
+                bits_RW[some].copy_(masks_RW[some], non_blocking=True)
+            self._copied.record(self._side)
+        stream.wait_event(self._copied)
 
     def _find(self, rows: Sequence[int], masks_RW: NDArray[np.int32]) -> None:
         """The masks of some rows; no token is allowed where the grammar failed, which is that row's own trouble."""
         ready: list[tuple[GrammarState, int]] = []
         for row in rows:
-            masks_RW[row] = 0
             found = self._rows[row]
             token = found.last_token()
             if not found.failed:
@@ -117,5 +121,7 @@ class GrammarRows:
                     ready.append((found.advanced(token), row))
                 except Exception:
                     found.failed = True
+            if found.failed:
+                masks_RW[row] = 0
         if ready:
             self._rows[ready[0][1]].grammar.fill(ready, masks_RW.data)

@@ -59,7 +59,7 @@ class RowSampler:
         self._rows, self._capacity, self._dtype, self._device = rows, capacity, dtype, device
         self._shaped = ShapedRows(rows, capacity, device)
         self.reported = ReportedRows(rows, capacity, device)
-        self.grammars = GrammarRows(capacity)
+        self.grammars = GrammarRows(capacity, device)
         self._scratch: dict[Variant, SampleScratch] = {}
 
     def take(self, plan: StepPlan) -> None:

@@ -58,14 +58,18 @@ def _can_be_even(shape: HeadShape, device: torch.device) -> bool:
 class _Key(NamedTuple):
     bucket: int
     way: str
-    """Of attention: "fused", "even", "fa2" or "xqa"; "" where there is none, in the choice alone."""
+    """Of attention: "fused", "even", "fa2" or "xqa"."""
     variant: Variant | None
     """Of the choice; None where there is none, up to the logits."""
+    has_logits: bool = True
+    """False for the choice alone, from the logits that the graph without one leaves."""
 
 
 def _keys(bucket: int, way: str, variant: Variant) -> list[_Key]:
     """Of the graphs of a step, in order."""
-    return [_Key(bucket, way, None), _Key(bucket, "", variant)] if variant.masked else [_Key(bucket, way, variant)]
+    if not variant.masked:
+        return [_Key(bucket, way, variant)]
+    return [_Key(bucket, way, None), _Key(bucket, way, variant, has_logits=False)]
 
 
 class _Planned:
@@ -122,8 +126,8 @@ class DecodeGraphs:
         self._pool: Any = None
         self._plans: dict[int, _Planned] = {}
         self._steps: dict[tuple[int, str], dict[int | None, DecodeStep]] = {}
-        self._logits_BV: Tensor | None = None
-        """Between a graph of logits and one of a choice."""
+        self._between: dict[tuple[int, str], Tensor] = {}
+        """What a graph of logits leaves to one of a choice."""
         self._last_planned = 0
         self._workspace: Tensor | None = None
         self._int_workspaces: dict[int | None, Tensor] = {}
@@ -173,7 +177,7 @@ class DecodeGraphs:
         self._steps.clear()
         self._plans.clear()
         self._even.clear()
-        self._logits_BV = None
+        self._between.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -203,9 +207,9 @@ class DecodeGraphs:
         return graph
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
-        bucket, way, _ = key
+        bucket, way, *_ = key
         self._last_planned = 0  # what follows plans, even if it fails
-        if way and (bucket, way) not in self._steps:
+        if (bucket, way) not in self._steps:
             self._steps[bucket, way] = self._make_steps(bucket, way)
         if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
@@ -229,19 +233,14 @@ class DecodeGraphs:
 
     def _run(self, key: _Key) -> None:
         """The decode step itself, or a part of it: what a graph records."""
-        bucket, way, variant = key
-        logits_BV = self._logits(bucket, self._steps[bucket, way]) if way else self._between(bucket)
+        bucket, way, variant, has_logits = key
+        at = bucket, way
+        logits_BV = self._logits(bucket, self._steps[at]) if has_logits else self._between[at]
         if variant is None:
-            self._between(bucket).copy_(logits_BV)
+            self._between[at] = logits_BV  # kept, so that no other graph of the pool gets its memory
             return
         batch_B, positions_B = self._rows.active_R[:bucket], self._inputs[bucket].positions_B
         self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
-
-    def _between(self, bucket: int) -> Tensor:
-        if self._logits_BV is None:
-            shape = (self._buckets[-1], self._decoder.spec.vocab_size)
-            self._logits_BV = torch.zeros(shape, dtype=self._shape.dtype, device=self._device)
-        return self._logits_BV[:bucket]
 
     def _logits(self, bucket: int, steps: Mapping[int | None, DecodeStep]) -> Tensor:
         rows, inputs = self._rows, self._inputs[bucket]

@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 import torch
 from gpu.checkpoints import exact_logits, kv_bytes
+from gpu.choosing import choose
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, open_engine
 from gpu.options import KINDS, Answer, Case, answers, check_same
@@ -25,21 +26,27 @@ from headrace.engine import ResponseFormat, SamplingParams
 from headrace.engine.requests import Asking, make_requests
 from headrace.engine.scheduling.request import Request
 from headrace.engine.tokenizer import Tokenizer
-from headrace.ops.cpu_sample import Choosing, sample
 
 
-def mixed(seed: int, count: int = 24) -> tuple[list[Case], list[Case]]:
-    """Twice the same prompts, some of which begin alike, the second time with other options."""
+def mixed(seed: int, count: int, *, greedy: bool) -> tuple[list[Case], list[Case]]:
+    """Twice the same prompts, some of which begin alike, the second time with other options.
+
+    Greedy, where devices are compared: each has noise of its own.
+    """
     generator = random.Random(seed)
     shared = draw(40, 3)
     prompts = [draw(generator.randrange(1, 60), at) if at % 3 else [*shared, *draw(at, at)] for at in range(count)]
-    return tuple([(prompt, KINDS[(at + turn) % len(KINDS)]) for at, prompt in enumerate(prompts)] for turn in (0, 4))  # type: ignore[return-value]
+    kinds = [kind | ({"temperature": 0.0} if greedy and "temperature" in kind else {}) for kind in KINDS]
+    first, second = (
+        [(prompt, kinds[(at + turn) % len(kinds)]) for at, prompt in enumerate(prompts)] for turn in (0, 4)
+    )
+    return first, second
 
 
 @pytest.mark.parametrize("cramped", [False, True], ids=["room for all", "chunked and preempted"])
 def test_rows_with_options_are_those_of_the_cpu(zoo: Zoo, device: str, cramped: bool) -> None:
     """The second time on cached pages, in rows whose last requests asked for something else."""
-    first, second = mixed(9)
+    first, second = mixed(9, 26, greedy=True)
     pages = kv_bytes(zoo.folder("speaking"), 24 if cramped else 600)
     options = {"max_rows": 12, "max_batched_tokens": 20} if cramped else {"max_rows": 40}
 
@@ -107,16 +114,15 @@ EACH: dict[str, list[Any]] = {
 SAMPLED = ("top_k", "top_p", "min_p")
 
 
-def slowly(prompt: list[int], asked: Request) -> list[int]:
-    """What the exact checkpoint goes on with, by the slow account of each option and the CPU's sampler."""
+def slowly(device: str, prompt: list[int], asked: Request) -> list[int]:
+    """What the exact checkpoint goes on with, by the slow account of each option and the device's sampler."""
     table_VV = exact_logits().bfloat16().float()
     ids = list(prompt)
     while len(ids) < asked.limit and not (len(ids) > len(prompt) and ids[-1] in asked.stop_ids):
         values = table_VV[ids[-1]]
         if asked.shaping is not None:
             values = torch.tensor(shaped(values.tolist(), ids, len(prompt), asked.shaping))
-        how = asked.sampling
-        ids += sample(values[None], [Choosing(how.temperature, how.top_k, how.top_p, how.min_p, how.seed, len(ids))])
+        ids += choose(device, values[None].float(), [asked.sampling], [len(ids)])
     return ids[len(prompt) :]
 
 
@@ -142,7 +148,7 @@ def test_each_parameter_is_what_the_slow_account_gives(zoo: Zoo, device: str) ->
     for (prompt, fields), answer in zip(cases, found, strict=True):
         asking = Asking(SamplingParams(**fields), None, None, None, 0)
         request = make_requests(prompt, asking, tokenizer, 512, generator)[0]
-        assert answer.tokens == slowly(prompt, request), fields
+        assert answer.tokens == slowly(device, prompt, request), fields
 
 
 def test_log_probabilities_are_those_of_a_float32_log_softmax(zoo: Zoo, device: str) -> None:
