@@ -104,6 +104,8 @@ def make_pooling_request(ids: Sequence[int], asking: Asking, pooling: Pooling, v
         pooling=pooling,
         root=asking.root,
         priority=asking.priority,
+        tenant=asking.tenant,
+        adapter=asking.adapter,
     )
 
 

@@ -43,6 +43,15 @@ def test_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert re.fullmatch(r"> \S.*\n> \S.*\n> ", capsys.readouterr().out, re.DOTALL)
 
 
+def test_embeddings(minilm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    anyio.run(example("embeddings").main, str(minilm))
+    printed = capsys.readouterr().out
+    assert re.search(r"5 texts, 384 dimensions, \d+ tokens", printed)
+    mill, dough = printed.split("Why does dough grow?")
+    assert re.search(r"\(embedding\)\n  0\.\d\d  A headrace leads water", mill)
+    assert re.search(r"\(embedding\)\n  0\.\d\d  Bread .*\n  0\.\d\d  A loaf rises", dough)
+
+
 def test_many_streams(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     anyio.run(example("many_streams").main, str(smollm2))
     printed = capsys.readouterr().out

@@ -9,14 +9,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from simulation.device import RigRunner
 
 from headrace.engine.errors import HeadraceError, RequestFailed
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling, State, branch, goes_on
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.testing import ScriptedStep, scripted_token
+from headrace.engine.testing import ScriptedStep, scripted_token, scripted_vector
 
 __all__ = ["Flight", "Rig", "capacity", "reference"]
 
@@ -44,6 +47,14 @@ def reference(prompt: Sequence[int], count: int, vocab: int, key: Sequence[int] 
     for _ in range(count):
         tokens.append(scripted_token(tokens, vocab))
     return tokens[len(key) + len(prompt) :]
+
+
+def _vector(request: Request) -> NDArray[np.float32]:
+    """What comes of a pooled request that is computed alone."""
+    assert request.pooling is not None
+    states = np.stack([scripted_vector(request.tokens[: end + 1]) for end in range(len(request.tokens))])
+    vector: NDArray[np.float32] = states[-1] if request.pooling.kind == "last" else states.mean(0)
+    return vector
 
 
 @dataclass(slots=True)
@@ -100,6 +111,7 @@ class Rig:
         keepers: int = 0,
         hooked: bool = False,
         before: Request | None = None,
+        pooling: Pooling | None = None,
     ) -> list[Request]:
         """Queue the `n` choices of a prompt, as the engine does.
 
@@ -126,6 +138,7 @@ class Rig:
                 keepers=keepers,
                 processor=_no_hook if hooked else None,
                 before=before,
+                pooling=pooling,
             )
             count = len(self.scheduler.requests)
             try:
@@ -262,14 +275,14 @@ class Rig:
         try:
             if flight.step is None:
                 raise RuntimeError("never launched")
-            tokens = list(flight.step.wait())
+            tokens = flight.step.wait()
         except RuntimeError:
             self._note(lambda step: f"fail       step {step}", plan.step)
             emissions = self.scheduler.fail(plan, RequestFailed("scripted"))
             assert all(work.request.state is State.FINISHED for work in plan.works), "a failed step's request goes on"
         else:
             if bad is not None:
-                tokens[bad[0] % len(tokens)] = bad[1]
+                tokens[bad[0] % len(tokens)] = bad[1]  # type: ignore[index]  # of lists alone
             self._note(_say_commit, plan, tokens)
             emissions = self.scheduler.commit(plan, tokens)
             self.awaited += [(r, plan.step) for r, *_ in plan.works if r.awaited == plan.step]
@@ -343,6 +356,9 @@ class Rig:
     def check_output(self, request: Request) -> None:
         """Assert that what `request` generated is what it would have generated alone, and that it ended in time."""
         prompt, output = self.prompts[request.id], self.output(request)
+        if request.pooling is not None:
+            assert not output and self.ends.get(request.id) != "length"
+            return
         assert request.tokens[: len(prompt)] == prompt, f"r{request.id}: its prompt changed"
         alone = reference(prompt, len(output), self.capacity.vocab_size, [request.sampling.seed])
         assert output == alone, f"r{request.id}: wrong tokens"
@@ -386,7 +402,7 @@ class Rig:
             assert request.deadline is None or request.deadline > self.now, f"r{request.id} is planned too late"
             assert request.state is State.RUNNING and work.row == request.row and work.num_tokens > 0
             assert work.start + work.num_tokens == request.planned <= len(request.pages) * self.capacity.page_size
-            assert work.samples == (request.planned == request.known - work.samples)
+            assert work.samples == (request.planned == request.known - work.samples and request.pooling is None)
         planned = {work.request.id for work in works}
         for request in self.live(State.RUNNING):
             if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
@@ -435,7 +451,10 @@ class Rig:
         request = emission.request
         finished = self.ends.get(request.id)
         assert finished is None, f"r{request.id}: an emission after {finished}"
-        assert (emission.token is None) == (emission.error is not None or emission.finish_reason == "deadline")
+        ended_alone = emission.error is not None or emission.finish_reason == "deadline"
+        assert (emission.token is None) == (ended_alone or request.pooling is not None)
+        if request.pooling is not None and not ended_alone:
+            assert np.allclose(emission.pooled, _vector(request)), f"r{request.id}: a wrong vector"
         assert emission.finish_reason is None or emission.error is None
         if emission.token is not None:
             assert emission.token == request.tokens[-1]

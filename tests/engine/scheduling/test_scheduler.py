@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, multiple, precondition, rule
@@ -9,6 +11,7 @@ from simulation.rig import Rig, capacity
 
 from headrace.engine.errors import PromptTooLong
 from headrace.engine.scheduling.plan import NON_FINITE
+from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, State
 
 VOCAB = 11
@@ -56,6 +59,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             return multiple()
         assert fits, "a prompt that never fits was taken"
         return multiple(*choices)
+
+    @rule(target=requests, shared=st.integers(0, 16), own=st.integers(0, 2), kind=st.sampled_from(["last", "mean"]))
+    def pool(self, shared: int, own: int, kind: Literal["last", "mean"]) -> MultipleResults[Request]:
+        assume(len(self.rig.live()) < 12)
+        prompt = [*(position % 7 for position in range(shared)), own]
+        shape = self.rig.capacity
+        fits = len(prompt) <= min(shape.max_context, shape.num_pages * shape.page_size)
+        try:
+            pooled = self.rig.submit(prompt, 1, pooling=Pooling(kind))
+        except PromptTooLong:
+            assert not fits, "a prompt that fits was refused"
+            return multiple()
+        assert fits, "a prompt that never fits was taken"
+        return multiple(*pooled)
 
     @rule(request=requests)
     def finish(self, request: Request) -> None:
