@@ -1,13 +1,16 @@
-"""`AdapterBank`: what a device offers for adapters; a protocol, and never a tensor."""
+"""`AdapterBank` and `AdapterDevice`: what a device offers for adapters; never imports what holds a tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from headrace.adapters.loaded import LoadedAdapter
 
-__all__ = ["AdapterBank"]
+__all__ = ["AdapterBank", "AdapterDevice"]
 
 
 class AdapterBank(Protocol):
@@ -31,3 +34,20 @@ class AdapterBank(Protocol):
     def take(self, slot: int) -> None:
         """Let go of what `slot` holds; no row of a launched step wears it."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterDevice:
+    """A device that takes adapters."""
+
+    bank: AdapterBank
+    slots: int
+    """Adapters that it holds at a time."""
+    granules: int
+    """Its memory for them, in units of `granule_bytes`."""
+    granule_bytes: int
+    read: Callable[[str, Path | None], LoadedAdapter]
+    """Reads and checks a folder, from any thread; with a root the plain name of a folder in it.
+
+    Raises `AdapterRejected`.
+    """

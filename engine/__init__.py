@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.engine.adapters import AdapterInfo, Adapters
 from headrace.engine.config import EngineConfig
 from headrace.engine.embeddings import Embeddings
 from headrace.engine.engine import Engine, Message, Prompt
@@ -34,7 +35,9 @@ from headrace.engine.stream import TokenStream
 
 __all__ = [
     "LLM",
+    "AdapterInfo",
     "AdapterRejected",
+    "Adapters",
     "Choice",
     "Chunk",
     "Completion",

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import inf
 
-from headrace.engine.errors import InvalidParams, UnknownAdapter
+from headrace.engine.errors import InvalidParams
 from headrace.engine.hooks import StopWhen, check_hook
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams, shown
@@ -65,11 +65,6 @@ class Asking:
     def sharing(self) -> str | None:
         """What requests have in common that may share prefix pages."""
         return self.tenant if self.cache_salt is None else self.cache_salt
-
-    @property
-    def root(self) -> bytes:
-        """First link of the prefix hash chain."""
-        return repr((self.adapter, self.sharing)).encode()
 
     def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
         """Token ids that end a choice."""
@@ -146,7 +141,6 @@ def check_asking(asking: Asking, vocab_size: int) -> None:
 
     Raises:
         InvalidParams: Names the field.
-        UnknownAdapter: No adapter is loaded under that name.
     """
     if type(asking.priority) is not int:
         raise InvalidParams(
@@ -177,7 +171,3 @@ def check_asking(asking: Asking, vocab_size: int) -> None:
                 value=token,
                 limit=vocab_size - 1,
             )
-    if asking.adapter is not None:
-        raise UnknownAdapter(
-            f"adapter: none is loaded under the name {asking.adapter!r}", field="adapter", value=asking.adapter
-        )

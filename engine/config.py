@@ -97,6 +97,20 @@ class EngineConfig(BaseModel):
     """Folder that `headrace kernels build` filled: GPU kernels found there need no compiler."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of a CPU step; None takes one less than torch would, so that a core is left to the event loop."""
+    adapter_slots: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Adapters on the device at a time; 0 takes none. docs/adapters.md says more of this and the next six."""
+    adapter_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
+    """Bytes of the device for them; None is room for as many of rank 16 on every module as there are slots."""
+    adapter_host_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] = 2 << 30
+    """Bytes of host memory for adapters that are loaded; those used least recently are read from disk again."""
+    max_adapters: Annotated[int, Field(ge=1, le=65536)] = 1024
+    """Adapters that may be loaded."""
+    max_adapter_rank: Annotated[int, Field(ge=1, le=256)] = 64
+    """Largest rank of a module's update."""
+    max_step_adapters: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Different adapters in one step; None is as many as there are slots."""
+    max_step_adapter_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
+    """Bytes of different adapters in one step, which each step reads; one adapter alone may be larger."""
     hook_seconds: Annotated[float, Field(gt=0.0, le=60.0)] = 0.25
     """Seconds that one call of a hook may take before its stream fails."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0

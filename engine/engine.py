@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from headrace.engine.adapters import Adapters
 from headrace.engine.asking import Asking, check_abilities, check_generates, check_hooks
 from headrace.engine.collect import collect, streamed_params
 from headrace.engine.config import EngineConfig
@@ -211,10 +212,23 @@ class Engine(Life):
             return
         try:
             loop, opened = self._serving(draining=True)
-            made = make_requests(ids, asking, opened.tokenizer, opened.info.vocab_size, self._random, grammar)
+            named = self.adapters.versions
+            made = make_requests(ids, asking, opened.tokenizer, opened.info.vocab_size, self._random, grammar, named)
             loop.submit(generation, ids, made)
         except HeadraceError as error:
             generation.abandon(error)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters of this engine: `load`, `unload`, `list` and `pin`, while it serves.
+
+        Raises:
+            EngineStopped: The engine is not open.
+            EngineCrashed: Its step loop died.
+        """
+        self._serving(draining=True)
+        assert self._adapters is not None
+        return self._adapters
 
     # -- without generating -----------------------------------------------------------------------------------------
 
@@ -309,7 +323,7 @@ class Engine(Life):
 
     def _pooling(self) -> PoolingIntake:
         self._serving()  # which a drain refuses, unlike what follows for calls that have begun
-        return PoolingIntake(partial(self._serving, draining=True), self._helper)
+        return PoolingIntake(partial(self._serving, draining=True), self._helper, self.adapters)
 
     # -- looking in -------------------------------------------------------------------------------------------------
 

@@ -180,7 +180,8 @@ class Generation:
         return self._usage(completion)
 
     def _usage(self, completion: int) -> Usage:
-        cached = 0 if self._first is None else self._first.cached
+        first = self._first
+        cached = 0 if first is None else max(0, first.cached - first.virtual_tokens)
         return Usage(prompt_tokens=len(self.prompt), completion_tokens=completion, cached_tokens=cached)
 
     def deliver(self, emission: Emission) -> None:

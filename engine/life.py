@@ -14,6 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
+from headrace.engine.adapters import Adapters, slots_of
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineStopped, InvalidParams
 from headrace.engine.grammars import Grammars
@@ -35,6 +36,7 @@ class Life:
         self.config = config
         self._entered = False
         self._opened: Opened | None = None
+        self._adapters: Adapters | None = None
         self._loop: StepLoop | None = None
         self._closing = False
         self._teardown_error: Exception | None = None
@@ -67,9 +69,11 @@ class Life:
             secret=os.urandom(32),
             prefix_cache=self.config.prefix_cache and opened.has_pages,
             policy=policy_of(self.config.policy),
+            slots=slots_of(opened.adapters, self.config),
         )
         runner = opened.runner
         self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, launch_ahead=self.config.launch_ahead)
+        self._adapters = Adapters(opened.adapters, self.config, opened.info.model, self._loop)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._stopped = anyio.Event()
@@ -143,8 +147,13 @@ class Life:
         opened, self._opened = self._opened, None
         crashed = self._loop and self._loop.crashed
 
+        stopped = crashed or EngineStopped("the engine closed before the adapter was loaded")
+        join = None if self._adapters is None else self._adapters.close(stopped)
+
         def close(opened: Opened) -> None:
             self._grammars.close()
+            if join is not None:
+                join()
             opened.runner.close()
 
         try:

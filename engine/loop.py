@@ -19,6 +19,7 @@ from weakref import WeakSet
 import anyio
 from anyio.lowlevel import checkpoint
 
+from headrace.adapters.slots import AdapterVersion, Move
 from headrace.engine.errors import EngineCrashed, HeadraceError, OutOfMemory, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.generation import Generation
@@ -92,6 +93,8 @@ class StepLoop:
         self._closing = False
         self._idle = anyio.Event()
         self._launched: deque[_InFlight] = deque()
+        self.carry_out: Callable[[list[Move]], None] = _no_moves
+        """Fills and empties the slots of adapters."""
         self._emissions: Sequence[Emission] = ()
         """What was committed and is still to be delivered."""
 
@@ -159,6 +162,15 @@ class StepLoop:
         """Plan a paused request again."""
         self.scheduler.resume(request)
         self._wake()
+
+    def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> None:
+        """End the requests that wait for an adapter which the device cannot be given."""
+        self._emissions = [*self._emissions, *self.scheduler.fail_wearers(version, error)]
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again at what there is to do."""
+        self._wakeup.set()
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -238,6 +250,8 @@ class StepLoop:
         plan = self.scheduler.plan(self._clock())
         if lapsed := self.scheduler.take_lapsed():
             self._emissions = [*self._emissions, *lapsed]
+        if moves := self.scheduler.slots.take_moves():
+            self.carry_out(moves)
         return plan
 
     async def _sleep(self) -> None:
@@ -344,6 +358,10 @@ class StepLoop:
         self._wakeup.set()
         if not self._generations:
             self._idle.set()
+
+
+def _no_moves(moves: list[Move]) -> None:
+    assert not moves, "a slot is to be filled where there are none"
 
 
 def _as_failure(error: Exception) -> RequestFailed:

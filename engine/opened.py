@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from headrace.adapters.bank import AdapterDevice
 from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.plan import Ability, Capacity, Runner
 from headrace.engine.scheduling.pooling import Embedding
@@ -48,6 +49,8 @@ class Opened:
     """How the model embeds texts; None where the runner cannot pool."""
     scoring: CrossEncoder | None = None
     """How the model scores pairs of texts; None where it does not read them together."""
+    adapters: AdapterDevice | None = None
+    """What it takes to give the device adapters; None where it was opened for none."""
     generates: bool = True
     """Whether the model can choose tokens at all."""
     has_pages: bool = True

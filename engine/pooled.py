@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from headrace.engine.adapters import Adapters
 from headrace.engine.asking import Asking
 from headrace.engine.errors import EngineStopped, PromptTooLong
 from headrace.engine.events import Usage
@@ -211,6 +212,8 @@ class PoolingIntake(NamedTuple):
     """Raises where the engine takes nothing more in."""
     helper: Worker
     """Tokenises what is long."""
+    adapters: Adapters
+    """What prompts may wear."""
 
     async def pool(self, asked: _Asked, who: Who) -> tuple[Any, Usage]:
         """Prefill a text: what came of its hidden states, and the tokens it took.
@@ -234,7 +237,8 @@ class PoolingIntake(NamedTuple):
             loop.scheduler.check_length(len(ids), room=0)  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
             asking = Asking(_NO_PARAMS, *who)
-            loop.submit(generation, ids, [make_pooling_request(ids, asking, pooling, opened.info.vocab_size)])
+            named = self.adapters.versions
+            loop.submit(generation, ids, [make_pooling_request(ids, asking, pooling, opened.info.vocab_size, named)])
             return await generation.result()
         finally:
             generation.cancel()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from headrace.adapters.slots import AdapterVersion
 from headrace.engine.asking import Asking, check_asking
 from headrace.engine.beams import BeamControl, BeamGeneration
 from headrace.engine.config import EngineConfig
@@ -18,12 +19,14 @@ from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, Reporting, Shaping
+from headrace.engine.wearing import dressed, root_of, worn_by
 
 __all__ = ["make_generation", "make_pooling_request", "make_requests"]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
 _UNLIMITED = 2**62
+_NO_ADAPTERS: Mapping[str, AdapterVersion] = {}
 _MAX_PROMPT_REPORTS = 2**16
 """Log-probabilities of one prompt: more of them would hold up the event loop when they are read."""
 
@@ -35,6 +38,7 @@ def make_requests(
     vocab_size: int,
     random_seeds: random.Random,
     grammar: Grammar | None = None,
+    adapters: Mapping[str, AdapterVersion] = _NO_ADAPTERS,
 ) -> list[Request]:
     """One request for each of the `n` choices of a prompt; the others fork the first one's pages.
 
@@ -45,6 +49,7 @@ def make_requests(
         vocab_size: Width of the logits.
         random_seeds: Where seeds come from that are not given.
         grammar: `response_format`, compiled.
+        adapters: What the names of adapters stand for.
 
     Raises:
         InvalidParams: A token is not in the vocabulary, or the masks leave none.
@@ -53,16 +58,15 @@ def make_requests(
     params = asking.params
     check_asking(asking, vocab_size)
     _check_prompt_logprobs(params, len(ids))
+    worn, ids = dressed(asking.adapter, ids, params, adapters)
     if params.beam_width is not None:
-        return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size)]
+        return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size, worn)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     limit = len(ids) + (params.max_tokens if params.max_tokens is not None else _UNLIMITED)
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
     shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
     requests: list[Request] = []
     for choice in range(params.n):
-        prompt_reports = params.prompt_logprobs if choice == 0 else None  # the same for all: the first one computes it
-        reporting = Reporting(params.logprobs, prompt_reports)
         requests.append(
             Request(
                 tokens=list(ids),
@@ -70,11 +74,12 @@ def make_requests(
                 limit=limit,
                 sampling=_sampling(params, seed + choice * _GOLDEN),
                 shaping=shaping,
-                reporting=None if reporting == Reporting() else reporting,
+                reporting=_reporting(params, choice),
                 grammar=grammar,
                 processor=asking.logits_processor,
                 stop_ids=stop_ids,
-                root=asking.root,
+                wears=worn,
+                root=root_of(worn, asking.sharing),
                 priority=asking.priority,
                 tenant=asking.tenant,
                 adapter=asking.adapter,
@@ -88,7 +93,13 @@ def make_requests(
     return requests
 
 
-def make_pooling_request(ids: Sequence[int], asking: Asking, pooling: Pooling, vocab_size: int) -> Request:
+def make_pooling_request(
+    ids: Sequence[int],
+    asking: Asking,
+    pooling: Pooling,
+    vocab_size: int,
+    adapters: Mapping[str, AdapterVersion] = _NO_ADAPTERS,
+) -> Request:
     """A request that generates nothing; arguments as `make_requests`.
 
     Raises:
@@ -96,17 +107,29 @@ def make_pooling_request(ids: Sequence[int], asking: Asking, pooling: Pooling, v
         UnknownAdapter: No adapter is loaded under that name.
     """
     check_asking(asking, vocab_size)
+    worn = worn_by(asking.adapter, adapters)
+    if worn is not None and worn.virtual_tokens:
+        raise InvalidParams(
+            "adapter: one with virtual tokens cannot be pooled", field="adapter", value=asking.adapter, limit=0
+        )
     return Request(
         tokens=list(ids),
         prompt_len=len(ids),
         limit=len(ids) + 1,
         sampling=Sampling(),
         pooling=pooling,
-        root=asking.root,
+        wears=worn,
+        root=root_of(worn, asking.sharing),
         priority=asking.priority,
         tenant=asking.tenant,
         adapter=asking.adapter,
     )
+
+
+def _reporting(params: SamplingParams, choice: int) -> Reporting | None:
+    """What a choice reports; the first one alone reports on the prompt, which is the same for all."""
+    reporting = Reporting(params.logprobs, params.prompt_logprobs if choice == 0 else None)
+    return None if reporting == Reporting() else reporting
 
 
 def _sampling(params: SamplingParams, seed: int) -> Sampling:
@@ -142,7 +165,9 @@ def _search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
     )
 
 
-def _first_beam(ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int) -> Request:
+def _first_beam(
+    ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int, worn: AdapterVersion | None
+) -> Request:
     """The request whose likeliest tokens begin a beam search.
 
     Raises:
@@ -161,7 +186,8 @@ def _first_beam(ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_si
         limit=len(ids) + 1,
         sampling=Sampling(),
         reporting=Reporting(completion=search.candidates),
-        root=asking.root,
+        wears=worn,
+        root=root_of(worn, asking.sharing),
         priority=asking.priority,
         tenant=asking.tenant,
         adapter=asking.adapter,

@@ -78,7 +78,7 @@ class Turns:
     def following(self, turn: Turn, added: Prompt, params: SamplingParams | None) -> Turn:
         """Go on after `turn`, which has ended, with `added` and perhaps other parameters; raises as `first`."""
         before = turn.generation.requests[0]
-        known = list(before.tokens)
+        known = before.tokens[before.virtual_tokens :]
         params = _again(turn.asking.params) if params is None else params
         asking = replace(turn.asking, params=params, before=before, since=self._serving()[0].now)
         return self._begin(asking, added, lambda opened: known + more_token_ids(added, opened.tokenizer, known))
@@ -90,12 +90,13 @@ class Turns:
         loop, opened = self._serving()
         parent = turn.generation.requests[0]
         chosen = self._random.getrandbits(63) if seed is None else seed & _MASK
-        request = branch(parent, len(turn.generation.prompt) + read, chosen)
+        virtual = parent.virtual_tokens
+        request = branch(parent, virtual + len(turn.generation.prompt) + read, chosen)
         made = self._turn(replace(turn.asking, params=_again(turn.asking.params)), loop, opened)
         own = request.tokens[request.prompt_len :]
         made.maker.skip(own)
         made.generation.skip(own)
-        loop.submit(made.generation, list(request.tokens), [request])
+        loop.submit(made.generation, request.tokens[virtual:], [request])
         return made
 
     def _turn(self, asking: Asking, loop: StepLoop, opened: Opened) -> Turn:

@@ -21,6 +21,7 @@ MAX_DIRECT_LIBRARIES = 15
 
 # Longer because it reads better so: a path, or path:function, with its own limit and the reason.
 EXCEPTIONS: dict[str, tuple[int, str]] = {
+    "engine/scheduling/scheduler.py": (410, "one state machine, read from top to bottom"),
     "ops/cuda_decode.py:_fused_decode_kernel": (160, "one kernel is one launch"),
     "ops/cuda_fused.py:_norm_rope_kernel": (76, "one kernel is one launch"),
     "ops/cuda_linear.py:_linear_kernel": (78, "one kernel is one launch"),

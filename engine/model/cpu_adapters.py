@@ -24,18 +24,14 @@ __all__ = ["CpuBank"]
 class CpuBank:
     """The device's side of adapters on a CPU."""
 
-    granule_bytes = 4096
-    pinned = False
-
-    def __init__(self, slots: int, max_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, slots: int, max_rows: int) -> None:
         """Start with empty slots and rows that wear nothing."""
-        self.dtype = dtype
         self._updates: list[CpuUpdates | None] = [None] * slots
         self._prefixes: list[Tensor | None] = [None] * slots
         self._slots: NDArray[np.int64] = np.full(max_rows, -1, np.int64)
 
     def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
-        """Make `adapter` what the wearers of `slot` wear; nobody wears the slot now."""
+        """Make `adapter` what the wearers of `slot` wear, from where it lies; nobody wears the slot now."""
         self._prefixes[slot] = adapter.prefix_LPsD
         self._updates[slot] = CpuUpdates(
             _sites(adapter.layout, adapter.block), _embedding(adapter.layout, adapter.block), adapter.virtual_PE

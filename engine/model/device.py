@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.adapters.bank import AdapterDevice
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
 from headrace.engine.model.spec import DecoderSpec
@@ -25,6 +26,8 @@ class Device:
     page_bytes: int
     """Memory of one page over all layers."""
     abilities: frozenset[Ability] = frozenset()
+    """As in `Opened`."""
+    adapters: AdapterDevice | None = None
     """As in `Opened`."""
 
 

@@ -8,6 +8,8 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
+from headrace.engine.model.adapter_device import adapter_device
+from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_runner import CpuRunner, cpu_ops
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
@@ -19,6 +21,7 @@ from headrace.ops.cpu import CpuOps
 
 __all__ = ["open_cpu"]
 
+_GRANULE_BYTES = 4096  # which bounds what slots hold; they take no memory of their own
 _ROWS = 64
 _BATCHED_TOKENS = 512
 _FREE_SHARE = 0.125  # of free host memory: the application lives here too
@@ -50,14 +53,19 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
             value=config.kv_memory,
             limit=free,
         )
+    bank = CpuBank(config.adapter_slots, capacity.max_rows) if config.adapter_slots else None
+    adapters = None
+    if bank is not None:
+        adapters = adapter_device(config, spec, bank, dtype=dtype, granule_bytes=_GRANULE_BYTES)
     failure = ""
     try:
-        runner = _make_runner(config, spec, source, ops, capacity, dtype)
+        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank)
     except MemoryError as error:
         failure = str(error)
         traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
     else:
-        return Device(runner, capacity, "cpu", str(dtype).removeprefix("torch."), page_bytes, CpuRunner.abilities)
+        name = str(dtype).removeprefix("torch.")
+        return Device(runner, capacity, "cpu", name, page_bytes, CpuRunner.abilities, adapters)
     return_freed_memory()
     raise DeviceUnavailable(
         f"device: the host has too little memory for this model and {kv_bytes} bytes of pages: {failure}",
@@ -73,11 +81,12 @@ def _make_runner(
     ops: dict[int | None, CpuOps],
     capacity: Capacity,
     dtype: torch.dtype,
+    bank: CpuBank | None,
 ) -> CpuRunner:
     weights = load_weights(
         source, spec, dtype=dtype, device="cpu", keep_packed=config.dtype == "auto", seed=config.seed
     )
-    return CpuRunner(Decoder(spec, weights, ops), ops, capacity, config.cpu_threads or _default_threads())
+    return CpuRunner(Decoder(spec, weights, ops), ops, capacity, config.cpu_threads or _default_threads(), bank)
 
 
 def _default_threads() -> int:

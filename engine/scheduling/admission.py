@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from headrace.adapters.slots import SlotTable
 from headrace.engine.errors import Overloaded
+from headrace.engine.scheduling.overtaking import Overtaking
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.policy import Policy
@@ -21,8 +23,10 @@ __all__ = ["Admission"]
 class Admission:
     """Looks for room for those that wait, in the order of a policy."""
 
-    def __init__(self, roster: Roster, pool: PagePool, prefixes: Prefixes, policy: Policy, pace: Pace) -> None:
-        """Look through `roster` for requests and in `pool` for pages."""
+    def __init__(
+        self, roster: Roster, pool: PagePool, prefixes: Prefixes, policy: Policy, pace: Pace, slots: SlotTable
+    ) -> None:
+        """Look through `roster` for requests, in `pool` for pages and in `slots` for what requests wear."""
         self._roster = roster
         self._pool = pool
         self._prefixes = prefixes
@@ -31,6 +35,7 @@ class Admission:
         self._max_rows = len(roster.free_rows)
         self.hopeless: list[Request] = []
         """Requests passed over in the latest look because they cannot meet their deadline."""
+        self._overtaking = Overtaking(slots, patience=2 * self._max_rows)
 
     def check_deadline(self, request: Request) -> None:
         """Refuse a new request that cannot meet its deadline, as far as the policy can see.
@@ -67,6 +72,8 @@ class Admission:
         if not (self._roster.free_rows or self._roster.paused):
             return
         reserved = 0 if before is None else self._pages_owed()
+        self._overtaking.begin(idle=not self._roster.running)
+        self._reopen()
         for request in self._roster.waiting.in_order(now):
             if before is not None and not self._policy.overtakes(request, before, now):
                 return
@@ -75,6 +82,9 @@ class Admission:
             if request.deadline is not None and not self._policy.worthwhile(request, now, self._pace):
                 self.hopeless.append(request)
                 continue
+            if not self._overtaking.may_start(request):
+                looked_past += 1
+                continue
             pages = self._prefixes.find(request, step)
             if pages is None:  # another computes its prefix: waiting is cheaper than computing it twice
                 looked_past += 1
@@ -82,7 +92,15 @@ class Admission:
             pages = self._find_room(request, pages, step, now, reserved)
             if pages is None:
                 return
+            self._overtaking.starts(request)
             yield request, pages
+
+    def _reopen(self) -> None:
+        """Preempt paused requests that keep the closing adapter's slot."""
+        closing = self._overtaking.closing
+        for request in self._roster.paused_holders() if closing is not None else ():
+            if request.wears is closing:
+                self._roster.preempt(request)
 
     def _pages_owed(self) -> int:
         """Pages that prompts which are begun will still take."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from headrace.adapters.slots import AdapterVersion
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Report, Reporting, Shaping
@@ -62,6 +63,8 @@ class Request:
     pooling: Pooling | None = None
     """What it wants of its hidden states; it then samples nothing and ends when its tokens are computed."""
     stop_ids: frozenset[int] = frozenset()
+    wears: AdapterVersion | None = None
+    """What its row wears: the version of `adapter` that was loaded when it arrived."""
     root: bytes = b""
     """First link of the prefix hash chain: adapter and tenant salt."""
     priority: int = 0
@@ -146,6 +149,16 @@ class Request:
         return any(each is not None for each in asked)
 
     @property
+    def slot(self) -> int:
+        """The slot of what its row wears; -1 for none."""
+        return -1 if self.wears is None else self.wears.slot
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Leading tokens that are not of the prompt but of what its row wears."""
+        return 0 if self.wears is None else self.wears.virtual_tokens
+
+    @property
     def plannable(self) -> bool:
         """Running and staying so: preemption in the middle of planning makes this False."""
         return self.state is State.RUNNING and not self.leaving
@@ -186,6 +199,7 @@ def goes_on(held: Request, token: int) -> Request:
         limit=len(tokens) + 1,
         sampling=held.sampling,
         reporting=held.reporting,
+        wears=held.wears,
         root=held.root,
         priority=held.priority,
         tenant=held.tenant,
@@ -212,6 +226,7 @@ def branch(request: Request, count: int, seed: int) -> Request:
         grammar=request.grammar,
         processor=request.processor,
         stop_ids=request.stop_ids,
+        wears=request.wears,
         root=request.root,
         priority=request.priority,
         tenant=request.tenant,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
+from headrace.adapters.slots import SlotTable
 from headrace.engine.scheduling.invariants import check_scheduler
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.plan import Capacity
@@ -27,7 +28,9 @@ def _order(request: Request) -> tuple[int, int, int]:
 class Roster:
     """All requests of one scheduler that have not ended, or still hold something."""
 
-    def __init__(self, capacity: Capacity, pool: PagePool, prefixes: Prefixes, policy: Policy) -> None:
+    def __init__(
+        self, capacity: Capacity, pool: PagePool, prefixes: Prefixes, policy: Policy, slots: SlotTable
+    ) -> None:
         """Start with no requests and every row free."""
         self.requests: dict[int, Request] = {}
         self.waiting = Waiting(policy)
@@ -44,6 +47,7 @@ class Roster:
         self._policy = policy
         self._pool = pool
         self._prefixes = prefixes
+        self._slots = slots
         self._arrivals = 0
 
     def take_in(self, request: Request) -> None:
@@ -55,6 +59,8 @@ class Roster:
         if request.before is not None:
             request.before.keepers += 1
         self.waiting.add(request)
+        if request.wears is not None:
+            self._slots.enter(request.wears)
 
     def start(self, request: Request, pages: Sequence[int]) -> None:
         """Give a waiting request a free row, which starts with `pages`."""
@@ -64,6 +70,8 @@ class Roster:
             self._pool.share(page)
         request.state = State.RUNNING
         request.row = self.free_rows.pop()
+        if request.wears is not None:
+            self._slots.hold(request.wears)
         request.pages = list(pages)
         request.planned = request.computed = request.ready = min(request.found, len(request.tokens) - 1)
         request.registered = request.planned // self._pool.page_size
@@ -157,6 +165,8 @@ class Roster:
         self._give_back(request)
         self._take_over(request)
         request.leader = None  # one that goes on for another would keep all that went before it
+        if request.wears is not None:
+            self._slots.leave(request.wears)
         del self.requests[request.id]
 
     def _take_over(self, request: Request) -> None:
@@ -173,6 +183,8 @@ class Roster:
             if request.has_options:
                 self.left_rows.append(request.row)
             request.row = -1
+            if request.wears is not None:
+                self._slots.drop(request.wears)
 
     def live_tokens(self) -> int:
         """Distinct tokens whose keys and values requests hold now; a page that several share counts once."""
@@ -190,6 +202,7 @@ class Roster:
             AssertionError: One does not hold: a defect of headrace.
         """
         self.waiting.check()
+        self._slots.check()
         check_scheduler(
             self._pool,
             self.requests.values(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.adapters.slots import AdapterVersion, SlotTable
 from headrace.engine.errors import NonFiniteLogits, PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
@@ -47,7 +48,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, capacity: Capacity, *, secret: bytes, prefix_cache: bool = True, policy: Policy | None = None
+        self,
+        capacity: Capacity,
+        *,
+        secret: bytes,
+        prefix_cache: bool = True,
+        policy: Policy | None = None,
+        slots: SlotTable | None = None,
     ) -> None:
         """Start with no requests.
 
@@ -56,6 +63,7 @@ class Scheduler:
             secret: Key of the prefix hash, up to 64 bytes.
             prefix_cache: False computes every prompt in full.
             policy: Who comes first; None is `FirstCome`.
+            slots: Where adapters are on the device; None where it takes none.
         """
         self.capacity = capacity
         self.pool = PagePool(capacity.num_pages, capacity.page_size, secret=secret, remember=prefix_cache)
@@ -65,10 +73,11 @@ class Scheduler:
         """Those of them that the prefix cache spared."""
         self.prefixes = Prefixes(self.pool, enabled=prefix_cache)
         self._policy = FirstCome() if policy is None else policy
-        self._roster = Roster(capacity, self.pool, self.prefixes, self._policy)
+        self.slots = SlotTable() if slots is None else slots
+        self._roster = Roster(capacity, self.pool, self.prefixes, self._policy, self.slots)
         self.pace = Pace()
         """What steps take; whoever runs them says so."""
-        self._admission = Admission(self._roster, self.pool, self.prefixes, self._policy, self.pace)
+        self._admission = Admission(self._roster, self.pool, self.prefixes, self._policy, self.pace, self.slots)
         self._growth = Growth(self._roster, self.pool, self._policy)
         self._deadlines = DeadlineQueue()
         self._lapsed: list[Emission] = []
@@ -227,7 +236,8 @@ class Scheduler:
             self.prompt_tokens += len(request.tokens)
             self.cached_tokens += request.cached
         tokens = request.tokens[request.planned :]
-        plan.new_rows.append(NewRow(row, request.planned, tokens, request.sampling, stop_ids=request.stop_ids))
+        new = NewRow(row, request.planned, tokens, request.sampling, request.slot, request.stop_ids)
+        plan.new_rows.append(new)
         if request.has_options:
             asked = (request.shaping, request.reporting, request.grammar, request.pooling, request.processor)
             plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
@@ -325,6 +335,11 @@ class Scheduler:
         for page in spoilt:
             self.pool.forget(page)
         return emissions
+
+    def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
+        """Take in that the device could not be given `version`: requests that wait for it fail with `error`."""
+        waiting = [request for request in self._roster.requests.values() if request.wears is version]
+        return [self._fail_one(request, error) for request in waiting if request.state is State.WAITING]
 
     def _accept(self, request: Request, token: int) -> Emission:
         """Append a sampled token and see whether it is the last; a pooled request ends without one."""

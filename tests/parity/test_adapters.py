@@ -70,7 +70,7 @@ def base() -> Any:
 def tested(base: Any, tmp_path: Path) -> ModelUnderTest:
     base.save_pretrained(tmp_path / "base")
     _, tested = ModelUnderTest.load(tmp_path / "base", num_pages=600, max_rows=40)
-    tested.bank = CpuBank(40, 40, torch.float32)
+    tested.bank = CpuBank(40, 40)
     return tested
 
 

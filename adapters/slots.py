@@ -1,0 +1,230 @@
+"""`SlotTable`: which adapters are on the device, where, and which may be replaced; pure, counts and never waits.
+
+A device has slots, which rows name, and memory in granules, of which an adapter takes as many as it needs, side by
+side. Whoever calls `take_moves` carries out what the table decided and reports back with `arrived` or `failed`.
+Next to read: ../engine/scheduling/overtaking.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+from typing import NamedTuple
+
+__all__ = ["AdapterVersion", "Move", "Replacing", "Residency", "SlotTable"]
+
+
+class Residency(Enum):
+    """Where an adapter's weights are, as far as the device is concerned."""
+
+    ABSENT = auto()
+    LOADING = auto()
+    """It has a slot and granules, which are being filled."""
+    RESIDENT = auto()
+
+
+class Replacing(IntEnum):
+    """What may be replaced for an adapter that is to be fetched; each includes those above it."""
+
+    NOTHING = auto()
+    UNWANTED = auto()
+    """Adapters that no request waits for."""
+    IDLE = auto()
+    """Adapters that no row wears."""
+    PINNED = auto()
+    """The same, though somebody asked to keep them."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
+class AdapterVersion:
+    """One content that was loaded under some name; a name that is loaded again gets another version."""
+
+    digest: bytes
+    granules: int
+    """Of the device's memory."""
+    virtual_tokens: int = 0
+    residency: Residency = Residency.ABSENT
+    slot: int = -1
+    start: int = -1
+    """First of its granules."""
+    users: int = 0
+    """Requests of it that have not ended."""
+    holders: int = 0
+    """Those of them that hold a row."""
+    pins: int = 0
+    """How often somebody asked to keep it on the device."""
+    retired: bool = False
+    """No name stands for it any more: it goes with its last user."""
+
+
+class Move(NamedTuple):
+    """Fill a slot with a version, or empty it."""
+
+    slot: int
+    start: int
+    version: AdapterVersion | None
+
+
+class SlotTable:
+    """The slots of one device. An adapter that a row wears stays; of the others the least recently used goes first."""
+
+    def __init__(
+        self,
+        slots: int = 0,
+        granules: int = 0,
+        *,
+        most_active: int | None = None,
+        most_active_granules: int | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            slots: Adapters that may be on the device.
+            granules: Its memory for them.
+            most_active: Different adapters that rows may wear at a time; None: as many as there are slots.
+            most_active_granules: Their memory, which every step reads; one adapter alone may be larger. None: any.
+        """
+        self.slots = slots
+        self.granules = granules
+        self.most_active = slots if most_active is None else min(most_active, slots)
+        self.most_active_granules = granules if most_active_granules is None else most_active_granules
+        self._free = list(range(slots - 1, -1, -1))
+        self._placed: OrderedDict[AdapterVersion, None] = OrderedDict()
+        """Everything that has a slot, least recently used first."""
+        self._moves: list[Move] = []
+
+    @property
+    def active(self) -> list[AdapterVersion]:
+        """Adapters that rows wear, least recently used first."""
+        return [version for version in self._placed if version.holders]
+
+    def take_moves(self) -> list[Move]:
+        """What is to be carried out now, in this order; each is given once."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def enter(self, version: AdapterVersion) -> None:
+        """A request of `version` arrives: fetch it beforehand if that disturbs nobody."""
+        version.users += 1
+        self.fetch(version, Replacing.UNWANTED)
+
+    def leave(self, version: AdapterVersion) -> None:
+        """A request of `version` has ended and holds no row."""
+        version.users -= 1
+        if version.retired and not version.users:
+            self.retire(version)
+
+    def ready(self, version: AdapterVersion) -> bool:
+        """Whether a row may wear `version` now."""
+        if version.residency is not Residency.RESIDENT:
+            return False
+        if version.holders:
+            return True
+        active = self.active
+        granules = version.granules + sum(each.granules for each in active)
+        return len(active) < self.most_active and (not active or granules <= self.most_active_granules)
+
+    def hold(self, version: AdapterVersion) -> int:
+        """A row begins to wear a ready `version`; its slot."""
+        assert version.residency is Residency.RESIDENT, "a row cannot wear what is not there"
+        version.holders += 1
+        self._placed.move_to_end(version)
+        return version.slot
+
+    def drop(self, version: AdapterVersion) -> None:
+        """A row no longer wears `version`, and no launched step needs it for that row."""
+        version.holders -= 1
+        self._placed.move_to_end(version)
+
+    def fetch(self, version: AdapterVersion, replacing: Replacing = Replacing.IDLE) -> bool:
+        """Have `version` brought to the device; False if there is no room for it now."""
+        if version.residency is not Residency.ABSENT:
+            return True
+        start = self._make_room(version.granules, replacing)
+        if start is None:
+            return False
+        version.slot, version.start = self._free.pop(), start
+        version.residency = Residency.LOADING
+        self._placed[version] = None
+        self._moves.append(Move(version.slot, start, version))
+        return True
+
+    # -- the device -----------------------------------------------------------------------------------------------
+
+    def arrived(self, version: AdapterVersion) -> None:
+        """The device has `version`."""
+        version.residency = Residency.RESIDENT
+        if version.retired and not version.users:
+            self._remove(version)
+
+    def failed(self, version: AdapterVersion) -> None:
+        """The device could not be given `version`."""
+        self._remove(version)
+
+    def retire(self, version: AdapterVersion) -> None:
+        """No name stands for `version` any more: it goes now, or with its last user."""
+        version.retired = True
+        version.pins = 0
+        if not version.users and version.residency is Residency.RESIDENT:
+            self._remove(version)
+
+    # -- room -----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, granules: int, replacing: Replacing) -> int | None:
+        """Remove as few as need be until a slot and so many granules in a row are free; the first of them."""
+        start = self._gap(granules, ())
+        if start is not None and self._free:
+            return start
+        idle = self._replaceable(replacing)
+        for count in range(1, len(idle) + 1):
+            start = self._gap(granules, idle[:count])
+            if start is not None:
+                for version in idle[:count]:
+                    self._remove(version)
+                return start
+        return None
+
+    def _replaceable(self, replacing: Replacing) -> list[AdapterVersion]:
+        """What may go, in the order in which it should: first what no request waits for, then by its latest use."""
+        idle = [each for each in self._placed if each.residency is Residency.RESIDENT and not each.holders]
+        if replacing < Replacing.PINNED:
+            idle = [version for version in idle if not version.pins]
+        wanted = [version for version in idle if version.users] if replacing >= Replacing.IDLE else []
+        unwanted = [version for version in idle if not version.users] if replacing >= Replacing.UNWANTED else []
+        return unwanted + wanted
+
+    def _gap(self, granules: int, without: list[AdapterVersion] | tuple[()]) -> int | None:
+        """The first of so many granules in a row that would be free without some adapters; None if there are none."""
+        end = 0
+        for version in sorted(self._placed.keys() - set(without), key=lambda version: version.start):
+            if version.start - end >= granules:
+                return end
+            end = version.start + version.granules
+        return end if self.granules - end >= granules else None
+
+    def _remove(self, version: AdapterVersion) -> None:
+        del self._placed[version]
+        self._free.append(version.slot)
+        self._moves.append(Move(version.slot, version.start, None))
+        version.residency = Residency.ABSENT
+        version.slot = version.start = -1
+
+    def check(self) -> None:
+        """Assert that slots and granules are where they belong.
+
+        Raises:
+            AssertionError: A defect of headrace.
+        """
+        used = [version.slot for version in self._placed]
+        assert sorted(used + self._free) == list(range(self.slots)), "a slot is lost or used twice"
+        end = 0
+        for version in sorted(self._placed, key=lambda version: version.start):
+            assert version.start >= end, "two adapters share a granule"
+            end = version.start + version.granules
+            assert version.residency is not Residency.ABSENT, "an absent adapter has a slot"
+            assert 0 <= version.holders <= version.users, "more rows than requests wear an adapter"
+        assert end <= self.granules, "an adapter lies past the end of the memory"
+        assert len(self.active) <= self.most_active, "too many adapters are active"

@@ -1,0 +1,298 @@
+"""`Adapters`: loads, replaces and unloads adapters by name while the engine serves; the public face of adapters.
+
+Owns names, host memory and the threads that read files and fill slots; the slot table decides what is on the device.
+Next to read: ../adapters/slots.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NoReturn
+from weakref import WeakKeyDictionary
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from headrace.adapters.bank import AdapterDevice
+from headrace.adapters.slots import AdapterVersion, Move, Replacing, Residency, SlotTable
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import AdapterRejected, EngineStopped, InvalidParams, RequestFailed, UnknownAdapter
+from headrace.engine.loop import StepLoop
+from headrace.engine.threads import Poster, Worker
+
+if TYPE_CHECKING:
+    from headrace.adapters.loaded import LoadedAdapter
+
+__all__ = ["AdapterInfo", "Adapters", "slots_of"]
+
+_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """One loaded adapter."""
+
+    name: str
+    digest: str
+    """Of its weights, in hexadecimal: two of the same digest give the same tokens."""
+    nbytes: int
+    """Memory of its weights in the model's dtype."""
+    virtual_tokens: int
+    """Before every prompt, of a prompt or prefix adapter."""
+    where: Literal["device", "loading", "host", "disk"]
+    pinned: bool
+    requests: int
+    """Its requests that have not ended."""
+
+
+@dataclass(slots=True)
+class _Named:
+    version: AdapterVersion
+    nbytes: int
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    path: str
+    root: Path | None
+
+
+class Adapters:
+    """The adapters of one engine, as `engine.adapters`. All methods are called on the event loop's thread."""
+
+    def __init__(self, device: AdapterDevice | None, config: EngineConfig, model: str, loop: StepLoop) -> None:
+        """Start with none; `device` is None where the engine was opened for none, `model` is the base model's name."""
+        self._device = device
+        self._loop = loop
+        self._slots = loop.scheduler.slots
+        self._most, self._most_bytes = config.max_adapters, config.adapter_host_memory
+        self._model = model
+        self._names: dict[str, _Named] = {}
+        self._pool: WeakKeyDictionary[AdapterVersion, LoadedAdapter] = WeakKeyDictionary()
+        """Weights in host memory, least recently used first."""
+        self._sources: WeakKeyDictionary[AdapterVersion, _Source] = WeakKeyDictionary()
+        self._turn = anyio.Lock()
+        self._workers: tuple[Worker, ...] = ()
+        if device is not None:
+            post = Poster()
+            self._reader, self._mover = Worker("headrace-adapter-reader", post), Worker("headrace-adapter-mover", post)
+            self._workers = (self._reader, self._mover)
+            loop.carry_out = self._carry_out
+
+    @property
+    def versions(self) -> Mapping[str, AdapterVersion]:
+        """What each name stands for now."""
+        return {name: named.version for name, named in self._names.items()}
+
+    async def load(
+        self, name: str, path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Read, check and register a PEFT folder under `name`, or put it in the place of what has that name.
+
+        Requests that began with what had the name go on with it; later ones wear the new one.
+
+        Args:
+            name: 1 to 64 letters, digits, dots, dashes and underscores; not the model's name.
+            path: The folder; with `root` the plain name of a folder in it, and no link is followed.
+            root: The only folder that may be read from.
+
+        Raises:
+            AdapterRejected: The name, the files or the size do not fit; nothing changes.
+            InvalidParams: The engine was opened for no adapters.
+            EngineStopped: The engine is closing.
+        """
+        device = self._opened_for_adapters()
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None or name == self._model:
+            _reject("name", name, "1 to 64 letters, digits, dots, dashes and underscores, other than the model's name")
+        async with self._turn:
+            self._check_count(name)
+            source = _Source(os.fspath(path), None if root is None else Path(root))
+            loaded = await self._reader.ask(partial(device.read, source.path, source.root))
+            self._check_count(name)
+            if self._loop.closed:
+                raise EngineStopped("the engine closed before the adapter was loaded")
+            self._register(name, loaded, source, device)
+
+    async def unload(self, name: str) -> None:
+        """Forget `name`: new requests are refused, running ones finish, then its memory goes.
+
+        Raises:
+            UnknownAdapter: None has that name.
+        """
+        named = self._find(name)
+        del self._names[name]
+        named.version.pins -= named.pinned
+        self._retire_unnamed(named.version)
+        self._loop.wake()
+        await checkpoint()
+
+    def list(self) -> list[AdapterInfo]:
+        """All that are loaded, by name."""
+        return [self._info(name, named) for name, named in sorted(self._names.items())]
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keep an adapter on the device, or no longer. It is fetched now if nothing that is in use must go for it.
+
+        A pinned adapter goes only where a request could not be served otherwise.
+
+        Raises:
+            UnknownAdapter: None has that name.
+            InvalidParams: All slots but one are pinned.
+        """
+        named = self._find(name)
+        if pinned and not named.pinned:
+            others = len({each.version for each in self._names.values() if each.pinned} - {named.version})
+            if others >= self._slots.slots - 1:
+                raise InvalidParams(
+                    f"name: at most {self._slots.slots - 1} adapters can be pinned, one slot is for the others",
+                    field="name",
+                    value=name,
+                    limit=self._slots.slots - 1,
+                )
+        if pinned != named.pinned:
+            named.pinned = pinned
+            named.version.pins += 1 if pinned else -1
+        if pinned:
+            self._slots.fetch(named.version)
+            self._loop.wake()
+
+    def close(self, error: Exception) -> Callable[[], None]:
+        """End what waits for files with `error`; the result joins the threads and may block."""
+        for worker in self._workers:
+            worker.drop(error)
+        return self._join
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def _register(self, name: str, loaded: LoadedAdapter, source: _Source, device: AdapterDevice) -> None:
+        granules = max(1, -(-loaded.nbytes // device.granule_bytes))
+        if granules > device.granules:
+            _reject("adapter_memory", loaded.nbytes, f"{device.granules * device.granule_bytes} bytes")
+        old = self._names.get(name)
+        twins = (named.version for named in self._names.values() if named.version.digest == loaded.digest)
+        version = next(twins, None)
+        if version is None:
+            version = AdapterVersion(digest=loaded.digest, granules=granules, virtual_tokens=loaded.virtual_tokens)
+        self._sources[version] = source
+        self._keep(version, loaded)
+        if old is None or old.version is not version:
+            self._names[name] = _Named(version, loaded.nbytes)
+            if old is not None:
+                if old.pinned:
+                    self._names[name].pinned = True
+                    version.pins += 1
+                    old.version.pins -= 1
+                self._retire_unnamed(old.version)
+        self._slots.fetch(version, Replacing.NOTHING)
+        self._loop.wake()
+
+    def _retire_unnamed(self, version: AdapterVersion) -> None:
+        if all(named.version is not version for named in self._names.values()):
+            self._slots.retire(version)
+
+    def _find(self, name: str) -> _Named:
+        named = self._names.get(name)
+        if named is None:
+            raise UnknownAdapter(f"adapter: none is loaded under the name {name!r}", field="adapter", value=name)
+        return named
+
+    def _info(self, name: str, named: _Named) -> AdapterInfo:
+        version = named.version
+        where: Literal["device", "loading", "host", "disk"] = "host" if version in self._pool else "disk"
+        if version.residency is not Residency.ABSENT:
+            where = "device" if version.residency is Residency.RESIDENT else "loading"
+        return AdapterInfo(
+            name=name,
+            digest=version.digest.hex(),
+            nbytes=named.nbytes,
+            virtual_tokens=version.virtual_tokens,
+            where=where,
+            pinned=named.pinned,
+            requests=version.users,
+        )
+
+    def _opened_for_adapters(self) -> AdapterDevice:
+        if self._device is None:
+            raise InvalidParams(
+                "adapter_slots: the engine was opened for no adapters", field="adapter_slots", value=0, limit={"ge": 1}
+            )
+        return self._device
+
+    def _check_count(self, name: str) -> None:
+        if name not in self._names and len(self._names) >= self._most:
+            _reject("max_adapters", len(self._names) + 1, f"{self._most} adapters")
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _keep(self, version: AdapterVersion, loaded: LoadedAdapter) -> None:
+        """Keep weights in host memory as the latest used, and let others go to disk as need be."""
+        self._pool.pop(version, None)
+        self._pool[version] = loaded
+        held = sum(each.nbytes for each in self._pool.values())
+        for other in list(self._pool):
+            if held <= self._most_bytes or other is version:
+                break
+            held -= self._pool.pop(other).nbytes
+
+    def _carry_out(self, moves: Iterable[Move]) -> None:
+        """Have the mover's thread do what the slot table decided."""
+        for move in moves:
+            version = move.version
+            if version is None:
+                self._mover.submit(partial(self._empty, move.slot), lambda result, error: None)
+            else:
+                fill = partial(self._fill, move, version, self._pool.get(version), self._sources[version])
+                self._mover.submit(fill, partial(self._filled, version))
+
+    def _empty(self, slot: int) -> None:
+        self._opened_for_adapters().bank.take(slot)
+
+    def _fill(
+        self, move: Move, version: AdapterVersion, loaded: LoadedAdapter | None, source: _Source
+    ) -> LoadedAdapter:
+        """In the mover's thread: give the device what a slot is for, from host memory or from its files."""
+        device = self._opened_for_adapters()
+        if loaded is None:
+            loaded = device.read(source.path, source.root)
+            if loaded.digest != version.digest:
+                _reject("path", source.path, "the files that were loaded; they have changed since")
+        device.bank.put(move.slot, move.start, loaded)
+        return loaded
+
+    def _filled(self, version: AdapterVersion, loaded: LoadedAdapter | None, error: BaseException | None) -> None:
+        if loaded is not None:
+            self._keep(version, loaded)
+            self._slots.arrived(version)
+        else:
+            failure = RequestFailed(f"the adapter could not be brought to the device: {error}")
+            failure.__cause__ = error
+            self._slots.failed(version)
+            self._loop.fail_wearers(version, failure)
+        self._loop.wake()
+
+    def _join(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+def slots_of(device: AdapterDevice | None, config: EngineConfig) -> SlotTable:
+    """The slot table of a device, which holds nothing yet."""
+    if device is None:
+        return SlotTable()
+    most = config.max_step_adapter_memory
+    return SlotTable(
+        device.slots,
+        device.granules,
+        most_active=config.max_step_adapters,
+        most_active_granules=None if most is None else most // device.granule_bytes,
+    )
+
+
+def _reject(field: str, value: object, limit: str) -> NoReturn:
+    raise AdapterRejected(f"{field}: must be {limit}, got {str(value)[:200]!r}", field=field, value=value, limit=limit)

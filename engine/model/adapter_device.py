@@ -1,0 +1,68 @@
+"""`adapter_device`: how a device that takes adapters is described to the engine; puts nothing on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from headrace.adapters.bank import AdapterBank, AdapterDevice
+from headrace.adapters.files import read_adapter
+from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
+from headrace.adapters.loaded import LoadedAdapter
+from headrace.engine.config import EngineConfig
+from headrace.engine.model.spec import DecoderSpec
+
+__all__ = ["adapter_device", "adapter_granules", "adapter_shape"]
+
+_RANK = 16  # of the adapters for which memory is kept by default
+
+
+def adapter_shape(spec: DecoderSpec) -> ModelShape:
+    """The sizes of a model that decide those of its adapters."""
+    return ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        ffn_size=spec.ffn_size,
+        vocab_size=spec.vocab_size,
+    )
+
+
+def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, granule_bytes: int) -> int:
+    """The device's memory for adapters, in granules."""
+    if config.adapter_memory is not None:
+        return config.adapter_memory // granule_bytes
+    ranks = {(layer, module): _RANK for layer in range(spec.num_layers) for module in MODULES}
+    each = BlockLayout.of(adapter_shape(spec), ranks).elements * dtype.itemsize
+    return config.adapter_slots * -(-each // granule_bytes)
+
+
+def adapter_device(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    bank: AdapterBank,
+    *,
+    dtype: torch.dtype,
+    granule_bytes: int,
+    pinned: bool = False,
+) -> AdapterDevice:
+    """Describe a device.
+
+    Args:
+        config: How many adapters, of what rank.
+        spec: The model.
+        bank: The device's slots.
+        dtype: Of its arithmetic.
+        granule_bytes: Unit of its memory for adapters.
+        pinned: Read weights into page-locked memory.
+    """
+    shape = adapter_shape(spec)
+
+    def read(path: str, root: Path | None) -> LoadedAdapter:
+        return read_adapter(path, shape, dtype, max_rank=config.max_adapter_rank, root=root, pinned=pinned)
+
+    granules = adapter_granules(config, spec, dtype, granule_bytes)
+    return AdapterDevice(bank, config.adapter_slots, granules, granule_bytes, read)
