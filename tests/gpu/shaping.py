@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +13,9 @@ import numpy as np
 import torch
 from gpu.choosing import choose, random_sampling
 
-from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions, StepPlan
+from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
-from headrace.engine.scheduling.shaping import Shaping
+from headrace.engine.scheduling.shaping import GrammarState, Shaping
 from headrace.ops.cpu_shape import Shaper
 
 __all__ = ["SideBySide", "random_shaping"]
@@ -49,6 +50,33 @@ def random_shaping(generator: random.Random, vocabulary: int) -> Shaping:
     )
 
 
+class RandomGrammar:
+    """Allows what follows from the tokens so far, at random: its own state, and any number of others."""
+
+    def __init__(self, seed: int, vocabulary: int) -> None:
+        self.seed, self._vocabulary = seed, vocabulary
+
+    def begin(self, tokens: Sequence[int]) -> RandomGrammar:
+        state = RandomGrammar(self.seed, self._vocabulary)
+        for token in tokens:
+            state.advance(token)
+        return state
+
+    def advance(self, token: int) -> None:
+        self.seed = hash((self.seed, token))
+
+    def allowed(self) -> bytes:
+        generator = np.random.default_rng(abs(self.seed))
+        many = generator.choice([0, 1, 3, self._vocabulary, self._vocabulary])
+        bits = np.zeros(-(-self._vocabulary // 32) * 32, np.bool_)
+        bits[generator.integers(0, self._vocabulary, many)] = True
+        return np.packbits(bits, bitorder="little").tobytes()
+
+    def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
+        for state, row in states:
+            np.asarray(masks)[row] = np.frombuffer(state.allowed(), np.int32)
+
+
 class SideBySide:
     """Rows on the device, and what the CPU says of them."""
 
@@ -69,6 +97,7 @@ class SideBySide:
         self._known: dict[int, list[int]] = {}
         self._shapers: dict[int, Shaper | None] = {}
         self._samplings: dict[int, Sampling] = {}
+        self._grammars: dict[int, RandomGrammar | None] = {}
 
     def give(self, row: int) -> None:
         """Give a row to a new request, or to one that was preempted and comes again on cached pages."""
@@ -81,8 +110,11 @@ class SideBySide:
         self._samplings[row] = random_sampling(generator) if generator.random() < 0.5 else Sampling()
         plan.new_rows.append(NewRow(row, start, tokens[start:], self._samplings[row]))
         self._known[row], self._shapers[row] = tokens, None
+        grammar = RandomGrammar(generator.getrandbits(30), vocabulary) if generator.random() < 0.3 else None
+        self._grammars[row] = grammar.begin(tokens[prompt_len:]) if grammar is not None else None
+        if shaping is not None or grammar is not None:
+            plan.options.append(RowOptions(row, list(tokens), prompt_len, shaping, None, grammar))
         if shaping is not None:
-            plan.options.append(RowOptions(row, list(tokens), prompt_len, shaping, None, None))
             fields = asdict(shaping)
             self._shapers[row] = Shaper(tokens=tokens, prompt_len=prompt_len, vocab_size=vocabulary, **fields)
         self._rows.add(plan.new_rows, plan.entries, plan.options)
@@ -105,7 +137,11 @@ class SideBySide:
         positions = torch.tensor([*(len(self._known[row]) - 1 for row in batch), 0], dtype=torch.int32)
         ids = torch.full((len(padded),), -9, dtype=torch.int32, device=self._device)
         variant = self._sampler.variant(np.array(batch))._replace(shaped=True)
+        if variant.masked:
+            self._sampler.send_masks(np.array(batch))
         self._sampler.choose(*(each.to(self._device) for each in (logits_BV, padded, positions)), ids, variant)
+        tokens = ids.tolist()
+        self._sampler.grammars.sampled(lambda: tokens, [Work(None, row, 0, 1, True) for row in batch])  # type: ignore[arg-type]
         found_BV = self._sampler._shaped.arrays().out_BV.cpu().numpy()
         for place, row in enumerate(batch):
             wanted = self._on_cpu(row, logits_BV[place], found_BV[place])
@@ -115,14 +151,21 @@ class SideBySide:
                 self.give(row)
 
     def _on_cpu(self, row: int, logits_V: torch.Tensor, found_V: np.ndarray[Any, np.dtype[np.float32]]) -> int:
-        shaper, known = self._shapers[row], self._known[row]
+        shaper, known, grammar = self._shapers[row], self._known[row], self._grammars[row]
         line_V = logits_V.float()
         finite = math.isfinite(line_V.max())
         if shaper is not None and not shaper.shape(line_V.numpy(), np.array(known)):
             return -2
+        if grammar is not None and math.isfinite(line_V.max()):
+            bits = np.unpackbits(np.frombuffer(grammar.allowed(), np.uint8), bitorder="little")
+            line_V[torch.from_numpy(bits[: self._vocabulary] == 0)] = -math.inf
+            if line_V.max() == -math.inf:
+                return -2
         if finite:
             assert np.array_equal(line_V.numpy(), found_V), (row, np.flatnonzero(line_V.numpy() != found_V))
         (token,) = choose(self._device.type, line_V[None], [self._samplings[row]], [len(known)])
         if shaper is not None and token >= 0:
             shaper.append(token)
+        if grammar is not None and token >= 0:
+            grammar.advance(token)
         return token
