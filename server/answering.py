@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import anyio
 
-from headrace.engine import Prompt, SamplingParams, TokenLogprobs, TokenStream
+from headrace.engine import Prompt, Rejected, SamplingParams, TokenLogprobs, TokenStream
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.limits import Permit
@@ -36,6 +36,8 @@ class Ask:
     params: SamplingParams
     """Of each prompt."""
     tools: list[dict[str, Any]] | None = None
+    several: bool = False
+    """The prompts came in a list: a refusal of one names its place there."""
     limit: int | None = None
     """`max_tokens` as the client named it: a prompt that does not leave room for it is refused."""
     cache_salt: str | None = None
@@ -151,7 +153,10 @@ class Answering:
 
     async def _generate(self, permit: Permit) -> None:
         ask, engine = self._ask, self._service.engine
-        prompts = [await engine.tokenize(prompt, tools=ask.tools) for prompt in ask.prompts]
+        prompts = []
+        for place, prompt in enumerate(ask.prompts):
+            with self._naming(place):
+                prompts.append(await engine.tokenize(prompt, tools=ask.tools))
         self._service.telemetry.tokenized(self.figures)
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))
@@ -164,8 +169,9 @@ class Answering:
             for ids in prompts:
                 stream = engine.stream(ids, params, tenant=tenant, cache_salt=salt, priority=ask.priority)
                 self._streams.append(await stack.enter_async_context(stream))
-            for stream in self._streams:
-                await stream.admitted()
+            for place, stream in enumerate(self._streams):
+                with self._naming(place):
+                    await stream.admitted()
             await self._read_all(answer)
             usage = add_usage([stream.usage for stream in self._streams])
             if ask.streams:
@@ -173,6 +179,19 @@ class Answering:
                 await self._outlet.finish(answer.closing(usage))
             else:
                 await self._outlet.whole(answer.whole(usage))
+
+    @contextmanager
+    def _naming(self, place: int) -> Iterator[None]:
+        """Say in a refusal which of several prompts it is about."""
+        try:
+            yield
+        except Rejected as error:
+            field = error.field or ""
+            if not self._ask.several or not field.startswith("prompt"):
+                raise
+            told, name = as_api_error(error), f"prompt[{place}]"
+            message = name + told.message.removeprefix("prompt")
+            raise ApiError(told.status, told.code, message, param=name + field.removeprefix("prompt")) from None
 
     def _check_room(self, prompts: list[list[int]]) -> None:
         limit, most = self._ask.limit, self._service.engine.info.max_context

@@ -158,7 +158,8 @@ def shape_error(error: ValidationError) -> ApiError:
     elif kind == "extra_forbidden":
         code = "unknown_parameter"
     given = "" if kind == "missing" else f", got {_clipped(first['input'])}"
-    return ApiError(400, code, f"{param}: {first['msg']}{given}", param=param or None)
+    what = "Input should be an object" if kind in _OBJECT_TYPES else first["msg"]  # pydantic names a class of ours
+    return ApiError(400, code, f"{param}: {what}{given}", param=param or None)
 
 
 def _clipped(value: Any) -> str:
@@ -170,6 +171,7 @@ def _clipped(value: Any) -> str:
     return repr(value)
 
 
+_OBJECT_TYPES = frozenset({"dict_type", "model_type", "model_attributes_type"})
 _UNION_ARM = re.compile(r"(str|int|float|bool)$|(list|dict|tuple|literal)\[|(constrained|function|tagged|model)-")
 
 

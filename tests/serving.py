@@ -33,6 +33,7 @@ __all__ = [
     "events_of",
     "scripted",
     "serving",
+    "speaking",
     "until",
 ]
 
@@ -43,6 +44,12 @@ LEAKS = re.compile(r"0x[0-9a-f]{6,}|/[a-z]+/[a-z_]+|Traceback|\.py\b|site-packag
 def scripted(runner: Callable[[], ScriptedRunner] | None = None, capacity: Capacity = CAPACITY) -> Engine:
     """A scripted engine whose steps take a moment, so that requests can be caught in the middle."""
     return ScriptedEngine(capacity, runner or (lambda: ScriptedRunner(capacity, gate=lambda: time.sleep(0.001))))
+
+
+def speaking(text: str, prompt_len: int) -> Engine:
+    """An engine that answers a prompt of so many tokens with `text`."""
+    script = [*text.encode(), 256]
+    return scripted(lambda: ScriptedRunner(CAPACITY, eos=dict(enumerate(script, start=prompt_len))))
 
 
 class Serving:

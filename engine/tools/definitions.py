@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from headrace.engine.errors import InvalidParams
-from headrace.engine.params import invalid_params
+from headrace.engine.params import invalid_params, shown
 from headrace.engine.tools.events import Parsed
 from headrace.engine.tools.values import MAX_DEPTH
 
@@ -84,6 +84,9 @@ class Tool(BaseModel):
         return {"type": "function", "function": function}
 
 
+_MODES = ("none", "auto", "required")
+
+
 class ToolChoice(BaseModel):
     """Whether the model may call tools (`auto`), must not (`none`), must (`required`), or must call one by `name`.
 
@@ -111,15 +114,25 @@ class ToolChoice(BaseModel):
 
     @classmethod
     def parse(cls, value: ToolChoice | str | Mapping[str, Any] | None) -> ToolChoice:
-        """Take a choice as OpenAI clients write it: a mode, `{"type": "function", "function": {"name": ...}}`, None."""
+        """Take a choice as OpenAI clients write it: a mode, `{"type": "function", "function": {"name": ...}}`, None.
+
+        Raises:
+            InvalidParams: It is none of these.
+        """
         if isinstance(value, ToolChoice):
             return value
-        if value is None or isinstance(value, str):
+        if value is None or value in _MODES:
             return cls(mode=value or "auto")
         function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
-        if not isinstance(function, Mapping):
-            raise InvalidParams("no such tool_choice", field="tool_choice", value=value, limit=None)
-        return cls(mode="named", name=function.get("name"))
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if name is None:
+            message = f"tool_choice: must be one of {', '.join(_MODES)}, or name a function, got {shown(value)}"
+            raise InvalidParams(message, field="tool_choice", value=value, limit=_MODES)
+        try:
+            return cls(mode="named", name=name)
+        except InvalidParams as error:
+            message = f"tool_choice: the function's {error}"
+            raise InvalidParams(message, field="tool_choice", value=name, limit=error.limit) from None
 
     def allowed(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Return the tools that may be called.
@@ -132,7 +145,8 @@ class ToolChoice(BaseModel):
         allowed = tuple(tool for tool in tools if self.name in (None, tool.name))
         if not allowed and self.mode != "auto":
             names = [tool.name for tool in tools]
-            raise InvalidParams("tool_choice asks for no known tool", field="tool_choice", value=self.name, limit=names)
+            what = "asks for a call, and there are no tools" if self.name is None else f"no tool is named {self.name!r}"
+            raise InvalidParams(f"tool_choice: {what}", field="tool_choice", value=self.name, limit=names)
         return allowed
 
 

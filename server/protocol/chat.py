@@ -223,4 +223,4 @@ def _checked(check: Callable[[Any], Result], value: Any, *, param: str, inside: 
         if inside is not None and error.field not in (None, "tools"):
             param += f"{inside}.{error.field}"
             detail = detail.removeprefix(f"{error.field}: ")
-        raise ApiError(400, "invalid_value", f"{param}: {detail}", param=param) from None
+        raise ApiError(400, "invalid_value", f"{param}: {detail.removeprefix(f'{param}: ')}", param=param) from None

@@ -208,6 +208,7 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
         fields,
         params,
         prompts=list(prompts),
+        several=prompts[0] is not fields.prompt,
         limit=fields.max_tokens,
         refine=refine,
         names=fields.names,

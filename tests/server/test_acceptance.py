@@ -399,13 +399,16 @@ def test_13_prompts_that_are_none(server: Serving, prompt: Any) -> None:
 @pytest.mark.parametrize("token", [-1, 257, 2**31, 2**63, 1.5, True])
 def test_14_token_ids_out_of_range(server: Serving, token: Any) -> None:
     assert check_error(server.post({"prompt": [1, token]}), 400, "token_out_of_range")["param"] == "prompt[1]"
-    check_error(server.post({"prompt": [[1], [2, token]], "stream": True}), 400, "token_out_of_range")
-    check_error(server.post({"tokens": [token]}, "/detokenize"), 400)
+    error = check_error(server.post({"prompt": [[1], [2, token]], "stream": True}), 400, "token_out_of_range")
+    assert error["param"] == "prompt[1][1]" and error["message"].startswith("prompt[1][1]: ")
+    assert check_error(server.post({"tokens": [token]}, "/detokenize"), 400)["param"] == "tokens[0]"
 
 
 def test_15_the_limit_of_the_context(server: Serving) -> None:
     most = CAPACITY.max_context
     for length, count in [(most, 1), (most + 1, 1), (most - 4, 5), (most - 1, 2)]:
+        body = {"prompt": ["a", "a" * length], "max_tokens": count}
+        assert check_error(server.post(body), 400, "context_length_exceeded")["param"] in ("prompt[1]", "max_tokens")
         error = check_error(server.post({"prompt": "a" * length, "max_tokens": count}), 400, "context_length_exceeded")
         assert str(length) in error["message"] and str(most) in error["message"]
     assert server.post({"prompt": "a" * (most - 1), "max_tokens": 1}).status_code == 200

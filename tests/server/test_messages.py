@@ -13,7 +13,7 @@ import anyio
 import httpx2
 import pytest
 from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
-from serving import CAPACITY, LEAKS, Serving, scripted, serving, until
+from serving import CAPACITY, LEAKS, Serving, scripted, serving, speaking, until
 
 from headrace.engine import Engine
 from headrace.engine.scheduling.plan import Capacity
@@ -36,26 +36,9 @@ KEY = "the-key-of-tests"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(scripted()) as here:
-        yield here
-
-
-@pytest.fixture(scope="module")
 def client(server: Serving) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.url, api_key="none-needed", max_retries=0) as made:
         yield made
-
-
-@pytest.fixture
-def taught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ByteTokenizer, "chat_template", "<tool_call> in {{ tools }}; <think>")
-
-
-def speaking(text: str) -> Any:
-    """An engine that answers HELLO with `text`, whose template teaches Hermes calls and reasoning."""
-    script = [*text.encode(), 256]
-    return scripted(lambda: ScriptedRunner(CAPACITY, eos=dict(enumerate(script, start=PROMPT_LEN))))
 
 
 def typed_events(text: str) -> list[dict[str, Any]]:
@@ -163,7 +146,7 @@ def test_the_async_client_streams_side_by_side(server: Serving) -> None:
 @pytest.mark.parametrize("text", [f"<think>Hm.</think>I look.{CALL}", CALL, f"Plain. {CALL}{CALL}", "<think>x", ""])
 def test_blocks_and_their_events(text: str) -> None:
     body: dict[str, Any] = {"messages": HELLO, "max_tokens": 400, "tools": [WEATHER], "temperature": 0}
-    with serving(speaking(text)) as server:
+    with serving(speaking(text, PROMPT_LEN)) as server:
         whole = server.post(body, PATH).json()
         events = typed_events(server.post(body | {"stream": True}, PATH).text)
     Message.model_validate(whole)
@@ -183,7 +166,7 @@ def test_blocks_and_their_events(text: str) -> None:
 def test_a_limit_anywhere(cut: int) -> None:
     asked: dict[str, Any] = {"model": "scripted", "messages": HELLO, "max_tokens": cut, "tools": [WEATHER]}
     asked["extra_body"] = {"temperature": 0}
-    with serving(speaking(f"<think>Hm.</think>Look.{CALL}")) as server:
+    with serving(speaking(f"<think>Hm.</think>Look.{CALL}", PROMPT_LEN)) as server:
         with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
             whole = client.messages.create(**asked)
             with client.messages.stream(**asked) as stream:
@@ -195,7 +178,7 @@ def test_a_limit_anywhere(cut: int) -> None:
 
 @pytest.mark.usefixtures("taught")
 def test_a_tool_is_used_and_its_result_goes_back() -> None:
-    with serving(speaking(f"<think>Hm.</think>I look.{CALL}")) as server:
+    with serving(speaking(f"<think>Hm.</think>I look.{CALL}", PROMPT_LEN)) as server:
         with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
             first = client.messages.create(
                 model="scripted", max_tokens=400, messages=HELLO, tools=[WEATHER], extra_body={"temperature": 0}
@@ -253,7 +236,7 @@ def test_the_stop_sequence_is_told(stops: list[str]) -> None:
     asked: dict[str, Any] = {"model": "scripted", "messages": HELLO, "max_tokens": 50, "stop_sequences": stops}
     asked["extra_body"] = {"temperature": 0}
     met = min((stop for stop in stops if stop in "Hello back."), key=lambda stop: "Hello back.".find(stop))
-    with serving(speaking("Hello back.")) as server:
+    with serving(speaking("Hello back.", PROMPT_LEN)) as server:
         with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
             whole = client.messages.create(**asked)
             with client.messages.stream(**asked) as stream:
@@ -308,7 +291,7 @@ def test_what_is_refused_is_named(server: Serving, changes: dict[str, Any], name
 @pytest.mark.usefixtures("taught")
 def test_a_model_that_reasons_cannot_be_told_not_to() -> None:
     body = {"messages": HELLO, "max_tokens": 4}
-    with serving(speaking("x")) as server:
+    with serving(speaking("x", PROMPT_LEN)) as server:
         for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}):
             assert server.post(body | {"thinking": thinking}, PATH).status_code == 200
         refused = server.post(body | {"thinking": {"type": "disabled"}}, PATH)

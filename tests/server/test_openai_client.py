@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -12,25 +11,13 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
-from serving import CAPACITY, Serving, check_error, events_of, scripted, serving
+from serving import CAPACITY, Serving, check_error, events_of, scripted, serving, speaking
 
-from headrace.engine.testing import ByteTokenizer, ScriptedRunner
+from headrace.engine.testing import ByteTokenizer
 from headrace.server import ServerSettings
 
 CHAT: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello?"}]
 PROMPT_LEN = len(ByteTokenizer().encode_chat(CHAT))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(scripted()) as here:
-        yield here
-
-
-@pytest.fixture(scope="module")
-def client(server: Serving) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none-needed", max_retries=0) as made:
-        yield made
 
 
 def test_models(server: Serving, client: openai.OpenAI) -> None:
@@ -183,22 +170,11 @@ WEATHER: Any = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>'
 
 
-def speaking(text: str) -> Any:
-    """An engine that answers CHAT with `text`, whose template teaches Hermes calls and reasoning."""
-    script = [*text.encode(), 256]
-    return scripted(lambda: ScriptedRunner(CAPACITY, eos=dict(enumerate(script, start=PROMPT_LEN))))
-
-
-@pytest.fixture
-def taught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ByteTokenizer, "chat_template", "<tool_call> in {{ tools }}; <think>")
-
-
 @pytest.mark.usefixtures("taught")
 @pytest.mark.parametrize("text", [f"<think>Hm.</think>I look.{CALL}", CALL, f"Plain. {CALL}{CALL}"])
 def test_tool_calls_and_reasoning(text: str) -> None:
     body: dict[str, Any] = {"messages": CHAT, "tools": [WEATHER], "temperature": 0}
-    with serving(speaking(text)) as server:
+    with serving(speaking(text, PROMPT_LEN)) as server:
         whole = server.post(body, "/v1/chat/completions").json()
         *chunks, _ = events_of(server.post(body | {"stream": True}, "/v1/chat/completions").text)
     ChatCompletion.model_validate(whole)
@@ -227,7 +203,7 @@ def test_tool_calls_and_reasoning(text: str) -> None:
 
 @pytest.mark.usefixtures("taught")
 def test_without_tools_a_call_is_text() -> None:
-    with serving(speaking(CALL)) as server:
+    with serving(speaking(CALL, PROMPT_LEN)) as server:
         message = server.post({"messages": CHAT, "temperature": 0}, "/v1/chat/completions").json()["choices"][0][
             "message"
         ]
@@ -237,7 +213,7 @@ def test_without_tools_a_call_is_text() -> None:
 @pytest.mark.usefixtures("taught")
 def test_calls_behind_the_first_are_left_out_where_they_may_not_be_parallel() -> None:
     body: dict[str, Any] = {"messages": CHAT, "tools": [WEATHER], "temperature": 0, "parallel_tool_calls": False}
-    with serving(speaking(f"Plain. {CALL}{CALL}")) as server:
+    with serving(speaking(f"Plain. {CALL}{CALL}", PROMPT_LEN)) as server:
         choice = server.post(body, "/v1/chat/completions").json()["choices"][0]
         *chunks, _ = events_of(server.post(body | {"stream": True}, "/v1/chat/completions").text)
     assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "tool_calls"

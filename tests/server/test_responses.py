@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import anyio
 import openai
 import pytest
 from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
-from serving import CAPACITY, Serving, check_error, scripted, serving, until
+from serving import CAPACITY, Serving, check_error, scripted, serving, speaking, until
 
 from headrace.engine.testing import ByteTokenizer, ScriptedRunner
 from headrace.server.routes.generation import ask_chat
@@ -27,29 +26,6 @@ WEATHER: Any = {
     "strict": True,
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(scripted()) as here:
-        yield here
-
-
-@pytest.fixture(scope="module")
-def client(server: Serving) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none-needed", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture
-def taught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ByteTokenizer, "chat_template", "<tool_call> in {{ tools }}; <think>")
-
-
-def speaking(text: str) -> Any:
-    """An engine that answers "Hello?" with `text`, whose template teaches Hermes calls and reasoning."""
-    script = [*text.encode(), 256]
-    return scripted(lambda: ScriptedRunner(CAPACITY, eos=dict(enumerate(script, start=PROMPT_LEN))))
 
 
 def typed_events(text: str) -> list[dict[str, Any]]:
@@ -119,7 +95,7 @@ def test_a_response_streams_what_it_answers_whole(server: Serving, client: opena
 
 
 def test_the_stream_helper_gathers_the_same_answer() -> None:
-    with serving(speaking("Hello back.")) as server:
+    with serving(speaking("Hello back.", PROMPT_LEN)) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             with client.responses.stream(model="scripted", input="Hello?", temperature=0) as stream:
                 for _ in stream:
@@ -153,7 +129,7 @@ def test_the_async_client_streams_side_by_side(server: Serving) -> None:
 @pytest.mark.parametrize("text", [f"<think>Hm.</think>I look.{CALL}", CALL, f"Plain. {CALL}{CALL}", "<think>x", ""])
 def test_items_and_their_events(text: str) -> None:
     body: dict[str, Any] = {"input": "Hello?", "tools": [WEATHER], "temperature": 0, "metadata": {"a": "b"}}
-    with serving(speaking(text)) as server:
+    with serving(speaking(text, PROMPT_LEN)) as server:
         whole = server.post(body, PATH).json()
         events = typed_events(server.post(body | {"stream": True}, PATH).text)
     Response.model_validate(whole)
@@ -180,7 +156,7 @@ def test_items_and_their_events(text: str) -> None:
 @pytest.mark.parametrize("cut", range(1, len(f"<think>Hm.</think>Look.{CALL}".encode()), 7))
 def test_a_limit_anywhere(cut: int) -> None:
     body: dict[str, Any] = {"input": "Hello?", "tools": [WEATHER], "temperature": 0, "max_output_tokens": cut}
-    with serving(speaking(f"<think>Hm.</think>Look.{CALL}")) as server:
+    with serving(speaking(f"<think>Hm.</think>Look.{CALL}", PROMPT_LEN)) as server:
         whole = server.post(body, PATH).json()
         events = typed_events(server.post(body | {"stream": True}, PATH).text)
     Response.model_validate(whole)
@@ -191,7 +167,7 @@ def test_a_limit_anywhere(cut: int) -> None:
 
 @pytest.mark.usefixtures("taught")
 def test_a_call_and_its_output_go_back_as_input() -> None:
-    with serving(speaking(f"<think>Hm.</think>I look.{CALL}")) as server:
+    with serving(speaking(f"<think>Hm.</think>I look.{CALL}", PROMPT_LEN)) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             first = client.responses.create(model="scripted", input="Hello?", tools=[WEATHER], temperature=0)
             call = next(item for item in first.output if item.type == "function_call")

@@ -120,8 +120,9 @@ def test_choices_are_read_as_clients_write_them() -> None:
     "value", ["must", "named", {}, {"type": "function"}, {"type": "x", "function": {"name": "f"}}, 5]
 )
 def test_what_is_no_choice_is_refused(value: Any) -> None:
-    with pytest.raises(InvalidParams):
+    with pytest.raises(InvalidParams, match="^tool_choice: must be one of none, auto, required") as caught:
         ToolChoice.parse(value)
+    assert caught.value.field == "tool_choice"
 
 
 def test_a_choice_needs_its_tools() -> None:

@@ -1,0 +1,29 @@
+"""What several tests of the server use: a scripted server, OpenAI's client of it, and a model that calls tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from serving import Serving, scripted, serving
+
+from headrace.engine.testing import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(scripted()) as here:
+        yield here
+
+
+@pytest.fixture(scope="module")
+def client(server: Serving) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none-needed", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def taught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's template teaches Hermes calls and reasoning."""
+    monkeypatch.setattr(ByteTokenizer, "chat_template", "<tool_call> in {{ tools }}; <think>")
