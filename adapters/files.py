@@ -30,8 +30,8 @@ __all__ = ["WEIGHTS_FILE", "read_adapter"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG_BYTES = 1 << 20
-_HEADER_BYTES = 4 << 20
-_MOST_TENSORS = 32768
+_HEADER_BYTES = 2 << 20
+_MOST_TENSORS = 10000
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LAYER_KEY = re.compile(
