@@ -152,7 +152,7 @@ class DecodeGraphs:
     def prepare(self, starts: NDArray[np.int64], variant: Variant) -> list[torch.cuda.CUDAGraph]:
         """The graphs whose replay is one decode step of the rows in `DeviceRows.batch_R`, planned for their `starts`.
 
-        There is one; for a variant that is masked there are two, and the masks must be sent in between.
+        There is one; for a variant that is masked there are two, with the logits in between.
 
         Raises:
             DeviceUnavailable: It had to be captured, and could not be.
@@ -168,6 +168,11 @@ class DecodeGraphs:
             self._plans[bucket].plan(lengths, anew=last != bucket)
             self._last_planned = bucket
         return graphs
+
+    def logits(self, starts: NDArray[np.int64], variant: Variant) -> Tensor:
+        """[rows or more, vocabulary]: what the first graph of a masked variant leaves to the second, for these rows."""
+        bucket, way, *_ = self._keys(starts, variant)[0]
+        return self._between[bucket, way]
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
