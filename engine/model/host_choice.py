@@ -55,7 +55,11 @@ class HostChoices:
             if options.processor is not None:
                 self.asks[options.row] = True
                 self._rows[options.row] = _HostRow(options, options.processor, sampling[options.row], self._vocab_size)
-        return replace(plan, options=[_left_to_device(options) for options in plan.options])
+        return replace(
+            plan,
+            new_rows=[new._replace(stop_ids=frozenset()) if self.asks[new.row] else new for new in plan.new_rows],
+            options=[_left_to_device(options) for options in plan.options],
+        )
 
     def choice(self, row: int, logits_V: _Logits) -> Choice:
         """What chooses the next token of `row`; `logits_V`, which may come later, is its own to write to."""

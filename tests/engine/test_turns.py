@@ -67,7 +67,7 @@ async def test_an_answer_that_ended_itself_is_not_ended_twice() -> None:
             assert ids_of(stream) == [*known, *b"\nuser: x\n"]
             assert stream.usage.prompt_tokens == len(ids_of(stream))
             await read(stream)
-            assert stream.usage.cached_tokens == len(known), "the step launched ahead had computed the last token, too"
+            assert stream.usage.cached_tokens == len(known) - 1
             await stream.send([{"role": "user", "content": "y"}], greedy(3))
             assert ids_of(stream)[-11:] == [ord(" "), 256, *b"\nuser: y\n"]
 
@@ -177,7 +177,7 @@ async def act(engine: ScriptedEngine, talks: list[Talk], talk: Talk, action: str
         await stream.admitted()
         talks.append(Talk(stream.fork(), list(talk.before)))
     elif action == "other":
-        await engine.generate([number] * (5 + number), greedy(4))
+        await engine.generate([number] * (5 + number % 30), greedy(4))
     elif action in ("cancel", "close"):
         stream.cancel()
 

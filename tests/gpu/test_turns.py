@@ -10,6 +10,8 @@ from gpu.driving import at_rest, draw, open_engine
 
 from headrace.engine import Engine, SamplingParams, TokenStream
 
+STOPS = tuple(range(8, 24))
+
 
 @pytest.mark.parametrize("pages", [400, 60], ids=["room", "cramped"])
 def test_turns_and_branches_are_those_of_the_cpu(zoo: Zoo, device: str, pages: int) -> None:
@@ -27,7 +29,8 @@ def test_turns_and_branches_are_those_of_the_cpu(zoo: Zoo, device: str, pages: i
                 heard += [begun, await ids_of(stream), await ids_of(branch)]
                 async with branch.fork() as other:
                     for turn, each in enumerate((stream, branch, other, stream, other)):
-                        await each.send(draw(3 + 5 * turn + name, turn), params.model_copy(update={"seed": turn}))
+                        again = params.model_copy(update={"seed": turn, "stop_token_ids": STOPS})
+                        await each.send(draw(3 + 5 * turn + name, turn), again)
                         heard.append(await ids_of(each))
 
     async def run(device: str) -> tuple[dict[int, list[list[int]]], int]:
