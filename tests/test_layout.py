@@ -26,7 +26,7 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
     "ops/cuda_fused.py:_norm_rope_kernel": (76, "one kernel is one launch"),
     "ops/cuda_linear.py:_linear_kernel": (78, "one kernel is one launch"),
     "ops/cuda_vector.py:_vector_kernel": (70, "one kernel is one launch"),
-    "server/serve_cli.py:serve": (70, "three lines for each flag"),
+    "server/serve_cli.py:serve": (80, "three lines for each flag"),
 }
 
 # Folders of tests that mirror no folder of the package.
