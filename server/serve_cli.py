@@ -212,8 +212,10 @@ async def _serve(
 
     set_up_logs(log_format)
     async with opened(model, Console(stderr=True), **options) as engine:
+        app = create_app(engine, settings)
+        await app.state.service.load_adapters()  # here, where what is wrong with one can be said in a sentence
         settle_memory()
-        await make_server(create_app(engine, settings), log_config=None, **listening).serve()
+        await make_server(app, log_config=None, **listening).serve()
 
 
 def _named(values: list[str] | None, prefix: str) -> dict[str, str]:

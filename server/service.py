@@ -97,12 +97,14 @@ class Service:
         return adapter
 
     async def load_adapters(self) -> None:
-        """Load those that the settings name.
+        """Load those that the settings name and that are not there yet.
 
         Raises:
             AdapterRejected: One cannot be used.
         """
         for name, path in self.settings.adapters.items():
+            if name in self.engine.adapters.versions:
+                continue
             await self.engine.adapters.load(name, path)
 
     # -- formats of the model's text --------------------------------------------------------------------------------

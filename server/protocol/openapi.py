@@ -70,7 +70,6 @@ class Operation(NamedTuple):
 def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[Operation]:
     """All that is served over HTTP; the bodies of the two endpoints for tokens are their routes'."""
     generates = (404, 429, 503)
-    limits, adapters = "/v1/admin/keys/{name}/limits", "/v1/admin/adapters"
     return [
         Operation(
             "post",
@@ -124,6 +123,13 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
         Operation("get", "/health/live", "The process answers.", bodies.Health, public=True),
         Operation("get", "/health/ready", "The engine makes progress; 503 says why not.", bodies.Health, public=True),
         Operation("get", "/metrics", "All metrics, as Prometheus scrapes them; for admin and metrics keys.", None),
+        *_admin_operations(),
+    ]
+
+
+def _admin_operations() -> list[Operation]:
+    limits, adapters = "/v1/admin/keys/{name}/limits", "/v1/admin/adapters"
+    return [
         Operation("get", limits, "What a key may use; for admin keys.", KeyLimits, errors=(404,)),
         Operation("get", adapters, "Adapters that are loaded; for admin keys.", AdapterList, errors=(503,)),
         Operation(
