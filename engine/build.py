@@ -146,13 +146,6 @@ def build_kernels(config: EngineConfig, folder: str) -> int:
 def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return open_cpu(config, spec, source)
-    if config.adapter_slots:
-        raise InvalidParams(
-            f"adapter_slots: this device takes no adapters yet, got {config.adapter_slots}",
-            field="adapter_slots",
-            value=config.adapter_slots,
-            limit=0,
-        )
     from headrace.engine.model.open_cuda import open_cuda  # needs what only machines with a GPU have installed
 
     return open_cuda(config, spec, source)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from headrace.ops.cuda_fused import DecodeInputs
 
-__all__ = ["CudaOps", "CudaProduct", "DecodeStep", "PrefillStep"]
+__all__ = ["CudaOps", "CudaProduct", "DecodeStep", "GivenRows", "PrefillStep"]
 
 # Measured on an H200: activation inside the product pays where it saves enough traffic, and costs where F is small.
 _GATED_FEATURES = 8192
@@ -60,6 +60,16 @@ class PrefillStep:
     positions_N: Tensor
     slots_N: Tensor
     attention: PrefillAttention
+    given: tuple[GivenRows, ...] = ()
+
+
+class GivenRows(NamedTuple):
+    """Virtual tokens whose keys and values are given instead of computed (prefix tuning, Li and Liang, 2021)."""
+
+    first: int
+    """Of the step's tokens."""
+    qkv_LMX: Tensor
+    """For each layer keys, as they are after rotation, and values, behind queries that nobody reads."""
 
 
 class CudaOps:
@@ -84,7 +94,8 @@ class CudaOps:
             kv_scales: Of layers whose 8-bit keys and values have any; those of 16 bits have none.
         """
         self.shape = shape
-        self._eps = eps
+        self.eps = eps
+        self.device = cos_sin_PD.device
         self._cos_sin_PD = cos_sin_PD
         self._scratch = scratch
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
@@ -135,7 +146,7 @@ class CudaOps:
 
     def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
         """RMS norm of the sum."""
-        return self._normed_sum(x_NE, residual_NE, weight_E)[0]
+        return self.normed_sum(x_NE, residual_NE, weight_E)[0]
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct
@@ -144,7 +155,7 @@ class CudaOps:
         if x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
             out_NO, total_NE = self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=False)
             return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O), total_NE
-        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
         return self.product(normed_NE, packed), total_NE
 
     def norm_feed(
@@ -155,7 +166,7 @@ class CudaOps:
         size_out, size_in = weight_2FI.shape[0] // 2, weight_2FI.shape[1]
         if packed.bias_O is None and rows == 1 and size_in <= _NORM_FEATURES:
             return self._vector(x_NE, residual_NE, weight_E, weight_2FI, gated=True)
-        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
         out_NF = torch.empty(rows, size_out, dtype=x_NE.dtype, device=x_NE.device)
         if packed.bias_O is None and rows == 1:
             vector_linear(normed_NE, weight_2FI, out_NF, gated=True, pdl=self.pdl)
@@ -182,12 +193,18 @@ class CudaOps:
         out_NX = torch.empty(rows, width, dtype=qkv_NX.dtype, device=qkv_NX.device)
         if isinstance(step, PrefillStep):
             self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, scales, qkv_NX)
+            for first, qkv_LMX in step.given:
+                slots_M = step.slots_N[first : first + qkv_LMX.shape[1]]
+                still_M = torch.zeros_like(slots_M)  # position 0 turns by nothing
+                self._rope_and_write(
+                    qkv_LMX[layer], None, None, still_M, slots_M, kv_layer, scales, torch.empty_like(qkv_LMX[layer])
+                )
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
             step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
         elif isinstance(step.attention, FusedDecode):
             step.attention.run(
                 qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX, scales,
-                eps=self._eps, pdl=self.pdl,
+                eps=self.eps, pdl=self.pdl,
             )  # fmt: skip
         else:
             inputs = step.inputs
@@ -196,6 +213,15 @@ class CudaOps:
             head = (rows, shape.heads, shape.head_dim)
             step.attention.run(q_NX.view(head), kv_layer, inputs, out_NX.view(head), scales)
         return out_NX
+
+    def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        """(RMS norm of the sum, the sum)."""
+        if residual_NE is None:
+            normed_NE = torch.empty_like(x_NE)
+            fused.rms_norm(x_NE, weight_E, self.eps, normed_NE, pdl=self.pdl)
+            return normed_NE, x_NE
+        fused.add_rms_norm(x_NE, residual_NE, weight_E, self.eps, pdl=self.pdl)
+        return x_NE, residual_NE
 
     # --- inside
 
@@ -206,17 +232,9 @@ class CudaOps:
         total_1E = x_1E if residual_1E is None else torch.empty_like(x_1E)
         size_out = weight_OI.shape[0] // 2 if gated else weight_OI.shape[0]
         out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
-        add = AddNorm(norm_E, self._eps, residual_1E, None if residual_1E is None else total_1E)
+        add = AddNorm(norm_E, self.eps, residual_1E, None if residual_1E is None else total_1E)
         vector_linear(x_1E, weight_OI, out_1O, norm=add, gated=gated, pdl=self.pdl)
         return out_1O, total_1E
-
-    def _normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        if residual_NE is None:
-            normed_NE = torch.empty_like(x_NE)
-            fused.rms_norm(x_NE, weight_E, self._eps, normed_NE, pdl=self.pdl)
-            return normed_NE, x_NE
-        fused.add_rms_norm(x_NE, residual_NE, weight_E, self._eps, pdl=self.pdl)
-        return x_NE, residual_NE
 
     def _rope_and_write(
         self,
@@ -232,6 +250,6 @@ class CudaOps:
         shape = self.shape
         fused.norm_rope_write(
             qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
-            heads=shape.heads, kv_heads=shape.kv_heads, eps=self._eps, q_out=q_out,
+            heads=shape.heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
             k_scale=scales.k, v_scale=scales.v, pdl=self.pdl,
         )  # fmt: skip

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from headrace.ops.paged import PagedBatch
 
-__all__ = ["ReferenceKv", "attention", "linear", "rms_norm", "rope", "silu_mul", "split_qkv", "write_kv"]
+__all__ = ["ReferenceKv", "attention", "linear", "low_rank", "rms_norm", "rope", "silu_mul", "split_qkv", "write_kv"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,11 @@ def rope(x_NHD: Tensor, positions_N: Tensor, cos: Tensor, sin: Tensor) -> Tensor
         out_NHD[token, :, :half] = first * c - second * s
         out_NHD[token, :, half:] = second * c + first * s
     return out_NHD
+
+
+def low_rank(x_NI: Tensor, update: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """(x A^T) B of each module, side by side, in float64; A [r, I], B [r, O]."""
+    return torch.cat([x_NI.double() @ a_RI.double().T @ b_RO.double() for a_RI, b_RO in update], 1)
 
 
 def write_kv(kv: ReferenceKv, slots_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:

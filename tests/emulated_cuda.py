@@ -177,7 +177,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def emulated_empty(gpu: Gpu, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.empty` that knows pinned memory."""
+    """`torch.empty`, or another that makes tensors, that knows pinned memory."""
 
     def freed() -> None:
         if gpu.lost:
@@ -614,6 +614,7 @@ def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """Put the emulation into the places of torch's."""
     for kind in (Pinned, Stream, Event, Graph, Kernel):
         patch.setattr(kind, "gpu", gpu, raising=False)
+    patch.setattr(torch, "zeros", emulated_empty(gpu, torch.zeros))
     patch.setattr(torch, "empty", emulated_empty(gpu, torch.empty))
     default = Stream()
     replaced: dict[str, Any] = {

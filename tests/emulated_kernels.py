@@ -112,6 +112,105 @@ def vector(at: SimpleNamespace) -> None:
     product(normed(value, at.norm, at.eps).to(at.x.dtype) if at.NORM else value, at)
 
 
+# -- adapters -------------------------------------------------------------------------------------------------------
+
+
+def group(at: SimpleNamespace) -> None:
+    slots = at.slots[at.batch.long()]
+    order = torch.argsort(torch.where(slots < 0, 1 << 30, slots), stable=True)
+    demand(len(at.sorted) == len(at.order) == len(at.token_slots) == len(slots) == at.rows, "a batch of another size")
+    at.order.copy_(order)
+    at.token_slots.copy_(slots)
+    place = 0
+    while place < len(order):
+        slot = int(slots[order[place]])
+        alike = int((slots[order[place:]] == slot).sum())
+        count = min(at.ROWS, alike)
+        for other in range(place, place + count):
+            at.sorted[other] = torch.tensor([slot, other, count if other == place else 0, int(order[other])])
+        place += count
+
+
+def enter(at: SimpleNamespace) -> None:
+    leads = at.sorted[at.sorted[:, 2] > 0]
+    at.entries.copy_(torch.tensor([-1, 0, 0, 0]))
+    at.entries[: len(leads)] = leads
+    at.counts.copy_(torch.tensor([int((leads[:, 0] >= 0).sum()), len(leads)]))
+
+
+def worn_tokens(at: SimpleNamespace) -> list[tuple[int, Tensor]]:
+    """(slot, its tokens) of every entry that has any."""
+    found = []
+    for slot, start, count, first in at.entries.tolist():
+        order, rows = getattr(at, "order", None), getattr(at, "ROWS", 1)
+        demand(count <= rows, "an entry of more tokens than a program holds")
+        tokens = torch.arange(first, first + count) if order is None else order[start : start + count].long()
+        if count:
+            found.append((slot, tokens))
+    counts = getattr(at, "counts", None)
+    if counts is not None and getattr(at, "order", None) is not None:
+        demand(int(counts[1]) == len(found), "a count of other entries")
+    return found
+
+
+def module_of(at: SimpleNamespace, slot: int, module: int) -> tuple[int, int, int, int]:
+    """Where A and B of a module are, its rank, and the ranks before it."""
+    a, b, rank, before = at.table[slot, at.index + module].tolist()
+    demand(at.table.shape[1] == at.modules and before + rank <= at.PLANE, "a table of another shape")
+    return 8 * a, 8 * b, rank, before
+
+
+def shrink(at: SimpleNamespace) -> None:
+    """All of t in the first plane; the others hold nothing."""
+    for slot, tokens in worn_tokens(at):
+        if slot >= 0:
+            a, _, _, _ = module_of(at, slot, 0)
+            _, _, rank, before = module_of(at, slot, at.MODULES - 1)
+            ranks = rank + before
+            a_RI = at.arena[a : a + ranks * at.size_in].view(ranks, at.size_in).float()
+            at.planes[:, tokens, :ranks] = 0.0
+            at.planes[0, tokens, :ranks] = at.x[tokens].float() @ a_RI.T
+
+
+def look_up(at: SimpleNamespace) -> None:
+    for token, slot in enumerate(at.slots.tolist()):
+        if slot >= 0:
+            a, _, rank, _ = module_of(at, slot, 0)
+            first = a + int(at.tokens[token]) * rank
+            at.planes[0, token, :rank] = at.arena[first : first + rank].float()
+
+
+def update(at: SimpleNamespace, slot: int, tokens: Tensor, module: int, size: int) -> Tensor:
+    _, b, rank, before = module_of(at, slot, module)
+    t = at.planes[:, tokens, before : before + rank].sum(0).to(at.arena.dtype).float()
+    return t @ at.arena[b : b + rank * size].view(rank, size).float()
+
+
+def expand(at: SimpleNamespace) -> None:
+    sizes = [at.size_0, at.size_1, at.size_2][: at.MODULES]
+    demand(at.y.shape[1] == sum(sizes) and len(at.planes) == at.SPLITS, "a product of another shape")
+    for slot, tokens in worn_tokens(at):
+        total = at.y[tokens].float()
+        if slot >= 0:
+            total += torch.cat([update(at, slot, tokens, module, size) for module, size in enumerate(sizes)], 1)
+        at.out[tokens] = (gated(total) if at.GATED else total).to(at.out.dtype)
+
+
+def vector_shrink(at: SimpleNamespace) -> None:
+    at.out.copy_(at.x.float() @ at.weight.float().T)
+    at.entries, at.PLANE = torch.tensor([[int(at.slots[0]), 0, 1, 0]]), at.planes.shape[2]
+    shrink(at)
+
+
+def expand_norm(at: SimpleNamespace) -> None:
+    total = at.y.float() + at.residual.float()
+    for token, slot in enumerate(at.slots.tolist()):
+        if slot >= 0:
+            total[token] += update(at, slot, torch.tensor([token]), 0, at.size)[0]
+    at.residual.copy_(total)
+    at.out.copy_(normed(total, at.weight, at.eps))
+
+
 # -- attention ------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +394,16 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_linear_kernel": linear,
     "_vector_kernel": vector,
     "_fused_decode_kernel": fused_decode,
+    "_group_kernel": group,
+    "_enter_kernel": enter,
+    "_shrink_row_kernel": shrink,
+    "_shrink_group_kernel": shrink,
+    "_shrink_long_kernel": shrink,
+    "_vector_shrink_kernel": vector_shrink,
+    "_look_up_kernel": look_up,
+    "_expand_row_kernel": expand,
+    "_expand_group_kernel": expand,
+    "_expand_norm_kernel": expand_norm,
     "_shape_kernel": shape,
     "_words_kernel": words,
     "_count_chosen_kernel": count_chosen,

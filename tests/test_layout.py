@@ -23,10 +23,13 @@ MAX_DIRECT_LIBRARIES = 15
 EXCEPTIONS: dict[str, tuple[int, str]] = {
     "engine/scheduling/scheduler.py": (410, "one state machine, read from top to bottom"),
     "ops/cuda_decode.py:_fused_decode_kernel": (160, "one kernel is one launch"),
+    "ops/cuda_expand.py:_expand_group_kernel": (70, "one kernel is one launch"),
+    "ops/cuda_expand.py:_expand_row_kernel": (90, "one kernel is one launch"),
     "ops/cuda_fused.py:_norm_rope_kernel": (76, "one kernel is one launch"),
     "ops/cuda_linear.py:_linear_kernel": (78, "one kernel is one launch"),
+    "ops/cuda_shrink.py:_shrink_row_kernel": (62, "one kernel is one launch"),
     "ops/cuda_vector.py:_vector_kernel": (70, "one kernel is one launch"),
-    "server/serve_cli.py:serve": (80, "three lines for each flag"),
+    "server/serve_cli.py:serve": (70, "three lines for each flag"),
 }
 
 # Folders of tests that mirror no folder of the package.

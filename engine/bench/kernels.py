@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.bench.kernel_layers import chain
+from headrace.engine.bench.kernel_lora import lora, lora_sweep
 from headrace.engine.bench.kernel_tilings import gated_sweep, linear_sweep, products, vector_sweep
 from headrace.engine.bench.kernel_timing import PAGE, SHAPES, Bench, copies, decode_inputs, random
 from headrace.ops import cuda_fused as fused
@@ -367,11 +368,13 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "prefill": prefilling,
     "linear": products,
     "chain": chain,
+    "lora": lora,
 }
 SWEEPS: dict[str, Callable[[Bench], None]] = {
     "linear-sweep": linear_sweep,
     "gated-sweep": gated_sweep,
     "vector-sweep": vector_sweep,
+    "lora-sweep": lora_sweep,
 }
 
 

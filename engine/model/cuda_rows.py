@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, PageEntry, RowOptions
+from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, RowOptions
 from headrace.ops.cuda_scatter import Batch, apply_words, scatter_words
 
 __all__ = ["DeviceRows"]
@@ -40,8 +40,8 @@ class DeviceRows:
         # 64-bit seeds come first, where they are aligned.
         sizes = {
             "seed": 2 * rows, "batch": capacity.max_rows, "active": capacity.max_rows, "lengths": rows,
-            "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows, "stopped": rows, "stops": rows * _STOPS,
-            "table": rows * pages, "pool": rows * context,
+            "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows, "slot": rows, "stopped": rows,
+            "stops": rows * _STOPS, "table": rows * pages, "pool": rows * context,
         }  # fmt: skip
         self._offset = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         self._pages, self._context = pages, context
@@ -62,6 +62,7 @@ class DeviceRows:
         self.stopped_R = part("stopped")
         """Whether the token sampled last is one of the row's stop ids, as the sampler saw it."""
         self.stops_RS = part("stops").fill_(-1).view(rows, _STOPS)
+        self.slots_R = part("slot").fill_(-1)
         self.table_RP = part("table").fill_(scratch_page).view(rows, pages)
         self.pool_RC = part("pool").view(rows, context)
         self.pages: _Words = np.full((rows, pages), scratch_page, np.int32)
@@ -69,6 +70,8 @@ class DeviceRows:
         self._pages_flat = self.pages.reshape(-1)
         self.filtered = np.zeros(rows, np.bool_)
         """Whether a row asks for top-k, top-p or min-p."""
+        self.slots: _Words = np.full(rows, -1, np.int32)
+        """The slot of the adapter that a row wears, -1 for none."""
         self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
         words = 1 + 2 * _MOST_PAIRS
@@ -92,12 +95,6 @@ class DeviceRows:
             self._add_row(new._replace(start=0, tokens=known[new.row]) if new.row in known else new)
         if entries:
             self._add_entries(entries)
-
-    def give(self, given: Sequence[GivenTokens]) -> None:
-        """Take in tokens that the host chose; after `add`, and `flush` sends them."""
-        for row, start, tokens in given:
-            first = self._offset["pool"] + row * self._context + start
-            self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
 
     def batch(self, rows: NDArray[np.int64], starts: NDArray[np.int64], bucket: int) -> None:
         """Make the first `bucket` rows of `batch_R` these, padded, about to compute the tokens at `starts`."""
@@ -163,17 +160,17 @@ class DeviceRows:
             scatter_words(target, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
-        row, start, tokens, sampling, _, stop_ids = new
+        row, start, tokens, sampling, slot, stop_ids = new
         first = self._offset["pool"] + row * self._context + start
         self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
         floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
         seed = np.array([sampling.seed & (2**64 - 1)], np.uint64)
-        names = ("temperature", "top_p", "min_p", "top_k")
+        names = ("temperature", "top_p", "min_p", "top_k", "slot")
         places = [self._offset[name] + row for name in names]
         places += [self._offset["seed"] + 2 * row, self._offset["seed"] + 2 * row + 1]
         self._put(
             np.array(places),
-            np.concatenate((floats.view(np.int32), np.array([sampling.top_k], np.int32), seed.view(np.int32))),
+            np.concatenate((floats.view(np.int32), np.array([sampling.top_k, slot], np.int32), seed.view(np.int32))),
         )
         stops = np.full(1 + _STOPS, -1, np.int32)
         known = sorted(stop_ids)[:_STOPS]  # of the others the host knows
@@ -182,6 +179,7 @@ class DeviceRows:
         self._put(np.array([self._offset["stopped"] + row, *range(first, first + _STOPS)]), stops)
         asks = 0 < sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self.filtered[row] = asks and sampling.temperature > 0.0
+        self.slots[row] = slot
         self._lengths[row] = -1  # whatever the row's last request left there
 
     def _add_entries(self, entries: Sequence[PageEntry]) -> None:

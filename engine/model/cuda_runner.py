@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.engine.model.cuda_adapters import CudaBank
 from headrace.engine.model.cuda_reports import Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Variant
@@ -87,7 +88,7 @@ def cuda_ops(
 class CudaRunner:
     """The device protocol on one GPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
+    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar", "pooling"))
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class CudaRunner:
         *,
         attention: str,
         device: torch.device,
+        bank: CudaBank | None = None,
     ) -> None:
         """Allocate rows and the paged cache; `warm_up` captures.
 
@@ -106,8 +108,9 @@ class CudaRunner:
             capacity: Pages, rows and tokens.
             attention: How to decode: "auto", "fused", "even", "fa2" or "xqa".
             device: The GPU.
+            bank: What rows may wear, closed with this; None where they wear nothing.
         """
-        self._capacity = capacity
+        self._capacity, self._bank = capacity, bank
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
         with self._on_stream():
@@ -120,9 +123,9 @@ class CudaRunner:
             self._turn = 0
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, self._kv, self._ids,
-                max_rows=capacity.max_rows, attention=attention,
+                max_rows=capacity.max_rows, attention=attention, bank=bank,
             )  # fmt: skip
-            self._prefills = Prefills(decoder, ops, self._rows, self._sampler, self._kv, capacity)
+            self._prefills = Prefills(decoder, ops, self._rows, self._sampler, self._kv, capacity, bank)
         self._submitted = 0
         """Steps given to the launcher; only `launch` counts them."""
         self._enqueued = 0
@@ -216,10 +219,12 @@ class CudaRunner:
             self._graphs.close()
             self._memory.close()
             return_stream(self._stream)
+            if self._bank is not None:
+                self._bank.close()
         except torch.AcceleratorError:
             # On a device that failed, freeing pinned memory ends the process: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
-        for name in ("_kv", "_memory", "_rows", "_sampler", "_ids", "_results", "_graphs", "_prefills"):
+        for name in ("_kv", "_memory", "_rows", "_sampler", "_ids", "_results", "_graphs", "_prefills", "_bank"):
             delattr(self, name)
         return_device_memory()
 
@@ -245,16 +250,13 @@ class CudaRunner:
 
     def _is_quick(self, decodes: Decodes) -> bool:
         variant = self._sampler.variant(decodes.rows)
-        return not variant.masked and self._graphs.ready(decodes.starts, variant)
+        return not variant.masked and self._graphs.ready(decodes.rows, decodes.starts, variant)
 
     def _enqueue(self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep) -> None:
         with self._on_stream(), faults_are_fatal():
             lines = self._enqueue_all(plan, decodes, prefills, step)
-            choices = self._sampler.choices
-            if lines or choices:
-                index_of = {work.row: index for index, work in enumerate(plan.works)}
-                step.lines = step.result.fetch(lines, index_of)
-                step.choices = {index_of[row]: choice for row, choice in choices.items()}
+            if lines:
+                step.lines = step.result.fetch(lines, {work.row: index for index, work in enumerate(plan.works)})
             step.result.done.record(self._stream)
             self._sampler.grammars.sampled(step.tokens, plan.works)
 
@@ -262,9 +264,7 @@ class CudaRunner:
         self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
     ) -> list[Lines]:
         """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
-        plan = self._sampler.hosts.take(plan)
         self._rows.add(plan.new_rows, plan.entries, plan.options)
-        self._rows.give(plan.given)
         self._sampler.take(plan)
         self._prefills.pools.update(plan)
         count, result = 0 if decodes is None else len(decodes.rows), step.result
@@ -293,11 +293,11 @@ class CudaRunner:
         """Enqueue one token of each row."""
         rows = self._rows
         variant = self._sampler.variant(decodes.rows)
-        logits_or_all, *choice = self._graphs.prepare(decodes.starts, variant)
+        logits_or_all, *choice = self._graphs.prepare(decodes.rows, decodes.starts, variant)
         rows.batch(decodes.rows, decodes.starts, self._graphs.bucket(len(decodes.rows)))
         rows.flush(applied_by_graph=not copies)
         CudaOps.copy_pages(self._kv, copies)
         logits_or_all.replay()
         if choice:
-            self._sampler.act_between(self._graphs.logits(decodes.starts, variant), decodes.rows)
+            self._sampler.send_masks(decodes.rows)
             choice[0].replay()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.errors import DeviceUnavailable
+from headrace.engine.model.cuda_adapters import BARE, CudaBank, Worn
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import RowSampler, Variant
 from headrace.engine.model.decoder import Decoder
@@ -61,15 +62,17 @@ class _Key(NamedTuple):
     """Of attention: "fused", "even", "fa2" or "xqa"."""
     variant: Variant | None
     """Of the choice; None where there is none, up to the logits."""
+    worn: Worn
+    """Up to the logits."""
     has_logits: bool = True
     """False for the choice alone, from the logits that the graph without one leaves."""
 
 
-def _keys(bucket: int, way: str, variant: Variant) -> list[_Key]:
+def _keys(bucket: int, way: str, variant: Variant, worn: Worn = BARE) -> list[_Key]:
     """Of the graphs of a step, in order."""
     if not variant.masked:
-        return [_Key(bucket, way, variant)]
-    return [_Key(bucket, way, None), _Key(bucket, way, variant, has_logits=False)]
+        return [_Key(bucket, way, variant, worn)]
+    return [_Key(bucket, way, None, worn), _Key(bucket, way, variant, worn, has_logits=False)]
 
 
 class _Planned:
@@ -102,6 +105,7 @@ class DecodeGraphs:
         *,
         max_rows: int,
         attention: str,
+        bank: CudaBank | None = None,
     ) -> None:
         """Capture nothing yet.
 
@@ -114,9 +118,10 @@ class DecodeGraphs:
             ids: int32 [max_rows]: where sampled ids go, in the order of the batch.
             max_rows: Rows of the largest bucket.
             attention: "auto", or the one way to use.
+            bank: What rows may wear; None where they wear nothing.
         """
         self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
-        self._sampler = sampler
+        self._sampler, self._bank = sampler, bank
         self._buckets, self._choice = buckets(max_rows), attention
         self._device = kv.device
         self._pdl = next(iter(ops.values())).pdl
@@ -126,7 +131,7 @@ class DecodeGraphs:
         self._pool: Any = None
         self._plans: dict[int, _Planned] = {}
         self._steps: dict[tuple[int, str], dict[int | None, DecodeStep]] = {}
-        self._between: dict[tuple[int, str], Tensor] = {}
+        self._between: dict[tuple[int, str, Worn], Tensor] = {}
         """What a graph of logits leaves to one of a choice."""
         self._last_planned = 0
         self._workspace: Tensor | None = None
@@ -145,20 +150,22 @@ class DecodeGraphs:
                 for key in _keys(size, self._way(size, context), variant):
                     self._graph(key)
 
-    def ready(self, starts: NDArray[np.int64], variant: Variant) -> bool:
+    def ready(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant) -> bool:
         """Whether `prepare` would find its graph captured: capturing takes a hundred milliseconds."""
-        return self._graphs.keys() >= set(self._keys(starts, variant))
+        return self._graphs.keys() >= set(self._keys(rows, starts, variant))
 
-    def prepare(self, starts: NDArray[np.int64], variant: Variant) -> list[torch.cuda.CUDAGraph]:
-        """The graphs whose replay is one decode step of the rows in `DeviceRows.batch_R`, planned for their `starts`.
+    def prepare(
+        self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant
+    ) -> list[torch.cuda.CUDAGraph]:
+        """The graphs whose replay is one decode step of `rows`, those of `DeviceRows.batch_R`, planned for `starts`.
 
-        There is one; for a variant that is masked there are two, with the logits in between.
+        There is one; for a variant that is masked there are two, and the masks must be sent in between.
 
         Raises:
             DeviceUnavailable: It had to be captured, and could not be.
             torch.OutOfMemoryError: There was no memory for that.
         """
-        keys = self._keys(starts, variant)
+        keys = self._keys(rows, starts, variant)
         bucket = keys[0].bucket
         graphs = [self._graph(key) for key in keys]
         if keys[0].way == "fa2":
@@ -168,11 +175,6 @@ class DecodeGraphs:
             self._plans[bucket].plan(lengths, anew=last != bucket)
             self._last_planned = bucket
         return graphs
-
-    def logits(self, starts: NDArray[np.int64], variant: Variant) -> Tensor:
-        """[rows or more, vocabulary]: what the first graph of a masked variant leaves to the second, for these rows."""
-        bucket, way, *_ = self._keys(starts, variant)[0]
-        return self._between[bucket, way]
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
@@ -186,9 +188,10 @@ class DecodeGraphs:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _keys(self, starts: NDArray[np.int64], variant: Variant) -> list[_Key]:
+    def _keys(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant) -> list[_Key]:
         bucket = self.bucket(len(starts))
-        return _keys(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), variant)
+        worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[rows])
+        return _keys(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), variant, worn)
 
     def _way(self, bucket: int, context: int) -> str:
         if self._choice != "auto":
@@ -238,16 +241,16 @@ class DecodeGraphs:
 
     def _run(self, key: _Key) -> None:
         """The decode step itself, or a part of it: what a graph records."""
-        bucket, way, variant, has_logits = key
-        at = bucket, way
-        logits_BV = self._logits(bucket, self._steps[at]) if has_logits else self._between[at]
+        bucket, way, variant, worn, has_logits = key
+        at = bucket, way, worn
+        logits_BV = self._logits(bucket, self._steps[bucket, way], worn) if has_logits else self._between[at]
         if variant is None:
             self._between[at] = logits_BV  # kept, so that no other graph of the pool gets its memory
             return
         batch_B, positions_B = self._rows.active_R[:bucket], self._inputs[bucket].positions_B
         self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
 
-    def _logits(self, bucket: int, steps: Mapping[int | None, DecodeStep]) -> Tensor:
+    def _logits(self, bucket: int, steps: Mapping[int | None, DecodeStep], worn: Worn) -> Tensor:
         rows, inputs = self._rows, self._inputs[bucket]
         rows.apply()
         batch_B = rows.active_R[:bucket]
@@ -255,8 +258,9 @@ class DecodeGraphs:
         for step in steps.values():
             if isinstance(step.attention, EvenDecode):
                 step.attention.deal(inputs)
-        hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv)
-        return self._decoder.logits(hidden_BE)
+        adapters = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, worn)
+        hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapters=adapters)
+        return self._decoder.logits(hidden_BE, adapters)
 
     def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:
         """The inputs of each bucket: the first rows of the largest one's."""

@@ -9,6 +9,7 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
+from headrace.engine.model.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
 from headrace.engine.model.memory import return_device_memory
@@ -17,6 +18,7 @@ from headrace.engine.model.weights import Source, load_weights
 from headrace.engine.scheduling.plan import Capacity
 
 try:
+    from headrace.engine.model.cuda_adapters import CudaBank
     from headrace.engine.model.cuda_runner import CudaRunner, cuda_ops
     from headrace.ops.cuda import CudaOps
     from headrace.ops.cuda_cache import keep_compiled, use_cache
@@ -73,16 +75,40 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     )
     _check_attention(config, ops[spec.windows[0]], device)
     decoder = Decoder(spec, weights, ops)
+    bank = _make_bank(config, spec, ops[spec.windows[0]], limits)
     page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
-    runner = CudaRunner(decoder, ops, capacity, attention=config.decode_attention, device=device)
+    runner = CudaRunner(decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank)
     try:
         runner.warm_up()
     except BaseException:
         runner.close()
         raise
-    return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), page_bytes, runner.abilities)
+    adapters = None
+    if bank is not None:
+        adapters = adapter_device(config, spec, bank, dtype=dtype, granule_bytes=CudaBank.granule_bytes, pinned=True)
+    name = str(dtype).removeprefix("torch.")
+    return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters)
+
+
+def _make_bank(config: EngineConfig, spec: DecoderSpec, ops: CudaOps, limits: Limits) -> CudaBank | None:
+    """Room for adapters, if the engine takes any."""
+    if not config.adapter_slots:
+        return None
+    granules, most = adapter_granules(config, spec, ops.shape.dtype, CudaBank.granule_bytes), CudaBank.most_granules
+    if granules > most:
+        memory = granules * CudaBank.granule_bytes
+        raise InvalidParams(
+            f"adapter_memory: adapters take at most {most * CudaBank.granule_bytes} bytes of a GPU, got {memory}",
+            field="adapter_memory",
+            value=memory,
+            limit=most * CudaBank.granule_bytes,
+        )
+    return CudaBank(
+        adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules, max_rank=config.max_adapter_rank,
+        max_rows=limits.rows, max_tokens=limits.batched_tokens,
+    )  # fmt: skip
 
 
 def build_kernels(config: EngineConfig, spec: DecoderSpec, folder: str) -> int:

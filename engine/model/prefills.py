@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cuda_adapters import BARE, CudaBank, Worn
 from headrace.engine.model.cuda_reports import MOST_POSITIONS, Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import RowSampler
@@ -21,6 +22,7 @@ from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.pools import Pools, PoolSpan
 from headrace.engine.scheduling.plan import Capacity, Work
 from headrace.ops.cuda import CudaOps, PrefillStep
+from headrace.ops.cuda_adapters import CudaAdapterOps
 from headrace.ops.cuda_attention import PrefillAttention
 
 __all__ = ["Prefills"]
@@ -44,6 +46,30 @@ class _Batch(NamedTuple):
     next_tokens_P: Tensor
     pooled_P: Tensor
     """Tokens whose hidden states are wanted."""
+    worn_words: Tensor
+    """What adapters' kernels must know; nothing where nobody wears any."""
+
+
+class _Wearing(NamedTuple):
+    """What the rows of one step's prefills wear."""
+
+    bank: CudaBank
+    slots_W: NDArray[np.int32]
+    worn: Worn
+
+    @classmethod
+    def of(cls, bank: CudaBank, slots_W: NDArray[np.int32]) -> _Wearing | None:
+        """None if they wear nothing."""
+        worn = bank.worn(slots_W)
+        return None if worn == BARE else cls(bank, slots_W, worn)
+
+    def ops(self, batch: _Batch, works: Sequence[Work]) -> CudaAdapterOps:
+        """The products of all tokens."""
+        return self.bank.prefill(batch.worn_words, len(batch.positions_N), self.worn, works, self.slots_W)
+
+    def singles(self, slots_R: Tensor, rows_S: Tensor) -> CudaAdapterOps | None:
+        """The output head of some tokens of these rows; None where no adapter updates it."""
+        return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.heads else None
 
 
 class Prefills:
@@ -57,6 +83,7 @@ class Prefills:
         sampler: RowSampler,
         kv: Tensor,
         capacity: Capacity,
+        bank: CudaBank | None = None,
     ) -> None:
         """Allocate what a step of `capacity.max_batched_tokens` needs to be described.
 
@@ -67,8 +94,10 @@ class Prefills:
             sampler: Its sampler.
             kv: The paged cache.
             capacity: Tokens and rows of a step.
+            bank: What rows may wear; None where they wear nothing.
         """
         self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
+        self._bank = bank
         self._device, self._page_size = kv.device, capacity.page_size
         backend = "fa3" if torch.cuda.get_device_capability(kv.device)[0] == _HOPPER else "fa2"
         self._attention = {
@@ -76,7 +105,7 @@ class Prefills:
         }
         self.pools = Pools()
         """The rows whose hidden states are wanted; the runner tells it of new ones."""
-        words = 5 * capacity.max_batched_tokens + 3 * capacity.max_rows
+        words = 7 * capacity.max_batched_tokens + 8 * capacity.max_rows
         self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
         self._sent = [torch.cuda.Event() for _ in range(_RING)]
         self._sends = 0
@@ -94,7 +123,11 @@ class Prefills:
         """
         rows, size = self._rows, self._page_size
         spans = self._spans(works)
-        batch = self._pack(works, spans)
+        row_W = np.array([work.row for work in works])
+        wearing = None if self._bank is None else _Wearing.of(self._bank, rows.slots[row_W])
+        batch = self._pack(works, spans, wearing)
+        given = () if wearing is None else wearing.bank.given(works, wearing.slots_W)
+        adapters = None if wearing is None else wearing.ops(batch, works)
         counts = [work.num_tokens for work in works]
         lengths = [work.start + work.num_tokens for work in works]
         pages = [
@@ -103,11 +136,11 @@ class Prefills:
         steps = {}
         for window, attention in self._attention.items():
             attention.plan(counts, lengths, pages)
-            steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention)
+            steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention, given)
         sampled, reported = len(batch.last_S), len(batch.prompt_P)
         wanted = torch.cat((batch.last_S, batch.prompt_P, batch.pooled_P)) if reported or spans else batch.last_S
-        hidden_WE = self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted)
-        lines = [self._report(works, batch, hidden_WE[sampled : sampled + reported])] if reported else []
+        hidden_WE = self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted, adapters)
+        lines = [self._report(works, batch, hidden_WE[sampled : sampled + reported], wearing)] if reported else []
         pooled = self.pools.pool(spans, hidden_WE[sampled + reported :])
         if not sampled:
             return 0, lines, pooled
@@ -115,24 +148,26 @@ class Prefills:
         for work in samplers:
             rows.sampled(work.row, work.start + work.num_tokens)
         row_S = np.array([work.row for work in samplers])
-        logits_SV = self._decoder.logits(hidden_WE[:sampled])
+        singles = None if wearing is None else wearing.singles(rows.slots_R, batch.rows_S)
+        logits_SV = self._decoder.logits(hidden_WE[:sampled], singles)
         variant = self._sampler.variant(row_S)
         if variant.masked:
-            self._sampler.act_between(logits_SV, row_S)
+            self._sampler.send_masks(row_S)
         self._sampler.choose(
             logits_SV, batch.rows_S, batch.last_positions_S, ids[first : first + sampled], variant, first=first
         )
         return sampled, lines + self._sampler.lines(row_S, first), pooled
 
-    def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor) -> Lines:
+    def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor, wearing: _Wearing | None) -> Lines:
         """Log-probabilities of the prompts, some positions at a time: their logits are wide."""
         lines = self._sampler.reported.prompt_lines(works)
         for start in range(0, len(hidden_PE), MOST_POSITIONS):
             some = slice(start, start + MOST_POSITIONS)
+            rows_P = batch.prompt_rows_P[some]
+            singles = None if wearing is None else wearing.singles(self._rows.slots_R, rows_P)
             self._sampler.reported.write_prompt(
-                self._decoder.logits(hidden_PE[some]), batch.prompt_rows_P[some], batch.next_tokens_P[some],
-                lines.words_LW[some],
-            )  # fmt: skip
+                self._decoder.logits(hidden_PE[some], singles), rows_P, batch.next_tokens_P[some], lines.words_LW[some]
+            )
         return lines
 
     def _spans(self, works: Sequence[Work]) -> list[PoolSpan]:
@@ -145,7 +180,7 @@ class Prefills:
                 spans.append(span)
         return spans
 
-    def _pack(self, works: Sequence[Work], spans: Sequence[PoolSpan]) -> _Batch:
+    def _pack(self, works: Sequence[Work], spans: Sequence[PoolSpan], wearing: _Wearing | None) -> _Batch:
         """One copy to the device for all that a prefill needs to know of its tokens."""
         size = self._page_size
         counts = np.array([work.num_tokens for work in works])
@@ -160,13 +195,24 @@ class Prefills:
         last_S = ends[samples] - 1
         prompt_P = self._prompt_places(works, ends - counts)
         pooled_P = np.concatenate([np.arange(0), *(np.array(span.places) for span in spans)])
-        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P, pooled_P)
-        on_device = self._send(np.concatenate(parts))
-        rows, positions, slots, last, row, at, prompt, pooled = torch.split(on_device, [len(part) for part in parts])
+        worn = np.empty(0, np.int64) if wearing is None else wearing.bank.prefill_words(wearing.slots_W, counts)
+        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P, pooled_P, worn)
+        sent = torch.split(self._send(np.concatenate(parts)), [len(part) for part in parts])
+        rows, positions, slots, last, row, at, prompt, pooled, words = sent
         pool_RC, of_prompt = self._rows.pool_RC, rows[prompt]
         following = pool_RC[of_prompt, positions[prompt] + 1]
         return _Batch(
-            pool_RC[rows, positions], positions, slots, last, row.int(), at, prompt, of_prompt.int(), following, pooled
+            pool_RC[rows, positions],
+            positions,
+            slots,
+            last,
+            row.int(),
+            at,
+            prompt,
+            of_prompt.int(),
+            following,
+            pooled,
+            words,
         )
 
     def _prompt_places(self, works: Sequence[Work], starts: NDArray[np.int64]) -> NDArray[np.int64]:

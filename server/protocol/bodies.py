@@ -199,8 +199,6 @@ class ModelCard(_Body):
     created: int
     owned_by: str
     max_model_len: Count
-    parent: str | None = None
-    """Of an adapter: the model on which it stands."""
 
 
 class ModelList(_Body):

@@ -1,0 +1,247 @@
+"""`CudaBank`: the adapters on a GPU, slot by slot, and what a step's kernels must know of who wears them.
+
+Owns the arena in which adapters' blocks lie, the tables that say where, and the stream on which they arrive beside the
+steps; never decides who wears what, and never reads a file. Next to read: ../../ops/cuda_adapters.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, ModelShape, module_row
+from headrace.adapters.loaded import LoadedAdapter
+from headrace.engine.model.memory import borrow_stream, return_stream
+from headrace.engine.scheduling.plan import Work
+from headrace.ops.cuda import CudaOps, GivenRows
+from headrace.ops.cuda_adapters import CudaAdapterOps, VirtualRows
+from headrace.ops.cuda_lora import GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
+
+__all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
+
+_SHARED = 4
+"""Rows of an adapter from which on reading it once for several of them pays."""
+
+
+class Worn(NamedTuple):
+    """What the rows of a batch wear, as far as other kernels serve it."""
+
+    group: int
+    """Rows that share one reading of an adapter; 0 where nobody wears any."""
+    embeds: bool
+    """An adapter updates the embeddings."""
+    heads: bool
+    """An adapter updates the output head."""
+
+
+BARE: Final = Worn(0, embeds=False, heads=False)
+
+
+class CudaBank:
+    """The device's side of adapters on a GPU."""
+
+    granule_bytes: Final = 2 << 20
+    most_granules: Final = (UNIT << 31) // (1 << 20)
+    """Of 16-bit elements, as many as a table can tell apart."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        ops: CudaOps,
+        *,
+        slots: int,
+        granules: int,
+        max_rank: int,
+        max_rows: int,
+        max_tokens: int,
+    ) -> None:
+        """Allocate room for adapters on the device of `ops`.
+
+        Args:
+            shape: The model's sizes.
+            ops: Of any attention window.
+            slots: Adapters at a time.
+            granules: Memory for their low-rank updates, in `granule_bytes`.
+            max_rank: The largest rank of a module.
+            max_rows: Rows of a step.
+            max_tokens: Tokens of a step.
+        """
+        dtype = ops.shape.dtype
+        self._ops, self._layers, self._max_rank = ops, shape.num_layers, -(-max_rank // 8) * 8
+        self._elements = self.granule_bytes // dtype.itemsize
+        device = self._device = ops.device
+        self._stream: torch.cuda.Stream | None = None
+        self._arena = torch.empty(granules * self._elements, dtype=dtype, device=device)
+        self._table = torch.zeros(slots, len(MODULES) * shape.num_layers + 2, 4, dtype=torch.int32, device=device)
+        self._sites = sites_of(shape)
+        self._virtual: list[Tensor | None] = [None] * slots
+        self._prefixes: list[Tensor | None] = [None] * slots
+        self._ranks: NDArray[np.int64] = np.zeros((slots, self._table.shape[1]), np.int64)
+        self._entries = torch.zeros(max_rows, 4, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(2, dtype=torch.int32, device=device)
+        self._order, self._slots = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(2))
+        self._count = torch.arange(max(max_rows, max_tokens), dtype=torch.int32, device=device)
+
+    def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
+        """Make `adapter` what the rows of `slot` wear, in the granules from `start` on; blocks until it is there."""
+        if self._stream is None:
+            self._stream = borrow_stream(self._device)
+        first = start * self._elements
+        lines = torch.empty(self._table.shape[1:], dtype=torch.int32, pin_memory=True)
+        lines.numpy()[:] = table_lines(adapter.layout, first)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._arena[first : first + len(adapter.block)].copy_(adapter.block, non_blocking=True)
+            self._table[slot].copy_(lines, non_blocking=True)
+            self._virtual[slot] = _on(self._device, adapter.virtual_PE)
+            self._prefixes[slot] = self._as_qkv(_on(self._device, adapter.prefix_LPsD))
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._stream)
+        done.synchronize()
+        self._ranks[slot] = adapter.layout.ranks
+
+    def take(self, slot: int) -> None:
+        """Let go of what `slot` holds; nobody wears it now."""
+        self._virtual[slot] = self._prefixes[slot] = None
+        self._ranks[slot] = 0
+
+    def close(self) -> None:
+        """Return the device's memory; no step that used it may be running."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            return_stream(self._stream)
+        for name in ("_arena", "_table", "_entries", "_counts", "_order", "_slots", "_count", "_virtual", "_prefixes"):
+            delattr(self, name)
+
+    def worn(self, slots_B: NDArray[np.int32]) -> Worn:
+        """What rows in these slots, -1 for none, wear together."""
+        worn = slots_B[slots_B >= 0]
+        if not len(worn):
+            return BARE
+        different = np.unique(worn)
+        ranks = self._ranks[different]
+        group = GROUP if len(worn) >= _SHARED * len(different) else 1
+        return Worn(group, bool(ranks[:, EMBED].any()), bool(ranks[:, HEAD].any()))
+
+    def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn) -> CudaAdapterOps | None:
+        """Enqueue what a decode step's products need, nothing if nobody wears any; capturable.
+
+        Args:
+            slots_R: int32: what each row wears.
+            batch_B: int32: the rows of the batch.
+            worn: What `worn` said of them.
+        """
+        if worn == BARE:
+            return None
+        rows = len(batch_B)
+        entries = self._entries[:rows]
+        batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group)
+        group_rows(slots_R, batch_B, batch)
+        return self._wear(batch, worn)
+
+    def prefill_words(self, slots_W: NDArray[np.int32], counts_W: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What the device must know of a prefill's tokens: the slot of each, then its entries, flat.
+
+        Args:
+            slots_W: What each work's row wears.
+            counts_W: The tokens of each, side by side.
+        """
+        ends = counts_W.cumsum()
+        entries = [
+            (slot, first, min(SEGMENT, end - first), first)
+            for slot, count, end in zip(slots_W.tolist(), counts_W.tolist(), ends.tolist(), strict=True)
+            for first in range(end - count, end, SEGMENT)
+        ]
+        return np.concatenate((slots_W.repeat(counts_W), np.array(entries).ravel()))
+
+    def prefill(
+        self, words: Tensor, tokens: int, worn: Worn, works: Sequence[Work], slots_W: NDArray[np.int32]
+    ) -> CudaAdapterOps:
+        """The products of a prefill of `tokens` tokens, of which `words` are the `prefill_words` on the device."""
+        slots_N, entries = words[:tokens].int(), words[tokens:].int().view(-1, 4)
+        virtual = []
+        for first, count, work, slot in _beginnings(works, slots_W):
+            given_PE = self._virtual[slot]
+            if given_PE is not None and work.start < len(given_PE):
+                virtual.append(VirtualRows(first, given_PE[work.start : work.start + count]))
+        counts = torch.full((2,), len(entries), dtype=torch.int32, device=self._device)
+        return self._wear(self._batch(entries, counts, self._count[:tokens], slots_N, SEGMENT), worn, virtual)
+
+    def given(self, works: Sequence[Work], slots_W: NDArray[np.int32]) -> tuple[GivenRows, ...]:
+        """The virtual tokens of a prefill whose keys and values are not computed."""
+        found = []
+        for first, count, work, slot in _beginnings(works, slots_W):
+            given_LPX = self._prefixes[slot]
+            if given_LPX is not None and work.start < given_LPX.shape[1]:
+                found.append(GivenRows(first, given_LPX[:, work.start : work.start + count]))
+        return tuple(found)
+
+    def single(self, slots_S: Tensor, worn: Worn) -> CudaAdapterOps:
+        """The products of single tokens that wear the adapters in `slots_S`: int32, on the device."""
+        count = self._count[: len(slots_S)]
+        entries = torch.stack((slots_S, count, torch.ones_like(count), count), 1)
+        return self._wear(self._batch(entries, self._counts, count, slots_S, 1), worn)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _batch(self, entries: Tensor, counts: Tensor, order: Tensor, slots: Tensor, rows: int) -> LoraBatch:
+        return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, self._max_rank)
+
+    def _wear(self, batch: LoraBatch, worn: Worn, virtual: Sequence[VirtualRows] = ()) -> CudaAdapterOps:
+        return CudaAdapterOps(
+            self._ops, batch, self._sites, self._layers, embeds=worn.embeds, heads=worn.heads, virtual=virtual
+        )
+
+    def _as_qkv(self, prefix_LPsD: Tensor | None) -> Tensor | None:
+        """Keys and values behind queries that nobody reads, as attention takes them: [layers, P, (H + 2K) * D]."""
+        if prefix_LPsD is None:
+            return None
+        layers, count, _, dim = prefix_LPsD.shape
+        queries = prefix_LPsD.new_zeros(layers, count, self._ops.shape.heads, dim)
+        return torch.cat((queries, prefix_LPsD), 2).flatten(2)
+
+
+def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
+    """Every (layer, site) of a model, and of layer -1 `embed` and `head`."""
+    sites = {
+        (layer, site): LoraSite(
+            module_row(layer, modules[0]), shape.size(modules[0])[0], tuple(shape.size(module)[1] for module in modules)
+        )
+        for layer in range(shape.num_layers)
+        for site, modules in SITES.items()
+    }
+    rows = shape.num_layers * len(MODULES) + 2
+    for name, row in (("embed", rows + EMBED), ("head", rows + HEAD)):
+        sites[-1, name] = LoraSite(row, shape.size(name)[0], (shape.size(name)[1],))
+    return sites
+
+
+def table_lines(layout: BlockLayout, start: int) -> NDArray[np.int32]:
+    """The lines of `LoraBatch.table` of an adapter whose block begins at element `start` of the arena: [modules, 4]."""
+    ranks = layout.ranks
+    before = np.zeros_like(ranks)
+    for modules in SITES.values():
+        for earlier, module in zip(modules, modules[1:], strict=False):
+            at = np.arange(layout.shape.num_layers) * len(MODULES) + MODULES.index(module)
+            gap = MODULES.index(module) - MODULES.index(earlier)
+            before[at] = before[at - gap] + ranks[at - gap]
+    lines = np.stack(((start + layout.a) // UNIT, (start + layout.b) // UNIT, ranks, before), axis=1)
+    return lines.astype(np.int32)
+
+
+def _on(device: torch.device, given: Tensor | None) -> Tensor | None:
+    return None if given is None else given.to(device)
+
+
+def _beginnings(works: Sequence[Work], slots_W: NDArray[np.int32]) -> list[tuple[int, int, Work, int]]:
+    """(first token of the step's, tokens, work, slot) of works that wear something."""
+    found, first = [], 0
+    for work, slot in zip(works, slots_W.tolist(), strict=True):
+        if slot >= 0:
+            found.append((first, work.num_tokens, work, slot))
+        first += work.num_tokens
+    return found

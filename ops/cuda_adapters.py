@@ -1,0 +1,129 @@
+"""`CudaAdapterOps`: a step's products on CUDA with the low-rank updates of the adapters that its tokens wear.
+
+Owns the order of the launches and what they fuse: an update in place where the next kernel is attention or the output
+head, before silu(gate) * up, or ahead of the next norm. Never picks adapters. Next to read: cuda_lora.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
+from headrace.ops.cuda_lora import SEGMENT, LoraBatch, LoraSite
+from headrace.ops.cuda_shrink import look_up, shrink
+from headrace.ops.cuda_vector_shrink import vector_linear_shrink
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.cuda import CudaOps, CudaProduct
+
+__all__ = ["CudaAdapterOps", "VirtualRows"]
+
+
+class VirtualRows(NamedTuple):
+    """Embeddings that take the places of a step's tokens from `first` on (prompt tuning, Lester et al., 2021)."""
+
+    first: int
+    given_ME: Tensor
+
+
+class CudaAdapterOps:
+    """The products of one step in which tokens wear adapters; an update may wait for the norm after its product."""
+
+    def __init__(
+        self,
+        ops: CudaOps,
+        batch: LoraBatch,
+        sites: Mapping[tuple[int, str], LoraSite],
+        layers: int,
+        *,
+        embeds: bool = False,
+        heads: bool = False,
+        virtual: Sequence[VirtualRows] = (),
+    ) -> None:
+        """Compute with `ops`.
+
+        Args:
+            ops: Of any attention window: products are the same.
+            batch: Which token wears what.
+            sites: Of each (layer, site), and of (-1, "embed") and (-1, "head").
+            layers: Of the model: the update of the last product has no norm of a layer to wait for.
+            embeds: Whether an adapter that is worn updates the embeddings.
+            heads: Whether one updates the output head.
+            virtual: Tokens of the step whose embeddings are given.
+        """
+        self._ops, self._batch, self._sites, self._last = ops, batch, sites, layers - 1
+        self._embeds, self._heads, self._virtual = embeds, heads, virtual
+        self._waits = 1 < len(batch.slots_N) and batch.rows != SEGMENT
+        self._waiting: tuple[Tensor, LoraSite] | None = None
+
+    def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
+        """Embeddings with their updates; those of virtual tokens replace the model's."""
+        if self._embeds:
+            place = self._sites[-1, "embed"]
+            expand(look_up(tokens_N, self._batch, place), x_NE, self._batch, place)
+        for first, given_ME in self._virtual:
+            x_NE[first : first + len(given_ME)] = given_ME
+        return x_NE
+
+    def product(self, x_NI: Tensor, packed: CudaProduct, layer: int, site: str) -> Tensor:
+        """x W^T + b with the site's updates, which may be added by the next norm."""
+        place = self._sites[layer, site]
+        y_NO, low = self._with_low(x_NI, packed, place)
+        if self._waits and not (layer == self._last and site == "down"):
+            self._waiting = low, place
+        else:
+            expand(low, y_NO, self._batch, place, pdl=self._ops.pdl)
+        return y_NO
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """(product of the norm of the sum with the site's updates, the sum)."""
+        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        place = self._sites[layer, site]
+        y_NO, low = self._with_low(normed_NE, packed, place)
+        expand(low, y_NO, self._batch, place, pdl=self._ops.pdl)
+        return y_NO, total_NE
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """(silu(gate) * up of the norm of the sum with the site's updates, the sum)."""
+        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        place = self._sites[layer, site]
+        gate_up_N2F, low = self._with_low(normed_NE, packed, place)
+        rows, size = gate_up_N2F.shape
+        out_NF = torch.empty(rows, size // 2, dtype=x_NE.dtype, device=x_NE.device)
+        expand_silu_mul(low, gate_up_N2F, out_NF, self._batch, place, pdl=self._ops.pdl)
+        return out_NF, total_NE
+
+    def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
+        """The logits with the head's updates; the step's tokens are those S."""
+        if self._heads:
+            place = self._sites[-1, "head"]
+            low = shrink(hidden_SE, self._batch, place, pdl=self._ops.pdl)
+            expand(low, logits_SV, self._batch, place, pdl=self._ops.pdl)
+        return logits_SV
+
+    def _with_low(self, x_NI: Tensor, packed: CudaProduct, site: LoraSite) -> tuple[Tensor, Tensor]:
+        """(x W^T + b, x A^T)."""
+        if len(x_NI) == 1 and self._batch.rows == 1:
+            y_1O = torch.empty(1, packed.weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
+            low = vector_linear_shrink(x_NI, packed.weight_OI, y_1O, self._batch, site, pdl=self._ops.pdl)
+            return y_1O if packed.bias_O is None else y_1O.add_(packed.bias_O), low
+        low = shrink(x_NI, self._batch, site, pdl=self._ops.pdl)
+        return self._ops.product(x_NI, packed), low
+
+    def _normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        if self._waiting is None or residual_NE is None:
+            return self._ops.normed_sum(x_NE, residual_NE, weight_E)
+        (low, place), self._waiting = self._waiting, None
+        expand_add_norm(
+            low, x_NE, residual_NE, weight_E, self._ops.eps, self._batch, place, pdl=self._ops.pdl
+        )  # fmt: skip
+        return x_NE, residual_NE

@@ -1,0 +1,102 @@
+"""One row's product on CUDA (Triton) with its low-rank adapter's x A^T in the same launch; never more rows.
+
+To a program a row of A is one more row of the weight, so what `shrink` would do costs one row no launch of its own. As
+in cuda_vector.py, weights stream while the kernel before still runs. Letters as in cuda_lora.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headrace.ops.cuda_lora import LoraBatch, LoraSite
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["vector_linear_shrink"]
+
+_BLOCK_IN = 4096
+
+
+@triton.jit(do_not_specialize=["index"])
+def _vector_shrink_kernel(
+    x,
+    weight,
+    out,
+    arena,
+    table,
+    slots,
+    planes,
+    index,
+    modules,
+    size_out,
+    size_in,
+    MODULES: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.cdiv(size_out, BLOCK_OUT)
+    is_low = program >= programs
+    slot = tl.load(slots, mask=is_low, other=-1)
+    module = table + (tl.maximum(slot, 0) * modules + index) * 4
+    last = module + (MODULES - 1) * 4
+    is_worn = is_low & (slot >= 0)
+    ranks = tl.load(last + 2, mask=is_worn, other=0) + tl.load(last + 3, mask=is_worn, other=0)
+    start = tl.load(module, mask=is_worn, other=0).to(tl.int64) * 8
+    source = tl.where(is_low, arena + start, weight)
+    known = tl.where(is_low, ranks, size_out)
+    feature = tl.where(is_low, program - programs, program) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    real = feature < known
+    inner = tl.arange(0, BLOCK_IN)
+    line = source + feature.to(tl.int64)[:, None] * size_in + inner[None, :]
+    w = tl.load(line, mask=real[:, None] & (inner < size_in)[None, :], other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_OUT], tl.float32)
+    for step in tl.static_range(STEPS):
+        at = step * BLOCK_IN + inner
+        if step + 1 < STEPS:
+            following = (at + BLOCK_IN < size_in)[None, :]
+            w_next = tl.load(line + (step + 1) * BLOCK_IN, mask=real[:, None] & following, other=0.0)
+        value = tl.load(x + at, mask=at < size_in, other=0.0).to(tl.float32)
+        total += tl.sum(w.to(tl.float32) * value[None, :], axis=1)
+        if step + 1 < STEPS:
+            w = w_next
+    tl.store(out + feature, total.to(out.dtype.element_ty), mask=real & (feature < size_out) & (not is_low))
+    tl.store(planes + feature, total, mask=real & is_low)
+
+
+def vector_linear_shrink(
+    x_1I: Tensor, weight_OI: Tensor, out_1O: Tensor, batch: LoraBatch, site: LoraSite, *, pdl: bool = False
+) -> Tensor:
+    """`out = x W^T`, and t = x A^T of the row's adapter as cuda_shrink.py's `shrink` returns it.
+
+    Args:
+        x_1I: bf16 or fp16, contiguous.
+        weight_OI: Same dtype, contiguous.
+        out_1O: Same dtype, contiguous; must not overlap the input.
+        batch: What the row wears.
+        site: Of which product.
+        pdl: Launch programmatically dependent: no kernel of the last two may write weights, arena or tables.
+    """
+    size_out, size_in = weight_OI.shape
+    modules = len(site.sizes_out)
+    planes = torch.empty(1, 1, modules * batch.max_rank, dtype=torch.float32, device=batch.arena.device)
+    block_in = min(_BLOCK_IN, triton.next_power_of_2(size_in))
+    block_out = 8 if block_in <= 1024 else 1
+    _vector_shrink_kernel[(triton.cdiv(size_out, block_out) + triton.cdiv(planes.shape[2], block_out),)](
+        x_1I, weight_OI, out_1O, batch.arena, batch.table, batch.slots_N, planes,
+        site.line, batch.table.shape[1], size_out, size_in,
+        MODULES=modules, BLOCK_OUT=block_out, BLOCK_IN=block_in, STEPS=triton.cdiv(size_in, block_in), PDL=pdl,
+        num_warps=8 if block_in > 2048 else 4, launch_pdl=pdl,
+    )  # fmt: skip
+    return planes

@@ -1,0 +1,72 @@
+"""Adapters beside each other and beside rows that wear none: each says what its merged model, or PEFT, would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from gpu.conftest import Zoo
+from gpu.driving import at_rest, draw, greedy, open_engine
+from gpu.judge import Judge, Output
+from gpu.wearing import KINDS, VIRTUAL, make, make_virtual
+
+from headrace.engine import Engine
+
+BASE = "llama 3"
+LENGTHS = (1, 40, 70, 17, 130, 33, 64, 20, 90)
+OPTIONS: dict[str, Any] = {
+    "max_rows": 9, "max_context": 256, "adapter_slots": 4, "adapter_memory": "24MiB", "prefix_cache": False
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_of_a_batch_says_what_it_wears(device: str, zoo: Zoo, tmp_path: Path) -> None:
+    check_batches(zoo.folder(BASE), device, device, tmp_path)
+
+
+def check_batches(base: Path, device: str, judging: str, root: Path) -> None:
+    """More adapters than slots at once, then a batch that mostly wears one; prompts whole and in chunks."""
+    anyio.run(_check_batches, base, device, judging, root)
+
+
+async def _check_batches(base: Path, device: str, judging: str, root: Path) -> None:
+    folders = {kind: make(base, root, kind) for kind in KINDS}
+    virtual = {kind: make_virtual(base, root, kind) for kind in VIRTUAL}
+    judges = {None: Judge(base, judging)} | {kind: Judge(made.merged, judging) for kind, made in folders.items()}
+    everybody = [*KINDS, None, *VIRTUAL, None, "all"]
+    mostly = ["all", "all", "all", None, "all", "all", "all", "q and v", "all"]
+    for tokens, worn in ((40, everybody), (512, mostly)):
+        async with open_engine(base, device, **OPTIONS, max_batched_tokens=tokens) as engine:
+            for kind, made in (folders | virtual).items():
+                await engine.adapters.load(_name(kind), made.folder)
+            outputs = await _together(engine, worn)
+            await at_rest(engine)
+        for kind, judge in judges.items():
+            if mine := [output for output, wears in zip(outputs, worn, strict=True) if wears == kind]:
+                judge.check(mine, f"{kind}, {tokens} tokens a step")
+        for kind, made in virtual.items():
+            mine = [output for output, wears in zip(outputs, worn, strict=True) if wears == kind]
+            assert not mine or float(made.gaps(mine).max()) <= judges[None].margin, f"{kind}, {tokens} tokens a step"
+
+
+async def _together(engine: Engine, worn: list[str | None]) -> list[Output]:
+    """One greedy output for each, of prompts that no two share, all at once."""
+    outputs: dict[int, Output] = {}
+
+    async def ask(place: int, kind: str | None) -> None:
+        prompt = draw(LENGTHS[place], place)
+        adapter = None if kind is None else _name(kind)
+        choice = (await engine.generate(list(prompt), greedy(12), adapter=adapter)).choices[0]
+        outputs[place] = Output(prompt, choice.token_ids)
+
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as group:
+            for place, kind in enumerate(worn):
+                group.start_soon(ask, place, kind)
+    return [outputs[place] for place in range(len(worn))]
+
+
+def _name(kind: str) -> str:
+    return kind.replace(" ", "-")
