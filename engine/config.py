@@ -74,6 +74,8 @@ class EngineConfig(BaseModel):
     """Bytes of keys and values, or text such as "2GiB"; None takes a share of what is free."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Of keys and values: `auto` is `dtype`; `fp8` (e4m3, on GPUs) halves their memory and traffic."""
+    swap_memory: Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, lt=2**63)] = 0
+    """Bytes of host memory, or text, for pages that the device has no room for; 0 computes them again."""
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in a page."""
     max_batched_tokens: Annotated[int, Field(ge=1)] | None = None

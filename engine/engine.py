@@ -186,7 +186,7 @@ class Engine(Life):
             check_generates(opened)
             check_abilities(asking.params, opened.abilities)
             check_hooks(asking, opened.abilities)
-            loop.scheduler.check_length(len(ids))  # before looking at each of what may be millions of ids
+            loop.scheduler.capacity.check_length(len(ids))  # before looking at each of what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
         except HeadraceError as error:
             generation.abandon(error)

@@ -21,6 +21,8 @@ from headrace.engine.grammars import Grammars
 from headrace.engine.hooks import HookThread
 from headrace.engine.loop import StepLoop
 from headrace.engine.opened import Opened
+from headrace.engine.scheduling.host_pages import HostPages
+from headrace.engine.scheduling.plan import Swapping
 from headrace.engine.scheduling.policies import policy_of
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.threads import Poster, Worker, outlast
@@ -59,6 +61,7 @@ class Life:
         self._hooks = HookThread(self._post, self.config.hook_seconds)
         try:
             opened = await self._helper.run(self._open_and_keep)
+            host = await self._helper.run(partial(_open_host_pool, opened, self.config.swap_memory))
             await checkpoint()
         except BaseException:
             self._entered = False
@@ -70,6 +73,7 @@ class Life:
             prefix_cache=self.config.prefix_cache and opened.has_pages,
             policy=policy_of(self.config.policy),
             slots=slots_of(opened.adapters, self.config),
+            host=host,
         )
         runner = opened.runner
         self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, launch_ahead=self.config.launch_ahead)
@@ -171,3 +175,32 @@ class Life:
         if self._loop is None or self._opened is None or (self._loop.closed if draining else self._closing):
             raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
         return self._loop, self._opened
+
+
+def _open_host_pool(opened: Opened, swap_memory: int) -> HostPages | None:
+    """The host's room for pages, or None where none is wanted.
+
+    Raises:
+        InvalidParams: The device cannot swap, or the host has not so much memory.
+    """
+    if not swap_memory:
+        return None
+    runner, page_bytes = opened.runner, opened.info.page_bytes
+    if not isinstance(runner, Swapping):
+        raise InvalidParams(
+            f"swap_memory: this device cannot swap, got {swap_memory}", field="swap_memory", value=swap_memory, limit=0
+        )
+    if swap_memory < page_bytes:
+        raise InvalidParams(
+            f"swap_memory: one page takes {page_bytes} bytes, got {swap_memory}",
+            field="swap_memory",
+            value=swap_memory,
+            limit={"ge": page_bytes},
+        )
+    places = swap_memory // page_bytes
+    try:
+        return HostPages(places, runner.open_host_pool(places))
+    except (MemoryError, RuntimeError) as error:
+        raise InvalidParams(
+            f"swap_memory: the host does not give {swap_memory} bytes", field="swap_memory", value=swap_memory
+        ) from error

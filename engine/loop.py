@@ -144,7 +144,7 @@ class StepLoop:
 
     def most_tokens(self, prompt_len: int) -> int:
         """Tokens that a prompt of so many may grow to; it must have been accepted."""
-        return self.scheduler.check_length(prompt_len)
+        return self.scheduler.capacity.check_length(prompt_len)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End a request now; its pages return when its last launched step is done. False if it has ended."""
@@ -215,14 +215,18 @@ class StepLoop:
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
             paused=scheduler.num_paused,
+            swapped=scheduler.num_swapped,
             pages=scheduler.pool.num_pages,
             pages_held=scheduler.pool.held,
             pages_cached=scheduler.pool.cached,
+            host_pages=scheduler.swaps.host.num_places,
+            host_pages_used=scheduler.swaps.host.used,
             live_tokens=scheduler.live_tokens(),
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
             generated_tokens=meter.generated_tokens,
             preemptions=scheduler.preemptions,
+            swaps=scheduler.swaps.count,
             steps=meter.steps,
             steps_in_flight=meter.launched_steps - meter.steps,
             tokens_per_second=tokens_per_second,

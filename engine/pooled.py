@@ -234,7 +234,7 @@ class PoolingIntake(NamedTuple):
             else:
                 ids, pooling = await self.helper.ask(partial(asked.tokenize, opened), cost=asked.cost)
             loop, opened = self.serving()
-            loop.scheduler.check_length(len(ids), room=0)  # before looking at each of what may be millions of ids
+            loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
             asking = Asking(_NO_PARAMS, *who)
             named = self.adapters.versions

@@ -59,12 +59,18 @@ class EngineStats:
     waiting: int
     running: int
     paused: int
+    swapped: int
+    """Of those that wait or pause: whose pages are in host memory."""
     pages: int
     """Pages of the pool."""
     pages_held: int
     """Pages that requests hold."""
     pages_cached: int
     """Unreferenced pages kept for their prefix."""
+    host_pages: int
+    """Pages that host memory has room for."""
+    host_pages_used: int
+    """Those of them that swapped requests hold, or that are kept for their prefix."""
     live_tokens: int
     """Distinct tokens in held pages."""
     prompt_tokens: int
@@ -73,6 +79,8 @@ class EngineStats:
     """Those of them that the prefix cache spared."""
     generated_tokens: int
     preemptions: int
+    swaps: int
+    """Preemptions whose pages went to host memory, to come back."""
     steps: int
     """Committed steps; grows while anything runs, so a readiness check can see a stall."""
     steps_in_flight: int

@@ -97,6 +97,7 @@ class ScriptedRunner:
         self._tokens: list[dict[int, int]] = [{} for _ in range(capacity.max_rows)]
         self._tables: list[dict[int, int]] = [{} for _ in range(capacity.max_rows)]
         self._options: dict[int, RowOptions] = {}
+        self._host: dict[int, list[int]] = {}
         self._lock = threading.Lock()
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
@@ -111,10 +112,14 @@ class ScriptedRunner:
                 self._options[options.row] = options
             for given in plan.given:
                 self._tokens[given.row].update(enumerate(given.tokens, given.start))
+            for page, place in plan.spills:
+                self._host[place] = list(self._cells[page])
             for entry in plan.entries:
                 self._tables[entry.row][entry.place] = entry.page
             for source, destination in plan.copies:
                 self._cells[destination] = list(self._cells[source])
+            for place, page in plan.fetches:
+                self._cells[page] = self._host.pop(place)
             fault = self._faults.get(plan.step)
             if isinstance(fault, Exception):
                 self._spoil(plan)
@@ -125,6 +130,10 @@ class ScriptedRunner:
                 sampled[0] = fault
             pooled = {index: value for index, work in enumerate(plan.works) if (value := self._pool(work)) is not None}
             return ScriptedStep(ReportedTokens(sampled, {}, {}, pooled) if pooled else sampled, None, self._gate)
+
+    def open_host_pool(self, places: int) -> float:
+        """Have room for any number of pages; moving one takes no time."""
+        return 0.0
 
     def close(self) -> None:
         """Forget everything."""
@@ -140,6 +149,10 @@ class ScriptedRunner:
 
     def _spoil(self, plan: StepPlan) -> None:
         size = self.capacity.page_size
+        for _, place in plan.spills:
+            self._host[place] = [_POISON] * size
+        for _, page in plan.fetches:
+            self._cells[page] = [_POISON] * size
         for work in plan.works:
             for position in range(work.start, work.start + work.num_tokens):
                 self._cells[self._tables[work.row][position // size]][position % size] = _POISON
@@ -231,6 +244,6 @@ class ScriptedEngine(Engine):
     def _open(self) -> Opened:
         capacity = self._capacity
         names = {"model": "scripted", "architecture": "scripted", "dtype": "none", "device": "none"}
-        info = EngineInfo.of(capacity, **names, page_bytes=0)
+        info = EngineInfo.of(capacity, **names, page_bytes=capacity.page_size)
         embedding = Embedding(_VECTOR, ("last", "mean"), "last", normalize=True)
         return Opened(self._make_runner(), ByteTokenizer(), capacity, info, frozenset(("pooling",)), embedding)

@@ -263,6 +263,28 @@ def bench_scheduler(
     run(rows=rows, json_path=json_path)
 
 
+@bench.command("swap")
+def bench_swap(
+    model: ModelArgument = None,
+    requests: Annotated[int, typer.Option(help="Requests, whose prompts just fit the pages.", min=2)] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 256,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    swap_memory: Annotated[str, typer.Option(help="Host memory for pages, as in `EngineConfig`.")] = "1GiB",
+    json_path: JsonOption = None,
+) -> None:
+    """Requests that do not all fit the pages: preempted by computing again, and by swapping."""
+    from headrace.engine.bench.swap import run
+
+    run(
+        model=chosen_model(model),
+        requests=requests,
+        prompt=prompt_tokens,
+        output=output_tokens,
+        swap_memory=swap_memory,
+        json_path=json_path,
+    )
+
+
 @bench.command("serve")
 def bench_serve(
     model: ModelArgument = None,

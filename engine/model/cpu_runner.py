@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_options import prompt_places
 from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.host_pool import HostPool
 from headrace.engine.model.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.pools import settle
@@ -76,6 +77,7 @@ class CpuRunner:
         self._any = ops[decoder.spec.windows[0]]  # all share one cache layout
         self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
         self._rows = CpuRows(capacity, bank)
+        self._host: HostPool | None = None
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
     def launch(self, plan: StepPlan) -> PlanStep:
@@ -93,19 +95,28 @@ class CpuRunner:
         self._kv = self._any.resized(self._kv, num_pages)
         return_freed_memory()
 
+    def open_host_pool(self, places: int) -> float:
+        """Have room for so many pages beside the cache; seconds that moving one takes."""
+        self._host = HostPool(self._kv.pages_LPsKTD, places, pinned=False)
+        return self._host.measure(self._kv.pages_LPsKTD, lambda: None)
+
     def close(self) -> None:
         """Join the thread and drop the model and the cache."""
         self._thread.close()
         self._rows.options.close()
-        self._decoder = None
+        self._decoder = self._host = None
         del self._kv, self._ops, self._any
         return_freed_memory()
 
     def _carry_out(self, plan: StepPlan) -> Sequence[int]:
         decoder = self._decoder
         assert decoder is not None
+        if plan.spills and self._host is not None:
+            self._host.spill(self._kv.pages_LPsKTD, plan.spills)
         self._rows.update(plan)
         self._any.copy_pages(self._kv, plan.copies)
+        if plan.fetches and self._host is not None:
+            self._host.fetch(self._kv.pages_LPsKTD, plan.fetches)
         tokens = [0] * len(plan.works)
         if self._rows.all_stopped(plan.works):
             return tokens

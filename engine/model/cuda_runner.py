@@ -25,6 +25,7 @@ from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Var
 from headrace.engine.model.cuda_steps import CudaStep, Decodes, Result, faults_are_fatal, places_of, split
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs
+from headrace.engine.model.host_pool import HostPool
 from headrace.engine.model.memory import borrow_stream, return_device_memory, return_stream
 from headrace.engine.model.prefills import Prefills
 from headrace.engine.model.spec import DecoderSpec
@@ -126,6 +127,9 @@ class CudaRunner:
                 max_rows=capacity.max_rows, attention=attention, bank=bank,
             )  # fmt: skip
             self._prefills = Prefills(decoder, ops, self._rows, self._sampler, self._kv, capacity, bank)
+        self._side = borrow_stream(device)
+        """Carries pages to the host and back."""
+        self._host: HostPool | None = None
         self._submitted = 0
         """Steps given to the launcher; only `launch` counts them."""
         self._enqueued = 0
@@ -182,7 +186,7 @@ class CudaRunner:
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
         step = CudaStep(result)
-        is_plain = plan.tokens == len(plan.works) and not plan.new_rows and not plan.copies
+        is_plain = plan.tokens == len(plan.works) and not plan.new_rows and not plan.copies and not plan.spills
         decodes = Decodes.of(plan.works) if is_plain else None
         if self._submitted == self._enqueued and decodes is not None and self._is_quick(decodes):
             self._enqueue(plan, decodes, [], step)
@@ -210,6 +214,16 @@ class CudaRunner:
             self._stream.synchronize()
             self._memory.resize(num_pages)
 
+    def open_host_pool(self, places: int) -> float:
+        """Have room for so many pages in pinned memory; seconds that moving one takes. Nothing is in flight.
+
+        Raises:
+            Exception: The host has not so much memory that can be pinned.
+        """
+        with self._on_stream(), faults_are_fatal():
+            self._host = HostPool(self._kv, places, pinned=True)
+            return self._host.measure(self._kv, self._stream.synchronize)
+
     def close(self) -> None:
         """Wait for the device and return its memory; after a fault of the device, what can be returned."""
         self._plans.put(None)
@@ -219,12 +233,24 @@ class CudaRunner:
             self._graphs.close()
             self._memory.close()
             return_stream(self._stream)
+            return_stream(self._side)
             if self._bank is not None:
                 self._bank.close()
         except torch.AcceleratorError:
             # On a device that failed, freeing pinned memory ends the process: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
-        for name in ("_kv", "_memory", "_rows", "_sampler", "_ids", "_results", "_graphs", "_prefills", "_bank"):
+        for name in (
+            "_kv",
+            "_memory",
+            "_rows",
+            "_sampler",
+            "_ids",
+            "_results",
+            "_graphs",
+            "_prefills",
+            "_bank",
+            "_host",
+        ):
             delattr(self, name)
         return_device_memory()
 
@@ -264,13 +290,17 @@ class CudaRunner:
         self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
     ) -> list[Lines]:
         """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
+        copies = plan.copies
+        if plan.spills or plan.fetches:
+            self._swap(plan)
+            copies = []
         self._rows.add(plan.new_rows, plan.entries, plan.options)
         self._sampler.take(plan)
         self._prefills.pools.update(plan)
         count, result = 0 if decodes is None else len(decodes.rows), step.result
         lines: list[Lines] = []
         if decodes is not None:
-            self._decode(decodes, plan.copies)
+            self._decode(decodes, copies)
             lines = self._sampler.lines(decodes.rows, 0)
         if not prefills:
             result.ids[:count].copy_(self._ids[:count], non_blocking=True)
@@ -278,12 +308,29 @@ class CudaRunner:
             return lines
         if decodes is None:
             self._rows.flush(applied_by_graph=False)
-            CudaOps.copy_pages(self._kv, plan.copies)
+            CudaOps.copy_pages(self._kv, copies)
         sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
         step.pooled = result.keep(pooled, plan.works)
         result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
         step.places = places_of(plan.works, self._order_back(decodes), count)
         return lines + more
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Enqueue the moves between device and host, and between them the copies of `plan`."""
+        with self._beside() as host:
+            host.spill(self._kv, plan.spills)
+        CudaOps.copy_pages(self._kv, plan.copies)
+        with self._beside() as host:
+            host.fetch(self._kv, plan.fetches)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[HostPool]:
+        """On the side stream, behind all that was enqueued and ahead of all that will be."""
+        assert self._host is not None
+        self._side.wait_stream(self._stream)
+        with torch.cuda.stream(self._side):
+            yield self._host
+        self._stream.wait_stream(self._side)
 
     @staticmethod
     def _order_back(decodes: Decodes | None) -> NDArray[np.int64]:

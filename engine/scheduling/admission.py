@@ -16,6 +16,7 @@ from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.roster import Roster
+from headrace.engine.scheduling.swaps import Swaps
 
 __all__ = ["Admission"]
 
@@ -24,13 +25,21 @@ class Admission:
     """Looks for room for those that wait, in the order of a policy."""
 
     def __init__(
-        self, roster: Roster, pool: PagePool, prefixes: Prefixes, policy: Policy, pace: Pace, slots: SlotTable
+        self,
+        roster: Roster,
+        pool: PagePool,
+        prefixes: Prefixes,
+        policy: Policy,
+        swaps: Swaps,
+        pace: Pace,
+        slots: SlotTable,
     ) -> None:
         """Look through `roster` for requests, in `pool` for pages and in `slots` for what requests wear."""
         self._roster = roster
         self._pool = pool
         self._prefixes = prefixes
         self._policy = policy
+        self._swaps = swaps
         self._pace = pace
         self._max_rows = len(roster.free_rows)
         self.hopeless: list[Request] = []
@@ -43,7 +52,7 @@ class Admission:
         Raises:
             Overloaded: It cannot.
         """
-        if request.deadline is None or request.elder >= 0:
+        if request.deadline is None or request.leader is not None:  # choices of one prompt stand or fall together
             return
         wait = self._policy.expected_wait(request, self._roster.waiting, self._pace)
         needed = wait + self._pace.prefill(request.known)
@@ -85,7 +94,7 @@ class Admission:
             if not self._overtaking.may_start(request):
                 looked_past += 1
                 continue
-            pages = self._prefixes.find(request, step)
+            pages = self._prefixes.find(request, step) if self._swaps.is_ready(request) else None
             if pages is None:  # another computes its prefix: waiting is cheaper than computing it twice
                 looked_past += 1
                 continue

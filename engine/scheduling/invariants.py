@@ -63,6 +63,8 @@ def _check_request(request: Request, size: int) -> None:
     if request.state is State.WAITING:
         assert not request.in_flight, "a waiting request has a step in flight"
         assert request.row < 0, "a waiting request holds a row"
+    assert request.stored <= len(request.places) * size, "more is stored than its places hold"
+    assert not request.places or request.row < 0, "a request with a row is swapped out"
     if request.row < 0:
         assert not request.pages, "pages without a row"
     if request.state is State.FINISHED:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 __all__ = ["PagePool"]
@@ -42,6 +42,8 @@ class PagePool:
         self._partly: set[int] = set()
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        """Told of a page that is given away, and of the prefix that it holds until it is written."""
 
     @property
     def available(self) -> int:
@@ -64,6 +66,8 @@ class PagePool:
             page = self._free.pop()
         elif remembered := self._cached or self._kept:
             page, _ = remembered.popitem(last=False)
+            if self.on_evict is not None and page not in self._partly:
+                self.on_evict(page, self._key_of[page])
             self.forget(page)
         else:
             return None

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from headrace.engine.errors import RequestFailed
+from headrace.engine.errors import PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling
@@ -30,6 +30,7 @@ __all__ = [
     "Runner",
     "Step",
     "StepPlan",
+    "Swapping",
     "Work",
 ]
 
@@ -59,6 +60,25 @@ class Capacity:
     """Tokens of prompt and completion together."""
     vocab_size: int
     """Width of the logits."""
+
+    def check_length(self, prompt_len: int, room: int = 1) -> int:
+        """The most tokens that a prompt of so many tokens may grow to, which is at least by `room`.
+
+        Raises:
+            PromptTooLong: It leaves no room for so many tokens, ever.
+        """
+        pool_tokens = self.num_pages * self.page_size + room  # the last token is never written
+        most = min(self.max_context, pool_tokens)
+        if prompt_len > most - room:
+            what = "context" if most == self.max_context else "page pool"
+            why = "leave no room for one more in" if room else "are more than fit"
+            raise PromptTooLong(
+                f"prompt: {prompt_len} tokens {why} the {what} of {most}",
+                field="prompt",
+                value=prompt_len,
+                limit=most - room,
+            )
+        return most
 
 
 class Work(NamedTuple):
@@ -123,7 +143,7 @@ class PageEntry(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, to be carried out in this order: left rows, new rows, given tokens, page entries, page copies, works.
+    """One step, in this order: spills, left rows, new rows, given tokens, page entries, page copies, fetches, works.
 
     Requests that were running come before those just admitted, and among them decodes before prefill chunks. An entry
     may set a place twice: the last one holds. Once `plan()` has returned it, nobody changes it.
@@ -137,6 +157,10 @@ class StepPlan:
     """Of those new rows that ask for more than their sampling; only runners that can do it are asked."""
     given: list[GivenTokens] = field(default_factory=list)
     entries: list[PageEntry] = field(default_factory=list)
+    spills: list[tuple[int, int]] = field(default_factory=list)
+    """(page, place in the host pool) to keep there; only for runners that swap."""
+    fetches: list[tuple[int, int]] = field(default_factory=list)
+    """(place in the host pool, page) to bring back."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source page, destination page), copied before anything of this step is written."""
     works: list[Work] = field(default_factory=list)
@@ -183,6 +207,22 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Return the device's memory and join its threads; every launched step has been waited for."""
+        ...
+
+
+@runtime_checkable
+class Swapping(Protocol):
+    """What a runner can do besides if it can keep pages in host memory: the spills and fetches of a plan."""
+
+    def open_host_pool(self, places: int) -> float:
+        """Have room for so many pages there; called once, before the first launch.
+
+        Returns:
+            Seconds that moving one page takes, one way.
+
+        Raises:
+            Exception: The host has not so much memory.
+        """
         ...
 
 

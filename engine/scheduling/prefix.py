@@ -40,17 +40,23 @@ class Prefixes:
         before = request.before
         if before is not None and before.row >= 0:
             return None  # its last launched steps are about to end
+        usable = self.usable(request)
+        pages = self._pool.match(usable)
+        request.found = len(pages) * size
+        if request.places:  # the host has the rest
+            return pages
+        if len(pages) < len(usable) and usable[len(pages)] in self.promises:
+            return None
+        if before is not None and self._enabled:
+            pages += self._rest(request, before.computed)
+        return pages
+
+    def usable(self, request: Request) -> list[bytes]:
+        """Hashes of the full pages that `request` may take from others."""
         if not self._enabled:
             return []
         self._pool.extend_keys(request.keys, request.tokens, request.root)
-        usable = request.keys[: request.cacheable // size]
-        pages = self._pool.match(usable)
-        if len(pages) < len(usable) and usable[len(pages)] in self.promises:
-            return None
-        request.found = len(pages) * size
-        if before is not None:
-            pages += self._rest(request, before.computed)
-        return pages
+        return request.keys[: request.cacheable // self._pool.page_size]
 
     def _rest(self, request: Request, count: int) -> list[int]:
         """The page that holds the last of the first `count` tokens of `request` and is only partly full, if it may be

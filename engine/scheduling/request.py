@@ -124,14 +124,18 @@ class Request:
     unsent: int = 0
     """Trailing `tokens` that the host chose and the device does not know yet."""
     copied: int = -1
-    """The latest step that copies a page for it, which only later ones may read."""
+    """The latest step that copies or fetches a page for it, which only later ones may copy."""
+    stored: int = 0
+    """Leading tokens whose keys and values the host pool holds, since the request was swapped out."""
+    places: list[int] = field(default_factory=list)
+    """Where: place `i` holds page `i`."""
+    spoilt: bool = False
+    """Some of its pages were written by a failed step, or from such pages."""
     preemptions: int = 0
     leaving: bool = False
     """Chosen as a victim while in flight: returns to WAITING at its last commit."""
     finish_reason: FinishReason | None = None
     failed: bool = False
-    spoilt: bool = False
-    """It had ended when a step failed that wrote to a page of it."""
 
     def __post_init__(self) -> None:
         """Count the prompt as known."""

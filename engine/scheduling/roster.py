@@ -16,6 +16,7 @@ from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.swaps import Swaps
 from headrace.engine.scheduling.waiting import Waiting
 
 __all__ = ["Roster"]
@@ -29,7 +30,7 @@ class Roster:
     """All requests of one scheduler that have not ended, or still hold something."""
 
     def __init__(
-        self, capacity: Capacity, pool: PagePool, prefixes: Prefixes, policy: Policy, slots: SlotTable
+        self, capacity: Capacity, pool: PagePool, prefixes: Prefixes, policy: Policy, swaps: Swaps, slots: SlotTable
     ) -> None:
         """Start with no requests and every row free."""
         self.requests: dict[int, Request] = {}
@@ -48,6 +49,7 @@ class Roster:
         self._pool = pool
         self._prefixes = prefixes
         self._slots = slots
+        self._swaps = swaps
         self._arrivals = 0
 
     def take_in(self, request: Request) -> None:
@@ -74,6 +76,8 @@ class Roster:
             self._slots.hold(request.wears)
         request.pages = list(pages)
         request.planned = request.computed = request.ready = min(request.found, len(request.tokens) - 1)
+        request.registered = request.planned // self._pool.page_size
+        self._swaps.bring_in(request)
         request.registered = request.planned // self._pool.page_size
         self._prefixes.promise(request)
         self._policy.started(request)
@@ -123,6 +127,25 @@ class Roster:
         self._requeue(victim)
         return True
 
+    def spoil(self, pages: set[int], failed: set[Request]) -> None:
+        """Let those start over that hold one of `pages`, which a failed step wrote, or that branched off its requests.
+
+        Both sets grow by what was written from such pages.
+        """
+        for request in list(self.requests.values()):
+            first = next((index for index, page in enumerate(request.pages) if page in pages), None)
+            if first is None and (request.leader not in failed or not request.pages):
+                continue
+            pages.update(request.pages[first or 0 :])
+            failed.add(request)  # whoever branched off it may hold a copy of such a page
+            request.spoilt = True
+            if request.state is not State.FINISHED:
+                request.discard = request.in_flight
+                if not request.leaving:
+                    self.preempt(request)
+        for page in pages:
+            self._pool.forget(page)
+
     def end(self, request: Request) -> None:
         """Take `request` out of every queue; pages and row follow when nothing of it is in flight."""
         self._prefixes.withdraw(request)
@@ -149,9 +172,10 @@ class Roster:
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        """Forget all progress of a preempted request but its tokens, and wait again."""
+        """Let a preempted request keep its tokens and what is worth storing, and wait again."""
+        self._swaps.put_out(request)
         self._give_back(request)
-        request.leaving = False
+        request.leaving = request.spoilt = False
         request.awaited, request.unsent = -1, 0
         request.known = len(request.tokens)
         request.planned = request.computed = request.ready = request.registered = 0
@@ -162,6 +186,7 @@ class Roster:
     def _release(self, request: Request) -> None:
         if request.keepers and request.pages and not (request.failed or request.leaving or request.spoilt):
             self._prefixes.keep(request)
+        self._swaps.drop(request)
         self._give_back(request)
         self._take_over(request)
         request.leader = None  # one that goes on for another would keep all that went before it
@@ -203,6 +228,7 @@ class Roster:
         """
         self.waiting.check()
         self._slots.check()
+        self._swaps.host.check(request.places for request in self.requests.values())
         check_scheduler(
             self._pool,
             self.requests.values(),

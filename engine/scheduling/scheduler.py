@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.adapters.slots import AdapterVersion, SlotTable
-from headrace.engine.errors import NonFiniteLogits, PromptTooLong, RequestFailed
+from headrace.engine.errors import NonFiniteLogits, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
 from headrace.engine.scheduling.deadlines import DeadlineQueue
 from headrace.engine.scheduling.growth import Growth
+from headrace.engine.scheduling.host_pages import HostPages
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.plan import (
@@ -36,6 +37,7 @@ from headrace.engine.scheduling.reports import take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
+from headrace.engine.scheduling.swaps import Swaps
 
 __all__ = ["Scheduler"]
 
@@ -55,6 +57,7 @@ class Scheduler:
         prefix_cache: bool = True,
         policy: Policy | None = None,
         slots: SlotTable | None = None,
+        host: HostPages | None = None,
     ) -> None:
         """Start with no requests.
 
@@ -64,6 +67,7 @@ class Scheduler:
             prefix_cache: False computes every prompt in full.
             policy: Who comes first; None is `FirstCome`.
             slots: Where adapters are on the device; None where it takes none.
+            host: Where pages are kept that the device has no room for; None keeps none.
         """
         self.capacity = capacity
         self.pool = PagePool(capacity.num_pages, capacity.page_size, secret=secret, remember=prefix_cache)
@@ -73,11 +77,14 @@ class Scheduler:
         """Those of them that the prefix cache spared."""
         self.prefixes = Prefixes(self.pool, enabled=prefix_cache)
         self._policy = FirstCome() if policy is None else policy
-        self.slots = SlotTable() if slots is None else slots
-        self._roster = Roster(capacity, self.pool, self.prefixes, self._policy, self.slots)
         self.pace = Pace()
         """What steps take; whoever runs them says so."""
-        self._admission = Admission(self._roster, self.pool, self.prefixes, self._policy, self.pace, self.slots)
+        self.slots = SlotTable() if slots is None else slots
+        self.swaps = Swaps(host or HostPages(0), self.pool, self.prefixes, self.pace)
+        self._roster = Roster(capacity, self.pool, self.prefixes, self._policy, self.swaps, self.slots)
+        self._admission = Admission(
+            self._roster, self.pool, self.prefixes, self._policy, self.swaps, self.pace, self.slots
+        )
         self._growth = Growth(self._roster, self.pool, self._policy)
         self._deadlines = DeadlineQueue()
         self._lapsed: list[Emission] = []
@@ -85,26 +92,6 @@ class Scheduler:
         self._step = 0
 
     # -- intake ---------------------------------------------------------------------------------------------------
-
-    def check_length(self, prompt_len: int, room: int = 1) -> int:
-        """The most tokens that a prompt of so many tokens may grow to, which is at least by `room`.
-
-        Raises:
-            PromptTooLong: It leaves no room for so many tokens, ever.
-        """
-        capacity = self.capacity
-        pool_tokens = capacity.num_pages * capacity.page_size + room  # the last token is never written
-        most = min(capacity.max_context, pool_tokens)
-        if prompt_len > most - room:
-            what = "context" if most == capacity.max_context else "page pool"
-            why = "leave no room for one more in" if room else "are more than fit"
-            raise PromptTooLong(
-                f"prompt: {prompt_len} tokens {why} the {what} of {most}",
-                field="prompt",
-                value=prompt_len,
-                limit=most - room,
-            )
-        return most
 
     def submit(self, request: Request) -> None:
         """Queue `request`, lowering its `limit` to what the context and the pool can hold.
@@ -114,7 +101,7 @@ class Scheduler:
             Overloaded: Its deadline cannot be met, as the policy sees it.
         """
         room = 1 if request.pooling is None else 0
-        request.limit = min(request.limit, self.check_length(request.prompt_len, room) + 1 - room)
+        request.limit = min(request.limit, self.capacity.check_length(request.prompt_len, room) + 1 - room)
         self._admission.check_deadline(request)
         if request.leader is not None:
             request.leader.forked = True  # what it writes to next may be shared from now on
@@ -169,6 +156,7 @@ class Scheduler:
                 self.prefixes.offer(work.request)
         plan.left_rows, self._roster.left_rows = self._roster.left_rows, []
         self._policy.served(plan.works)
+        self.swaps.host.load(plan)
         self._step += 1
         return plan
 
@@ -230,6 +218,8 @@ class Scheduler:
     def _take_row(self, plan: StepPlan, request: Request, pages: Sequence[int]) -> None:
         """Move `request` from the queue to a row that starts with `pages`."""
         self._roster.start(request, pages)
+        if len(request.pages) > len(pages):
+            request.copied = plan.step
         row = request.row
         if not request.preemptions and request.elder < 0:
             request.cached = request.planned
@@ -241,7 +231,7 @@ class Scheduler:
         if request.has_options:
             asked = (request.shaping, request.reporting, request.grammar, request.pooling, request.processor)
             plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
-        plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(pages))
+        plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(request.pages))
 
     # -- deadlines ------------------------------------------------------------------------------------------------
 
@@ -275,6 +265,7 @@ class Scheduler:
         """
         size = self.capacity.page_size
         emissions: list[Emission] = []
+        self.swaps.host.settled(plan)
         if isinstance(tokens, ReportedTokens):
             take_prompt_reports(plan, tokens)
         for work, token in zip(plan.works, tokens, strict=True):
@@ -309,31 +300,20 @@ class Scheduler:
         """Take in a step that raised: its requests fail with `error`, sharers of its pages start over."""
         size = self.capacity.page_size
         emissions = []
-        spoilt: set[int] = set()
-        failed = set()
+        spoilt = {page for _, page in plan.fetches}
+        self.swaps.fail(plan, self._roster.requests.values())
+        failed: set[Request] = set()
         for work in plan.works:
             request = work.request
             spoilt.update(request.pages[work.start // size :])
             request.in_flight -= 1
             request.discard = max(request.discard - 1, 0)
-            failed.add(request.leader or request)
+            failed.update((request, request.leader or request))
             if request.state is not State.FINISHED:
                 emissions.append(self._fail_one(request, error))
             elif not request.in_flight:
                 self._roster.let_go(request)
-        for request in list(self._roster.requests.values()):
-            first = next((index for index, page in enumerate(request.pages) if page in spoilt), None)
-            if first is None and (request.leader not in failed or not request.pages):
-                continue
-            spoilt.update(request.pages[first or 0 :])
-            if request.state is State.FINISHED:
-                request.spoilt = True
-            else:
-                request.discard = request.in_flight
-                if not request.leaving:
-                    self._roster.preempt(request)
-        for page in spoilt:
-            self.pool.forget(page)
+        self._roster.spoil(spoilt, failed)
         return emissions
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
@@ -381,6 +361,11 @@ class Scheduler:
     def preemptions(self) -> int:
         """How often a request lost its row and pages to another."""
         return self._roster.preemptions
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests, waiting or paused, whose pages the host keeps."""
+        return sum(1 for request in self._roster.requests.values() if request.places)
 
     @property
     def num_waiting(self) -> int:

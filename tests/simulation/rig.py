@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from simulation.device import RigRunner
 
 from headrace.engine.errors import HeadraceError, RequestFailed
+from headrace.engine.scheduling.host_pages import HostPages
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.pooling import Pooling
@@ -71,11 +72,19 @@ class Rig:
     """One scheduler over one `RigRunner`, with up to `depth` steps launched ahead."""
 
     def __init__(
-        self, capacity: Capacity, *, depth: int = 1, prefix_cache: bool = True, policy: Policy | None = None
+        self,
+        capacity: Capacity,
+        *,
+        depth: int = 1,
+        prefix_cache: bool = True,
+        policy: Policy | None = None,
+        places: int = 0,
     ) -> None:
         self.capacity = capacity
         self.depth = depth
-        self.scheduler = Scheduler(capacity, secret=b"rig", prefix_cache=prefix_cache, policy=policy)
+        self.scheduler = Scheduler(
+            capacity, secret=b"rig", prefix_cache=prefix_cache, policy=policy, host=HostPages(places)
+        )
         self.now = 0.0
         """Seconds; whoever drives the rig moves it on."""
         self.faults: dict[int, Exception | int] = {-1: 0}  # the runner would replace an empty mapping by its own
@@ -347,6 +356,7 @@ class Rig:
                 self.let_go(request)
         assert not scheduler.pool._keepers and not scheduler.pool._kept, "a page is kept for nobody"
         assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_paused) == (0, 0, 0)
+        assert scheduler.num_swapped == 0
         assert not scheduler.prefixes.promises and scheduler.live_tokens() == 0
         for request in self.requests:
             assert request.id in self.ends, f"r{request.id} has no end"
@@ -491,8 +501,9 @@ def _say_plan(plan: StepPlan, fault: str) -> str:
         f"{'*' if work.samples else ''}"
         for work in plan.works
     )
-    copies = "".join(f" copy {source}>{destination}" for source, destination in plan.copies)
-    return f"plan       step {plan.step}{f' ({fault} will fail)' if fault else ''}: {works}{copies}"
+    moves = {"spill": plan.spills, "copy": plan.copies, "fetch": plan.fetches}
+    moved = "".join(f" {name} {source}>{target}" for name, pairs in moves.items() for source, target in pairs)
+    return f"plan       step {plan.step}{f' ({fault} will fail)' if fault else ''}: {works}{moved}"
 
 
 def _say_commit(plan: StepPlan, tokens: Sequence[int]) -> str:

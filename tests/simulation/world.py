@@ -82,6 +82,7 @@ class World:
             depth=depth,
             prefix_cache=crowd or chance.random() < 0.8,
             policy=policy_of({"name": policy, **settings}) if policy else None,
+            places=self._servings.choice([0, 3, 20, 100]) if self._served_apart else 0,
         )
         self.ticks = 0
         self._shared = [[chance.randrange(_VOCAB) for _ in range(chance.randrange(48))] for _ in range(2)]
@@ -119,7 +120,7 @@ class World:
         chance, rig = self._chance, self.rig
         if self._served_apart:
             rig.now += self._servings.choice([0.0, 0.1, 0.1, 1.0])
-            rig.scheduler.pace.observe(self._servings.choice([0, 50]), self._servings.random() / 10)
+            rig.scheduler.pace.observe(self._servings.choice([0, 50]), 0.01 + self._servings.random() / 10)
         if self.ticks < _BUSY_TICKS:
             self._outside()
         else:

@@ -17,7 +17,7 @@ from gpu.conftest import Zoo
 from gpu.test_stops import check_stops
 from model_driver import request
 
-from headrace.engine import Engine, OutOfMemory, RequestFailed, SamplingParams
+from headrace.engine import Engine, EngineStats, InvalidParams, OutOfMemory, RequestFailed, SamplingParams
 from headrace.engine.build import open_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.opened import Opened
@@ -84,6 +84,37 @@ def test_pages_come_and_go(opened: Opened) -> None:
 
 def test_a_row_that_has_stopped_is_left_alone(tmp_path: Path) -> None:
     check_stops(Zoo(tmp_path, "cpu"), "cpu")
+
+
+def test_swapped_pages_come_back(folder: Path) -> None:
+    """A tenth of the tokens are computed of those that would be again, and the answers are the same."""
+
+    async def run(**options: Any) -> tuple[list[list[int]], EngineStats]:
+        async with Engine(folder, **(OPTIONS | options)) as engine:
+            params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+            await engine.generate(PROMPTS[4], params)  # the pace of this machine is known from now on
+            found = await engine.generate_many(PROMPTS * 2, params)
+            with anyio.fail_after(10):
+                while engine.stats().steps_in_flight:  # noqa: ASYNC110 - it has no event
+                    await anyio.sleep(0.005)
+            return [completion.choices[0].token_ids for completion in found], engine.stats()
+
+    roomy, _ = anyio.run(run)
+    cramped = {"kv_memory": 12 * tiny_models.PAGE_BYTES, "swap_memory": 50 * tiny_models.PAGE_BYTES}
+    found, stats = anyio.run(lambda: run(**cramped))
+    assert found == roomy
+    assert stats.swaps > 0 and stats.host_pages == 50 and stats.swapped == 0
+
+
+@pytest.mark.parametrize("swap_memory", [1, 2**62])
+def test_host_memory_that_holds_no_page_or_is_not_there_is_refused(folder: Path, swap_memory: int) -> None:
+    async def run() -> None:
+        async with Engine(folder, swap_memory=swap_memory, **OPTIONS):
+            pass
+
+    with pytest.raises(InvalidParams, match="^swap_memory: ") as refused:
+        anyio.run(run)
+    assert refused.value.field == "swap_memory"
 
 
 def test_the_threads_of_a_step_are_its_own_and_nobody_elses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

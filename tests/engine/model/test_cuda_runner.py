@@ -213,6 +213,25 @@ def test_sampled_tokens_are_those_of_the_cpu(
     assert gpu.launches["fa2 decode"] and gpu.launches["_fused_decode_kernel"]
 
 
+@pytest.mark.parametrize("launch_ahead", [1, 3])
+def test_swapped_pages_come_back(zoo: Zoo, gpu: Gpu, launch_ahead: int) -> None:
+    """In turn with steps that write to the pages they left."""
+    asked = [(ids, Sampling()) for ids in prompts(60, 50, 40, 35, 30, 25, 20, 55)]
+    page = kv_bytes(zoo.folder("exact"), 1)
+    options = {"kv_memory": 30 * page, "swap_memory": 200 * page, "launch_ahead": launch_ahead, "prefix_cache": False}
+
+    async def run() -> list[Output]:
+        async with engine_on(zoo, "exact", **options) as engine:
+            assert engine._loop is not None
+            engine._loop.scheduler.swaps.host.page_seconds = 1e-9  # emulated copies are slower than these steps
+            outputs = await together(engine, [ids for ids, _ in asked], [params_of(each, 36) for _, each in asked])
+            assert engine.stats().swaps > 1 and engine.stats().swaps == engine.stats().preemptions
+            await at_rest(engine)
+        return outputs
+
+    assert [list(output.tokens) for output in anyio.run(run)] == expected(asked, 36)
+
+
 def test_filters_that_appear_late_are_captured_by_the_launcher(zoo: Zoo, gpu: Gpu) -> None:
     """And not again: the event loop's thread captures nothing, and enqueues most decodes."""
     plain, filtered = Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0, top_k=4, top_p=0.9, seed=2**63 - 5)
