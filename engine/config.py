@@ -113,7 +113,7 @@ class EngineConfig(BaseModel):
     """Different adapters in one step; None is as many as there are slots."""
     max_step_adapter_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
     """Bytes of different adapters in one step, which each step reads; one adapter alone may be larger."""
-    hook_seconds: Annotated[float, Field(gt=0.0, le=60.0)] = 0.25
+    hook_seconds: Annotated[float, Field(gt=0.0, le=60.0)] = 1.0
     """Seconds that one call of a hook may take before its stream fails."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seeds the requests that name none: the same requests in the same order give the same tokens."""

@@ -174,7 +174,7 @@ def _truncated(ids: list[int], tokenizer: TokenizerLike, most: int) -> list[int]
     """The first `most` of `ids`, of which the last are what the tokenizer ends every text with."""
     if len(ids) <= most:
         return ids
-    frame = tokenizer.encode("")
+    frame = tokenizer.encode("") if tokenizer.table.longest else []  # a model without a tokenizer frames nothing
     ending = next((frame[start:] for start in range(len(frame)) if ids[start - len(frame) :] == frame[start:]), [])
     return ids[: max(most - len(ending), 0)] + ending[:most]
 
@@ -200,7 +200,7 @@ class _Pooling(Generation):
             EngineCrashed: The step loop died.
         """
         (end,) = await self.mailbox.take()
-        if end.finish_reason == "cancelled":
+        if end.finish_reason != "stop":
             raise EngineStopped("the engine closed before the request was done")
         return self.value, self.usage
 

@@ -40,6 +40,7 @@ class Ask:
     """The prompts came in a list: a refusal of one names its place there."""
     limit: int | None = None
     """`max_tokens` as the client named it: a prompt that does not leave room for it is refused."""
+    adapter: str | None = None
     cache_salt: str | None = None
     priority: int = 0
     streams: bool = False
@@ -99,7 +100,7 @@ class Answering:
     ) -> None:
         """Answer `ask` of `caller` through `outlet`, in `timeout` seconds or what the server allows."""
         longest = service.settings.request_timeout
-        self.figures = service.telemetry.begin(request_id, caller.name)
+        self.figures = service.telemetry.begin(request_id, caller.name, ask.adapter or "")
         """Its counts and times, for the log's line of the request."""
         self._service = service
         self._ask = ask
@@ -167,7 +168,9 @@ class Answering:
         salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared with oneself alone
         async with AsyncExitStack() as stack:
             for ids in prompts:
-                stream = engine.stream(ids, params, tenant=tenant, cache_salt=salt, priority=ask.priority)
+                stream = engine.stream(
+                    ids, params, adapter=ask.adapter, tenant=tenant, cache_salt=salt, priority=ask.priority
+                )
                 self._streams.append(await stack.enter_async_context(stream))
             for place, stream in enumerate(self._streams):
                 with self._naming(place):

@@ -22,6 +22,7 @@ from headrace.server.errors import ApiError, as_api_error, error_response
 from headrace.server.gate import MESSAGES_PATH, Gate
 from headrace.server.observability.exporter import Exporter
 from headrace.server.observability.watchdog import Watchdog
+from headrace.server.routes.adapters import list_adapters, load_adapter, unload_adapter
 from headrace.server.routes.admin import change_limits, show_limits
 from headrace.server.routes.generation import GenerationRoute, ask_chat, ask_completion
 from headrace.server.routes.health import live, ready
@@ -72,6 +73,9 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/metrics", show_metrics, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", show_limits, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", change_limits, methods=["PUT"]),
+        Route("/v1/admin/adapters", list_adapters, methods=["GET"]),
+        Route("/v1/admin/adapters/{name}", load_adapter, methods=["PUT"]),
+        Route("/v1/admin/adapters/{name}", unload_adapter, methods=["DELETE"]),
     ]
     if settings.page:
         routes += page_routes()
@@ -100,7 +104,7 @@ def _for_pages(settings: ServerSettings) -> list[Middleware]:
         return []
     origins = [origin.lower().rstrip("/") for origin in settings.allowed_origins]
     exposed = ["x-request-id", "retry-after"]
-    methods = ["GET", "POST", "PUT"]
+    methods = ["GET", "POST", "PUT", "DELETE"]
     return [
         Middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=exposed
@@ -115,11 +119,18 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         service.engine.info  # noqa: B018 - raises unless it is open
     except EngineStopped:
         async with service.engine:
-            with Watchdog(service):
+            async with _serving(service):
                 yield
     else:
-        with Watchdog(service):
+        async with _serving(service):
             yield
+
+
+@asynccontextmanager
+async def _serving(service: Service) -> AsyncIterator[None]:
+    await service.load_adapters()
+    with Watchdog(service):
+        yield
 
 
 async def _told(request: Request, error: Exception) -> Response:

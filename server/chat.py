@@ -10,7 +10,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -29,13 +30,25 @@ _SETTABLE: Final = (
 )  # fmt: skip
 
 
-def run_chat(model: str, *, system: str, temperature: float, max_tokens: int) -> None:
-    """Read lines and show answers until /exit or the end of input; Ctrl-C stops an answer, never the chat."""
+def run_chat(
+    model: str, *, system: str, temperature: float, max_tokens: int, adapters: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Read lines and show answers until /exit or the end of input; Ctrl-C stops an answer, never the chat.
+
+    Args:
+        model: As `Engine` takes it.
+        system: The system message; none where it is empty.
+        temperature: To begin with.
+        max_tokens: Of each answer, to begin with.
+        adapters: Folders of the adapters to choose from, by their names.
+    """
     console = Console(highlight=False)
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(opened(model, console)) as engine,
+        portal.wrap_async_context_manager(opened(model, console, adapter_slots=len(adapters))) as engine,
     ):
+        for name, folder in adapters.items():
+            portal.call(engine.adapters.load, name, folder)
         chat = _Chat(portal, engine, console, system, {"temperature": temperature, "max_tokens": max_tokens})
         chat.run()
 
@@ -147,20 +160,13 @@ class _Chat:
         self._tell(f"system message: {self._system or 'none'}")
 
     def _set_adapter(self, rest: str) -> None:
+        names = [info.name for info in self._portal.call(self._engine.adapters.list)]
         if rest:
-            wanted = None if rest == "none" else rest
-            try:
-                self._portal.call(self._admit, wanted)
-            except Rejected as error:
-                self._refuse(str(error))
+            if rest not in ("none", *names):
+                self._refuse(f"{rest}: there is no such adapter; there are {', '.join(['none', *names])}")
                 return
-            self._adapter = wanted
-        self._tell(f"adapter: {self._adapter or 'none'}")
-
-    async def _admit(self, adapter: str | None) -> None:
-        """See whether the engine takes requests for `adapter`."""
-        async with self._engine.stream("?", SamplingParams(max_tokens=1), adapter=adapter) as stream:
-            await stream.admitted()
+            self._adapter = None if rest == "none" else rest
+        self._tell(f"adapter: {self._adapter or 'none'}, of {', '.join(['none', *names])}")
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")

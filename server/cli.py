@@ -47,6 +47,9 @@ def chat(
     system: Annotated[str, typer.Option(help="The system message.")] = "You are a helpful assistant.",
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.7,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer, at most.", min=1)] = 512,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of an adapter to choose with /adapter; repeatable.")
+    ] = None,
 ) -> None:
     """Chat in the terminal: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat.
 
@@ -54,7 +57,13 @@ def chat(
     """
     from headrace.server.chat import run_chat
 
-    run_chat(chosen_model(model), system=system, temperature=temperature, max_tokens=max_tokens)
+    adapters = {}
+    for entry in adapter or ():
+        name, separator, folder = entry.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"--adapter {entry}: give NAME=FOLDER")
+        adapters[name] = folder
+    run_chat(chosen_model(model), system=system, temperature=temperature, max_tokens=max_tokens, adapters=adapters)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from headrace.engine import (
+    AdapterRejected,
     EngineCrashed,
     EngineStopped,
     InvalidParams,
@@ -108,6 +109,7 @@ class _Row(NamedTuple):
 _TABLE = (
     _Row(PromptTooLong, 400, "context_length_exceeded"),
     _Row(InvalidParams, 400, "invalid_value"),
+    _Row(AdapterRejected, 400, "adapter_invalid"),
     _Row(UnknownAdapter, 404, "model_not_found"),
     _Row(Overloaded, 503, "server_overloaded", None, {"retry-after": "1"}),
     _Row(Rejected, 400, "rejected"),

@@ -71,6 +71,16 @@ SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no s
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE; repeatable.")
 ]
+AdapterOption = Annotated[
+    list[str] | None, typer.Option(help="NAME=FOLDER of an adapter in PEFT's format to load at the start; repeatable.")
+]
+AdapterFolderOption = Annotated[
+    str | None, typer.Option(help="Folder below which admin keys may load adapters while the server runs.")
+]
+SlotsOption = Annotated[
+    int, typer.Option(help="Adapters on the device at a time; by default 16 where there are any.", min=0)
+]
+AdapterRankOption = Annotated[int, typer.Option(help="Largest rank of an adapter.", min=1, max=256)]
 QueueOption = Annotated[int, typer.Option(help="Requests that may wait; more are refused.", min=1)]
 WaitOption = Annotated[float, typer.Option(help="Seconds that a request may wait.")]
 TimeOption = Annotated[float, typer.Option(help="Seconds that a request may take.")]
@@ -108,6 +118,10 @@ def serve(
     block_size: BlockOption = 16,
     enable_prefix_caching: PrefixOption = True,
     seed: SeedOption = 0,
+    lora_modules: AdapterOption = None,
+    adapter_folder: AdapterFolderOption = None,
+    max_loras: SlotsOption = 0,
+    max_lora_rank: AdapterRankOption = 64,
     more: SetOption = None,
     max_queue: QueueOption = 1024,
     queue_timeout: WaitOption = 60.0,
@@ -131,6 +145,8 @@ def serve(
         "page": page,
         "served_model_name": served_model_name,
         "tool_call_parser": tool_call_parser,
+        "adapters": _adapters(lora_modules),
+        "adapter_folder": adapter_folder,
         "max_queue": max_queue,
         "queue_timeout": queue_timeout,
         "request_timeout": request_timeout,
@@ -148,12 +164,24 @@ def serve(
         "page_size": block_size,
         "prefix_cache": enable_prefix_caching,
         "seed": seed,
+        "adapter_slots": max_loras or (16 if lora_modules or adapter_folder else 0),
+        "max_adapter_rank": max_lora_rank,
         **_assignments(more),
     }
     settings = _settings(host, allowed_hosts, chosen)
     listening = {"host": host, "port": port, "log_level": log_level}
     main = partial(_serve, chosen_model(model), options, settings, _log_format(log_format), listening)
     anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
+
+
+def _adapters(given: list[str] | None) -> dict[str, str]:
+    named = {}
+    for each in given or ():
+        name, separator, folder = each.partition("=")
+        if not separator or not folder or name in named:
+            raise typer.BadParameter(f"--lora-modules {each}: give NAME=FOLDER, each name once")
+        named[name] = folder
+    return named
 
 
 def _settings(host: str, allowed_hosts: list[str] | None, chosen: dict[str, Any]) -> ServerSettings:
@@ -184,8 +212,10 @@ async def _serve(
 
     set_up_logs(log_format)
     async with opened(model, Console(stderr=True), **options) as engine:
+        app = create_app(engine, settings)
+        await app.state.service.load_adapters()  # here, where what is wrong with one can be said in a sentence
         settle_memory()
-        await make_server(create_app(engine, settings), log_config=None, **listening).serve()
+        await make_server(app, log_config=None, **listening).serve()
 
 
 def _named(values: list[str] | None, prefix: str) -> dict[str, str]:

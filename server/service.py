@@ -78,9 +78,34 @@ class Service:
         Raises:
             ApiError: 404.
         """
-        if name != self.model:
-            shown = name if len(name) <= 80 else name[:77] + "..."
-            raise ApiError(404, "model_not_found", f"the model {shown!r} is not served here", param="model")
+        self.adapter_of(name)
+
+    def adapter_of(self, model: str, adapter: str | None = None) -> str | None:
+        """The adapter that a request asks for, by the field of that name or as its model; None for the model's own.
+
+        Raises:
+            ApiError: 404 where there is no such model or adapter, 400 where it names two.
+        """
+        if model != self.model:
+            if model not in self.engine.adapters.versions:
+                raise ApiError(404, "model_not_found", f"the model {_shown(model)} is not served here", param="model")
+            if adapter is not None and adapter != model:
+                raise ApiError(400, "invalid_value", "adapter: the model is another adapter already", param="adapter")
+            return model
+        if adapter is not None and adapter not in self.engine.adapters.versions:
+            raise ApiError(404, "model_not_found", f"the adapter {_shown(adapter)} is not loaded", param="adapter")
+        return adapter
+
+    async def load_adapters(self) -> None:
+        """Load those that the settings name and that are not there yet.
+
+        Raises:
+            AdapterRejected: One cannot be used.
+        """
+        for name, path in self.settings.adapters.items():
+            if name in self.engine.adapters.versions:
+                continue
+            await self.engine.adapters.load(name, path)
 
     # -- formats of the model's text --------------------------------------------------------------------------------
 
@@ -148,6 +173,10 @@ class Service:
         if age > self.settings.ready_stall:
             return f"no step has ended for {age:.0f} seconds"
         return None
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= 80 else name[:77] + "...")
 
 
 def _version() -> str:

@@ -111,5 +111,9 @@ class ServerSettings(_Frozen):
     """Seconds that running requests have to end once the server is told to stop."""
     max_events_per_second: Annotated[int, Field(ge=100)] = 8000
     """Events of all streams together; beyond it each event carries more tokens. First tokens are never delayed."""
+    adapters: dict[Name, str] = Field(default_factory=dict)
+    """Folders of adapters, by name, that are loaded before anybody is served."""
+    adapter_folder: str | None = None
+    """The folder below which admin keys may load adapters while the server runs; None: they may not."""
     tool_call_parser: str | None = None
     """Format of the model's tool calls; None is what its chat template teaches."""

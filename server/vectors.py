@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import anyio
+from starlette.responses import Response
 from starlette.types import Scope
 
 from headrace.engine import Usage
@@ -79,10 +80,12 @@ class Vectors:
             permit = service.limits.admit(self._http[CALLER], 1, self._ask.priority)
             service.running.add(self)
             self._scope.deadline = anyio.current_time() + self._timeout
+            answer = b""
             with self._scope:
-                await self._work(permit)
+                answer = await self._work(permit)
             if self._scope.cancelled_caught:
                 raise self._ended_by or ApiError(503, "deadline_exceeded", "the request took longer than it may")
+            await self._send(Response(answer, media_type="application/json"))
             figures.reason = "finished"
         except Exception as error:
             told = await self._fail(error)
@@ -94,7 +97,7 @@ class Vectors:
             figures.reason = figures.reason or self._connection.lost
             service.telemetry.end(figures, [], admitted=permit is not None)
 
-    async def _work(self, permit: Permit) -> None:
+    async def _work(self, permit: Permit) -> bytes:
         """Charge the key with about as many tokens as there may be, and at the end with as many as there were."""
         most = self._service.engine.info.max_context
         charged = sum(min(len(text), most) for text in self._ask.texts)  # most tokens have a character or more
@@ -103,16 +106,16 @@ class Vectors:
         permit.spend(usage.prompt_tokens - charged)
         permit.started()
         self._figures.computed(usage)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
-        start = {"type": "http.response.start", "status": 200, "headers": headers}
-        await self._connection.send(start, body(answer, more=False))
+        return answer
+
+    async def _send(self, response: Response) -> None:
+        start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        await self._connection.send(start, body(bytes(response.body), more=False))
 
     async def _fail(self, error: Exception) -> ApiError:
         told = as_api_error(error, self._ask.names).renamed(self._ask.names)
         self._figures.reason, self._figures.refused = told.code, told.status < 500
         if told.code == "internal_error":
             logger.error("request %s failed", self._http[REQUEST_ID], exc_info=error)
-        response = error_response(told, self._http)
-        start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-        await self._connection.send(start, body(bytes(response.body), more=False))
+        await self._send(error_response(told, self._http))
         return told

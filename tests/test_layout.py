@@ -28,7 +28,7 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
     "ops/cuda_linear.py:_linear_kernel": (78, "one kernel is one launch"),
     "ops/cuda_shrink.py:_shrink_row_kernel": (62, "one kernel is one launch"),
     "ops/cuda_vector.py:_vector_kernel": (70, "one kernel is one launch"),
-    "server/serve_cli.py:serve": (70, "three lines for each flag"),
+    "server/serve_cli.py:serve": (80, "three lines for each flag"),
 }
 
 # Folders of tests that mirror no folder of the package.

@@ -140,7 +140,7 @@ class CpuRunner:
             for place, (index, token) in enumerate(zip(batch.samplers, chosen, strict=True)):
                 tokens[index] = token
                 work = plan.works[index]
-                if work.row in hosts:
+                if hosts.asks[work.row]:
                     tokens[index] = CHOSEN_LATER
                     logits_V = logits_SV[place].float().numpy().copy()
                     choices[index] = hosts.choice(work.row, logits_V)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, RowOptions
+from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, PageEntry, RowOptions
 from headrace.ops.cuda_scatter import Batch, apply_words, scatter_words
 
 __all__ = ["DeviceRows"]
@@ -95,6 +95,12 @@ class DeviceRows:
             self._add_row(new._replace(start=0, tokens=known[new.row]) if new.row in known else new)
         if entries:
             self._add_entries(entries)
+
+    def give(self, given: Sequence[GivenTokens]) -> None:
+        """Take in tokens that the host chose; after `add`, and `flush` sends them."""
+        for row, start, tokens in given:
+            first = self._offset["pool"] + row * self._context + start
+            self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
 
     def batch(self, rows: NDArray[np.int64], starts: NDArray[np.int64], bucket: int) -> None:
         """Make the first `bucket` rows of `batch_R` these, padded, about to compute the tokens at `starts`."""

@@ -89,7 +89,7 @@ def cuda_ops(
 class CudaRunner:
     """The device protocol on one GPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("shaping", "logprobs", "grammar", "pooling"))
+    abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
 
     def __init__(
         self,
@@ -281,8 +281,11 @@ class CudaRunner:
     def _enqueue(self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep) -> None:
         with self._on_stream(), faults_are_fatal():
             lines = self._enqueue_all(plan, decodes, prefills, step)
-            if lines:
-                step.lines = step.result.fetch(lines, {work.row: index for index, work in enumerate(plan.works)})
+            choices = self._sampler.choices
+            if lines or choices:
+                index_of = {work.row: index for index, work in enumerate(plan.works)}
+                step.lines = step.result.fetch(lines, index_of)
+                step.choices = {index_of[row]: choice for row, choice in choices.items()}
             step.result.done.record(self._stream)
             self._sampler.grammars.sampled(step.tokens, plan.works)
 
@@ -290,11 +293,13 @@ class CudaRunner:
         self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
     ) -> list[Lines]:
         """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
+        plan = self._sampler.hosts.take(plan)
         copies = plan.copies
         if plan.spills or plan.fetches:
             self._swap(plan)
             copies = []
         self._rows.add(plan.new_rows, plan.entries, plan.options)
+        self._rows.give(plan.given)
         self._sampler.take(plan)
         self._prefills.pools.update(plan)
         count, result = 0 if decodes is None else len(decodes.rows), step.result
@@ -346,5 +351,5 @@ class CudaRunner:
         CudaOps.copy_pages(self._kv, copies)
         logits_or_all.replay()
         if choice:
-            self._sampler.send_masks(decodes.rows)
+            self._sampler.act_between(self._graphs.logits(decodes.rows, decodes.starts, variant), decodes.rows)
             choice[0].replay()

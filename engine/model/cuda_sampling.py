@@ -19,7 +19,9 @@ from headrace.engine.model.cuda_grammars import GrammarRows
 from headrace.engine.model.cuda_reports import USUAL_PLACES, Lines, ReportedRows
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_shaping import ShapedRows
+from headrace.engine.model.host_choice import HostChoices
 from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.shaping import Choice
 from headrace.ops.cuda_sample import SampleScratch, sample
 from headrace.ops.cuda_shape import count_chosen, shape
 
@@ -36,7 +38,7 @@ class Variant(NamedTuple):
     places: int
     """Of lines of log-probabilities, for the likeliest tokens; 0 without such lines."""
     masked: bool = False
-    """A grammar: the choice, whose kernels are those of shaped logits, waits until `send_masks` was called."""
+    """The host acts between logits and choice (`act_between`): it sends the masks of grammars, or takes logits."""
 
 
 PLAIN: Final = Variant(filtered=False, shaped=False, places=0)
@@ -60,6 +62,9 @@ class RowSampler:
         self._shaped = ShapedRows(rows, capacity, device)
         self.reported = ReportedRows(rows, capacity, device)
         self.grammars = GrammarRows(capacity, device)
+        self.hosts = HostChoices(capacity)
+        self.choices: dict[int, Choice] = {}
+        """What chooses for the rows of the step that is being enqueued whose logits are fetched."""
         self._scratch: dict[Variant, SampleScratch] = {}
 
     def take(self, plan: StepPlan) -> None:
@@ -68,6 +73,7 @@ class RowSampler:
         Raises:
             torch.OutOfMemoryError: They are the first that ask, and there is no memory for it.
         """
+        self.choices = {}
         self._shaped.take(plan.new_rows, plan.options)
         self.reported.take(plan.new_rows, plan.options)
         self.grammars.take(plan)
@@ -78,16 +84,24 @@ class RowSampler:
             filtered=bool(self._rows.filtered[rows].any()),
             shaped=bool(self._shaped.asks[rows].any()),
             places=self.reported.places(rows),
-            masked=bool(self.grammars.asks[rows].any()),
+            masked=bool(self.grammars.asks[rows].any() or self.hosts.asks[rows].any()),
         )
 
-    def send_masks(self, rows: NDArray[np.int64]) -> None:
-        """Enqueue the masks of those of `rows` that keep to a grammar; waits for the steps that their tokens are of.
+    def act_between(self, logits_BV: Tensor, rows: NDArray[np.int64]) -> None:
+        """Enqueue what the host does between the logits of `rows`, in their order, and the choices from them.
+
+        The masks of those that keep to a grammar are sent, for which it waits for the steps of their last tokens; the
+        logits of those that the host chooses for are fetched.
 
         Raises:
             torch.AcceleratorError: The device failed.
         """
-        self.grammars.send(rows, self._shaped.arrays().bits_RW)
+        if self.grammars.asks[rows].any():
+            self.grammars.send(rows, self._shaped.arrays().bits_RW)
+        for line in np.flatnonzero(self.hosts.asks[rows]).tolist():
+            fetched_V = torch.empty(self._capacity.vocab_size, pin_memory=True)
+            fetched_V.copy_(logits_BV[line].float(), non_blocking=True)
+            self.choices[int(rows[line])] = self.hosts.choice(int(rows[line]), fetched_V.numpy())
 
     def lines(self, rows: NDArray[np.int64], first: int) -> list[Lines]:
         """The lines, if any, that a choice for these rows has just left from line `first` on."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda_reports import Lines, SentLines, with_reports
 from headrace.engine.model.pools import settle
-from headrace.engine.scheduling.plan import Work
+from headrace.engine.scheduling.plan import CHOSEN_LATER, Work
+from headrace.engine.scheduling.shaping import Choice
 
 __all__ = ["CudaStep", "Decodes", "Result", "faults_are_fatal", "places_of", "split"]
 
@@ -75,7 +76,7 @@ class Result:
 class CudaStep:
     """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
 
-    __slots__ = ("_reading", "_tokens", "enqueued", "error", "lines", "places", "pooled", "result")
+    __slots__ = ("_reading", "_tokens", "choices", "enqueued", "error", "lines", "places", "pooled", "result")
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -87,6 +88,8 @@ class CudaStep:
         """Log-probabilities there."""
         self.pooled: dict[int, Tensor] = {}
         """What came of hidden states, by work."""
+        self.choices: dict[int, Choice] = {}
+        """What chooses on the host, by work."""
         self._reading = threading.Lock()
         self._tokens: list[int] | None = None
 
@@ -104,9 +107,13 @@ class CudaStep:
                 raise self.error
             with faults_are_fatal():
                 tokens = self._read()
-            if not self.lines and not self.pooled:
+            if not (self.lines or self.pooled or self.choices):
                 return tokens
-            return with_reports(tokens, self.result.lines.numpy(), self.lines, settle(self.pooled, tokens))
+            told = with_reports(tokens, self.result.lines.numpy(), self.lines, settle(self.pooled, tokens))
+            for work in self.choices:
+                told[work] = CHOSEN_LATER
+            told.choices = self.choices
+            return told
         finally:
             self.result.taken = False
 

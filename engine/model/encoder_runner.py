@@ -54,6 +54,8 @@ class EncoderRunner:
         self._encoder: Encoder | None = encoder
         self._device = device
         self._stream = borrow_stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
         self._rows: dict[int, _Row] = {}
         self._thread = PlanThread(self._carry_out, name="headrace-encoder", threads=threads)
 

@@ -159,7 +159,7 @@ class DecodeGraphs:
     ) -> list[torch.cuda.CUDAGraph]:
         """The graphs whose replay is one decode step of `rows`, those of `DeviceRows.batch_R`, planned for `starts`.
 
-        There is one; for a variant that is masked there are two, and the masks must be sent in between.
+        There is one; for a variant that is masked there are two, with the logits in between.
 
         Raises:
             DeviceUnavailable: It had to be captured, and could not be.
@@ -175,6 +175,11 @@ class DecodeGraphs:
             self._plans[bucket].plan(lengths, anew=last != bucket)
             self._last_planned = bucket
         return graphs
+
+    def logits(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant) -> Tensor:
+        """[rows or more, vocabulary]: what the first graph of a masked variant leaves to the second, for these rows."""
+        bucket, way, _, worn, _ = self._keys(rows, starts, variant)[0]
+        return self._between[bucket, way, worn]
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""

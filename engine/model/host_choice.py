@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.engine.errors import HookFailed
-from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, RowOptions, StepPlan
+from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Capacity, RowOptions, StepPlan
 from headrace.engine.scheduling.request import Sampling
 from headrace.engine.scheduling.shaping import Choice, GrammarState, LogitsProcessor, Report, Reporting, Shaping
 from headrace.ops.cpu_logprobs import logprobs
@@ -31,26 +31,35 @@ _Logits = NDArray[np.float32]
 class HostChoices:
     """All such rows of one runner."""
 
-    def __init__(self, vocab_size: int) -> None:
-        """Start with none."""
-        self._vocab_size = vocab_size
-        self._rows: dict[int, _HostRow] = {}
+    def __init__(self, capacity: Capacity) -> None:
+        """Start with none.
 
-    def __contains__(self, row: int) -> bool:
-        return row in self._rows
+        Args:
+            capacity: Rows, and the width of the logits.
+        """
+        self._vocab_size = capacity.vocab_size
+        self._rows: dict[int, _HostRow] = {}
+        self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
+        """Whether the host chooses for a row."""
 
     def take(self, plan: StepPlan) -> StepPlan:
         """Take in the new rows of `plan` that the host chooses for; the plan as the device is to know it."""
         for row in (*plan.left_rows, *(new.row for new in plan.new_rows)) if self._rows else ():
             self._rows.pop(row, None)
+            self.asks[row] = False
         hosted = [options for options in plan.options if options.processor is not None]
         if not hosted:
             return plan
         sampling = {new.row: new.sampling for new in plan.new_rows}
         for options in hosted:
             if options.processor is not None:
+                self.asks[options.row] = True
                 self._rows[options.row] = _HostRow(options, options.processor, sampling[options.row], self._vocab_size)
-        return replace(plan, options=[_left_to_device(options) for options in plan.options])
+        return replace(
+            plan,
+            new_rows=[new._replace(stop_ids=frozenset()) if self.asks[new.row] else new for new in plan.new_rows],
+            options=[_left_to_device(options) for options in plan.options],
+        )
 
     def choice(self, row: int, logits_V: _Logits) -> Choice:
         """What chooses the next token of `row`; `logits_V`, which may come later, is its own to write to."""

@@ -28,7 +28,7 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
 
     Raises:
         ModelRejected: The weights cannot be used.
-        DeviceUnavailable: There is no such GPU.
+        DeviceUnavailable: There is no such GPU, or too little memory for the model.
         InvalidParams: An option does not fit an encoder.
     """
     for field, value in (("kv_dtype", config.kv_dtype), ("load_format", config.load_format)):
@@ -37,8 +37,11 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
     device = _find(config.device)
     dtype = _AUTO[device.type] if config.dtype == "auto" else _DTYPES[config.dtype]
     capacity = _capacity(config, spec, folder, device.type)
-    with torch.inference_mode():
-        encoder = Encoder(spec, load_encoder(folder, spec, dtype=dtype, device=device))
+    try:
+        with torch.inference_mode():
+            encoder = Encoder(spec, load_encoder(folder, spec, dtype=dtype, device=device))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise DeviceUnavailable(f"device: {device} has too little memory for this model: {error}") from None
     threads = config.cpu_threads or max(1, torch.get_num_threads() - 1)
     runner = EncoderRunner(encoder, device=device, threads=threads)
     return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), 0, runner.abilities)

@@ -152,7 +152,7 @@ class Prefills:
         logits_SV = self._decoder.logits(hidden_WE[:sampled], singles)
         variant = self._sampler.variant(row_S)
         if variant.masked:
-            self._sampler.send_masks(row_S)
+            self._sampler.act_between(logits_SV, row_S)
         self._sampler.choose(
             logits_SV, batch.rows_S, batch.last_positions_S, ids[first : first + sampled], variant, first=first
         )

@@ -66,7 +66,7 @@ class CpuRows:
         """Whether the token sampled last is one of the row's stop ids: what is planned for it will be dropped."""
         self.options = CpuOptions(capacity.vocab_size)
         self.pools = Pools()
-        self.hosts = HostChoices(capacity.vocab_size)
+        self.hosts = HostChoices(capacity)
 
     def update(self, plan: StepPlan) -> None:
         """Take in the plan's new rows, given tokens and page entries."""

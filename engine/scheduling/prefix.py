@@ -72,7 +72,8 @@ class Prefixes:
 
     def keep(self, request: Request) -> None:
         """Keep the pages of a request that has ended, and of which nothing is in flight, for what goes on after it."""
-        request.computed = min(request.planned, len(request.tokens))
+        ended_itself = request.tokens[-1] in request.stop_ids  # a device may leave out what is planned behind that
+        request.computed = min(request.planned, len(request.tokens) - ended_itself)
         if not self._enabled:
             return
         self.offer(request)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.engine import TokenStream, Usage
-from headrace.server.observability.recorder import Recorder
+from headrace.server.observability.recorder import Recorder, TenantTokens
 
 __all__ = ["Arrivals", "Figures", "between"]
 
@@ -16,6 +16,7 @@ class Figures:
     """One request. Its times are of `time.perf_counter`."""
 
     __slots__ = (
+        "adapter",
         "began",
         "cached_tokens",
         "completion_tokens",
@@ -34,11 +35,12 @@ class Figures:
         "trace_id",
     )
 
-    def __init__(self, recorder: Recorder, request_id: str, tenant: str) -> None:
-        """Begin now."""
+    def __init__(self, recorder: Recorder, request_id: str, tenant: str, adapter: str = "") -> None:
+        """Begin now; `adapter` is empty where the request wears none."""
         self.recorder = recorder
         self.request_id = request_id
         self.tenant = tenant
+        self.adapter = adapter
         self.trace_id: str | None = None
         self.began = time.perf_counter()
         self.queued: float | None = None
@@ -63,6 +65,11 @@ class Figures:
         """Follow the tokens of one of its streams."""
         return Arrivals(self, stream, choices)
 
+    @property
+    def account(self) -> TenantTokens:
+        """Where its tokens are counted."""
+        return self.recorder.tenant(self.tenant, self.adapter)
+
     def take(self, streams: Sequence[TokenStream]) -> None:
         """Take over what the streams know at the end, and charge the tenant with what was not read any more."""
         for stream in streams:
@@ -73,11 +80,11 @@ class Figures:
             self.finish_reasons += [reason for reason in stream.finish_reasons if reason is not None]
         started = [stream.taken_up for stream in streams if stream.taken_up is not None]
         self.taken_up = min(started, default=None)
-        self.recorder.tenant(self.tenant).generated += max(self.completion_tokens - self.counted, 0)
+        self.account.generated += max(self.completion_tokens - self.counted, 0)
 
     def computed(self, usage: Usage) -> None:
         """Take over what was computed where nothing is generated, and charge the tenant."""
-        tenant = self.recorder.tenant(self.tenant)
+        tenant = self.account
         self.prompt_tokens, self.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         tenant.prompt += usage.prompt_tokens
         tenant.cached += usage.cached_tokens
@@ -108,7 +115,7 @@ class Arrivals:
         self._figures = figures
         self._stream = stream
         self._choices = choices
-        self._tenant = figures.recorder.tenant(figures.tenant)
+        self._tenant = figures.account
         self._first = 0.0
         self._last = 0.0
         self._count = 0

@@ -56,9 +56,9 @@ class Telemetry:
 
     # -- generations ------------------------------------------------------------------------------------------------
 
-    def begin(self, request_id: str, tenant: str) -> Figures:
+    def begin(self, request_id: str, tenant: str, adapter: str = "") -> Figures:
         """A generation request has come."""
-        return Figures(self.recorder, request_id, tenant)
+        return Figures(self.recorder, request_id, tenant, adapter)
 
     def tokenized(self, figures: Figures) -> None:
         """The prompts are token ids now, and wait for a step."""
@@ -74,7 +74,7 @@ class Telemetry:
             until = figures.taken_up or figures.first or now
             recorder.queue_time.add(max(until - figures.queued, 0.0))
         if admitted:
-            recorder.tenant(figures.tenant).requests += 1
+            figures.account.requests += 1
         if figures.reason == "finished":
             self._finished(figures, now)
         elif admitted and not figures.refused:

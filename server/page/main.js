@@ -113,7 +113,11 @@ function clear() {
 // -- what the tab keeps ----------------------------------------------------------------------------------------------
 
 function keep() {
-  sessionStorage.setItem(CHAT, JSON.stringify(messages));
+  try {
+    sessionStorage.setItem(CHAT, JSON.stringify(messages));
+  } catch {
+    sessionStorage.removeItem(CHAT); // too long to be kept: it goes on, but a reload will lose it
+  }
 }
 
 // Keeps an answer as far as it came: a reload in its middle shows it with `note`.
@@ -235,22 +239,27 @@ function listen() {
   window.addEventListener("pagehide", keep);
 }
 
-async function main() {
+// Until the server answers, it is asked again every few seconds.
+async function connect(wanted) {
+  try {
+    await admitted(wanted);
+  } catch (error) {
+    health(false, error.status ? error.message : "no answer");
+    setTimeout(() => connect(wanted), 3000);
+    return;
+  }
+  settle();
+  watch(health);
+}
+
+function main() {
   const narrow = matchMedia("(max-width: 56rem)").matches;
   for (const id of ["live", "settings"]) find(id).open = !narrow;
   const wanted = restore();
   listen();
   controls();
-  try {
-    await admitted(wanted);
-  } catch (error) {
-    health(false, error.message);
-    setTimeout(() => location.reload(), 5000);
-    return;
-  }
-  settle();
   scroll(true);
-  watch(health);
+  connect(wanted);
 }
 
 main();

@@ -199,6 +199,8 @@ class ModelCard(_Body):
     created: int
     owned_by: str
     max_model_len: Count
+    parent: str | None = None
+    """Of an adapter: the model on which it stands."""
 
 
 class ModelList(_Body):

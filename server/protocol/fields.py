@@ -77,6 +77,7 @@ class RequestFields(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     model: Annotated[str, Field(strict=True, min_length=1)]
+    adapter: Annotated[str, Field(strict=True, min_length=1)] | None = None
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None

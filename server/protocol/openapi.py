@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from headrace.server.protocol import bodies, form_bodies
+from headrace.server.protocol.adapters import AdapterCard, AdapterFields, AdapterGone, AdapterList
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.completions import CompletionFields
 from headrace.server.protocol.messages import MessageFields
@@ -69,7 +70,6 @@ class Operation(NamedTuple):
 def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[Operation]:
     """All that is served over HTTP; the bodies of the two endpoints for tokens are their routes'."""
     generates = (404, 429, 503)
-    limits = "/v1/admin/keys/{name}/limits"
     return [
         Operation(
             "post",
@@ -123,7 +123,30 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
         Operation("get", "/health/live", "The process answers.", bodies.Health, public=True),
         Operation("get", "/health/ready", "The engine makes progress; 503 says why not.", bodies.Health, public=True),
         Operation("get", "/metrics", "All metrics, as Prometheus scrapes them; for admin and metrics keys.", None),
+        *_admin_operations(),
+    ]
+
+
+def _admin_operations() -> list[Operation]:
+    limits, adapters = "/v1/admin/keys/{name}/limits", "/v1/admin/adapters"
+    return [
         Operation("get", limits, "What a key may use; for admin keys.", KeyLimits, errors=(404,)),
+        Operation("get", adapters, "Adapters that are loaded; for admin keys.", AdapterList, errors=(503,)),
+        Operation(
+            "put",
+            f"{adapters}/{{name}}",
+            "Load an adapter from the server's folder, or put it in the place of what has its name; for admin keys.",
+            AdapterCard,
+            AdapterFields,
+            errors=(503,),
+        ),
+        Operation(
+            "delete",
+            f"{adapters}/{{name}}",
+            "Unload an adapter; requests that wear it finish. For admin keys.",
+            AdapterGone,
+            errors=(404, 503),
+        ),
         Operation("put", limits, "Change what a key may use; for admin keys.", KeyLimits, KeyLimits, errors=(404,)),
     ]
 

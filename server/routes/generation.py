@@ -101,7 +101,6 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
         ApiError: The body asks for nothing that can be done.
     """
     fields: ChatFields = parse(ChatFields, body, service.settings)
-    service.check_model(fields.model)
 
     def make_answer(prompt: list[int], params: SamplingParams, reading: Reading) -> Answer:
         return ChatAnswer(
@@ -158,6 +157,7 @@ def chat_ask(
         return make_answer(prompts[0], params, Reading(parser, offered.parallel))
 
     return _ask(
+        service,
         fields,
         params,
         prompts=[fields.chat()],
@@ -176,7 +176,6 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
         ApiError: The body asks for nothing that can be done.
     """
     fields: CompletionFields = parse(CompletionFields, body, service.settings)
-    service.check_model(fields.model)
     prompts = prompts_of(fields.prompt, service.settings.max_prompts)
     reports = {"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if fields.echo else None}
     params = fields.sampling(max_tokens=fields.limit, **reports)
@@ -205,6 +204,7 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
         )
 
     return _ask(
+        service,
         fields,
         params,
         prompts=list(prompts),
@@ -217,6 +217,7 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
 
 
 def _ask(
+    service: Service,
     fields: RequestFields,
     params: SamplingParams,
     *,
@@ -240,6 +241,7 @@ def _ask(
     return Ask(
         prompts=prompts,
         params=params,
+        adapter=service.adapter_of(fields.model, fields.adapter),
         cache_salt=fields.cache_salt,
         priority=fields.priority or 0,
         streams=fields.streams,

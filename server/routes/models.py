@@ -14,14 +14,20 @@ __all__ = ["list_models", "show_model"]
 
 async def list_models(request: Request) -> Response:
     """Every model that requests may name."""
-    return JSONResponse({"object": "list", "data": [_model(request.app.state.service)]})
+    service: Service = request.app.state.service
+    names = [info.name for info in service.engine.adapters.list()]
+    return JSONResponse({"object": "list", "data": [_model(service), *(_adapter(service, name) for name in names)]})
 
 
 async def show_model(request: Request) -> Response:
     """One model."""
     service: Service = request.app.state.service
-    service.check_model(request.path_params["model"])
-    return JSONResponse(_model(service))
+    adapter = service.adapter_of(request.path_params["model"])
+    return JSONResponse(_model(service) if adapter is None else _adapter(service, adapter))
+
+
+def _adapter(service: Service, name: str) -> dict[str, Any]:
+    return {**_model(service), "id": name, "parent": service.model}
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
         ApiError: The body asks for nothing that can be done.
     """
     fields = parse_vectors(EmbeddingFields, body, service.settings)
-    service.check_model(fields.model)
+    adapter = service.adapter_of(fields.model)
     texts = prompts_of(fields.input, service.settings.max_inputs, "input")
 
     async def work(tenant: str) -> Worked:
@@ -69,6 +69,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
             texts,
             dimensions=fields.dimensions,
             truncate=fields.truncates,
+            adapter=adapter,
             tenant=tenant,
             priority=fields.priority or 0,
         )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import adapter_folders
 import anyio
 import numpy as np
 import pytest
@@ -103,6 +104,33 @@ def test_a_batch_is_embedded_beside_generations(folder: Path, states: list[NDArr
             expected = unit([each.mean(0) for each in states] * 4)
             np.testing.assert_allclose(found.vectors, expected, atol=1e-5)
             assert [answer.choices[0].token_ids for answer in beside] == [alone.choices[0].token_ids] * 3
+
+    anyio.run(main)
+
+
+def test_each_input_wears_its_own_adapter(folder: Path, tmp_path: Path) -> None:
+    """Prefix pages of one are never those of another."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    models = {None: base, "worn": adapter_folders.merged(base, adapter_folders.lora_tensors(3, 4))}
+    names = [None, "worn", "worn", None, "worn"]
+    asked = [SHARED, SHARED, [*SHARED, 9, 9, 3], [*SHARED, 9, 9, 3], [5, 6, 7]]
+    with torch.no_grad():
+        expected = [
+            models[name].model(torch.tensor([ids])).last_hidden_state[0].numpy()
+            for ids, name in zip(asked, names, strict=True)
+        ]
+
+    async def main() -> None:
+        async with Engine(folder, **OPTIONS, adapter_slots=2, max_batched_tokens=24) as engine:
+            await engine.adapters.load("worn", adapter_folders.lora_folder(tmp_path / "worn", 3))
+            for _ in range(2):
+                last = await engine.embed(asked, adapter=names)
+                np.testing.assert_allclose(last.vectors, unit([each[-1] for each in expected]), atol=1e-5)
+            mean = await engine.embed(asked, adapter=names, pooling="mean", normalize=False)
+            np.testing.assert_allclose(mean.vectors, [each.mean(0) for each in expected], rtol=1e-4, atol=1e-5)
+            found = await engine.hidden_states(SHARED, adapter="worn")
+            np.testing.assert_allclose(found.numpy(), expected[1], rtol=1e-4, atol=1e-5)
+            assert not np.allclose(last.vectors[0], last.vectors[1], atol=1e-2)
 
     anyio.run(main)
 

@@ -87,7 +87,7 @@ async def test_text_held_back_for_a_stop_string_is_shown_at_the_end() -> None:
 
 
 def too_slow(token: Token) -> bool:
-    time.sleep(0.02)
+    time.sleep(0.15)
     return False
 
 
@@ -97,7 +97,7 @@ def raising(token: Token) -> bool:
 
 HOSTILE: list[tuple[Any, str]] = [
     (raising, "stop_when raised KeyError at token 0"),
-    (too_slow, "where a hook has 0.01"),
+    (too_slow, "where a hook has 0.1"),
     (lambda token: None, "must return a bool, got NoneType at token 0"),
     (lambda: True, "stop_when raised TypeError"),
 ]
@@ -105,7 +105,7 @@ HOSTILE: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("hook", "message"), HOSTILE)
 async def test_a_hook_that_fails_ends_its_own_stream_alone(hook: Any, message: str) -> None:
-    async with serving(hook_seconds=0.01) as engine:
+    async with serving(hook_seconds=0.1) as engine:
         other = engine.stream("other", greedy(20))
         stream = engine.stream("Hello", greedy(20, n=2), stop_when=hook)
         with pytest.raises(HookFailed, match=message) as failed:

@@ -131,13 +131,13 @@ def raising(tokens: list[int], logits: Any) -> Any:
 
 
 def sleeping(tokens: list[int], logits: Any) -> Any:
-    time.sleep(0.3)
+    time.sleep(0.5)
     return logits
 
 
 HOSTILE: list[tuple[Callable[..., Any], type[RequestFailed], str]] = [
     (raising, HookFailed, r"logits_processor raised KeyError after 2 tokens"),
-    (sleeping, HookFailed, r"a hook took longer than the 0.05 s that it has"),
+    (sleeping, HookFailed, r"a hook took longer than the 0.2 s that it has"),
     (lambda tokens, logits: None, HookFailed, r"must return an array \[\d+\], got NoneType \(\)"),
     (lambda tokens, logits: logits[:-1], HookFailed, r"got ndarray \(\d+,\)"),
     (lambda tokens, logits: "x", HookFailed, r"logits_processor raised ValueError"),
@@ -150,7 +150,7 @@ HOSTILE: list[tuple[Callable[..., Any], type[RequestFailed], str]] = [
 
 def test_a_processor_that_fails_ends_its_own_stream_alone(folder: Path) -> None:
     async def run() -> None:
-        async with Engine(folder, **OPTIONS, hook_seconds=0.05) as engine:
+        async with Engine(folder, **OPTIONS, hook_seconds=0.2) as engine:
             alone = await engine.generate([5, 6], params_of({"max_tokens": 60, "ignore_eos": True}))
             other = engine.stream([5, 6], params_of({"max_tokens": 60, "ignore_eos": True}))
             for hook, error, message in HOSTILE:

@@ -67,7 +67,7 @@ async def test_an_answer_that_ended_itself_is_not_ended_twice() -> None:
             assert ids_of(stream) == [*known, *b"\nuser: x\n"]
             assert stream.usage.prompt_tokens == len(ids_of(stream))
             await read(stream)
-            assert stream.usage.cached_tokens == len(known), "the step launched ahead had computed the last token, too"
+            assert stream.usage.cached_tokens == len(known) - 1
             await stream.send([{"role": "user", "content": "y"}], greedy(3))
             assert ids_of(stream)[-11:] == [ord(" "), 256, *b"\nuser: y\n"]
 
@@ -177,7 +177,7 @@ async def act(engine: ScriptedEngine, talks: list[Talk], talk: Talk, action: str
         await stream.admitted()
         talks.append(Talk(stream.fork(), list(talk.before)))
     elif action == "other":
-        await engine.generate([number] * (5 + number), greedy(4))
+        await engine.generate([number] * (5 + number % 30), greedy(4))
     elif action in ("cancel", "close"):
         stream.cancel()
 
@@ -282,7 +282,7 @@ def test_the_template_writes_the_same_turn_by_turn(smollm2: Path) -> None:
 
     async def run() -> None:
         chat = [{"role": "user", "content": "Name a river."}]
-        params = SamplingParams(temperature=0, max_tokens=24)
+        params = SamplingParams(temperature=0, max_tokens=10)
         async with Engine(smollm2, kv_memory="64MiB") as engine, engine.stream(chat, params) as stream:
             for question in ("And a <|im_end|> mountain?", "Why?"):
                 text = "".join([token.text async for token in stream])
@@ -301,14 +301,14 @@ def test_the_template_writes_the_same_turn_by_turn(smollm2: Path) -> None:
 
 def test_a_branch_takes_another_course_and_the_same_with_the_same_seed(smollm2: Path) -> None:
     async def run() -> None:
-        params = SamplingParams(max_tokens=24, seed=3, ignore_eos=True, logprobs=1, presence_penalty=0.5)
+        params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True, logprobs=1, presence_penalty=0.5)
         async with Engine(smollm2, kv_memory="64MiB", dtype="float32") as engine:
             whole = [token.id for token in await read(engine.stream("A story:", params))]
             stream = engine.stream("A story:", params)
             shown = [(await anext(stream)).id for _ in range(5)]
             same, other = [[token.id for token in await read(stream.fork(seed=seed))] for seed in (3, 4)]
             assert shown + same == whole
-            assert other != same and len(other) == 19
+            assert other != same and len(other) == 7
             stream.cancel()
 
     anyio.run(run)

@@ -22,6 +22,14 @@ SCHEMA = {
 }
 Case = tuple[list[int], dict[str, Any]]
 
+
+def shy(tokens: list[int], logits: Any) -> Any:
+    """A `logits_processor`: what was said of late is said less, and the rest more boldly."""
+    logits *= 1.5
+    logits[tokens[-8:]] -= len(tokens) % 3
+    return logits
+
+
 KINDS: list[dict[str, Any]] = [
     {},
     {"presence_penalty": 1.5, "frequency_penalty": 0.7, "logprobs": 3},
@@ -50,6 +58,8 @@ KINDS: list[dict[str, Any]] = [
     {"beam_width": 4, "n": 2, "max_tokens": 8},
     {"response_format": ResponseFormat.json_schema(SCHEMA), "temperature": 1.5, "seed": 8, "logprobs": 2, "n": 2},
     {"response_format": ResponseFormat.regex("[a-f]{3,40}"), "frequency_penalty": 1.0, "logit_bias": {97: 2.0}},
+    {"hook": shy, "temperature": 1.0, "seed": 9, "logprobs": 2, "presence_penalty": 0.5, "n": 2, "prompt_logprobs": 1},
+    {"hook": shy, "response_format": ResponseFormat.regex("[a-f]{3,40}"), "top_k": 7, "temperature": 1.1, "seed": 2},
 ]
 """Some rows want nothing, and everything comes beside everything else; for the checkpoint `speaking`."""
 
@@ -70,8 +80,9 @@ async def answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
 
     async def one(index: int) -> None:
         prompt, asked = cases[index]
-        params = SamplingParams(**({"temperature": 0.0, "max_tokens": 24} | asked))
-        completion = await engine.generate(prompt, params)
+        fields = {"temperature": 0.0, "max_tokens": 24} | asked
+        hook = fields.pop("hook", None)
+        completion = await engine.generate(prompt, SamplingParams(**fields), logits_processor=hook)
         tokens = [token for choice in completion.choices for token in choice.token_ids]
         reports = [report for choice in completion.choices for report in choice.logprobs or []]
         assert len(reports) == len(tokens) * ("logprobs" in asked)

@@ -138,7 +138,7 @@ class SideBySide:
         ids = torch.full((len(padded),), -9, dtype=torch.int32, device=self._device)
         variant = self._sampler.variant(np.array(batch))._replace(shaped=True)
         if variant.masked:
-            self._sampler.send_masks(np.array(batch))
+            self._sampler.act_between(logits_BV, np.array(batch))
         self._sampler.choose(*(each.to(self._device) for each in (logits_BV, padded, positions)), ids, variant)
         tokens = ids.tolist()
         self._sampler.grammars.sampled(lambda: tokens, [Work(None, row, 0, 1, True) for row in batch])  # type: ignore[arg-type]

@@ -37,6 +37,8 @@ def test_alone_and_mounted(prefix: str) -> None:
     with TestClient(app) as client:
         assert client.get(f"{prefix}/health/ready").json() == {"status": "ready"}
         assert client.get(f"{prefix}/v1/models").status_code == 401
+        assert 'src="page/main.js"' in client.get(f"{prefix}/").text  # relative: it is found below the mount as well
+        assert client.get(f"{prefix}/page/main.js").status_code == 200
         assert client.put(f"{prefix}/v1/admin/keys/me/limits", json={}, headers=KEY).status_code == 403
         assert client.get(f"{prefix}/metrics", headers=KEY).status_code == 403
         assert client.get(f"{prefix}/metrics", headers=READER).text.count("headrace:ready 1.0") == 1

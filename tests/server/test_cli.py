@@ -13,6 +13,7 @@ import termios
 import time
 from pathlib import Path
 
+import adapter_folders
 import anyio
 import pytest
 import tiny_models
@@ -108,12 +109,29 @@ def test_commands_of_a_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, caps
     rest = shown[6:]
     assert rest[0] == "/dance: there is no such command; /help lists them"
     assert rest[1] == "system message: You are terse."
-    assert rest[2].startswith("adapter: none is loaded") and rest[3] == "adapter: none"
+    assert rest[2].startswith("nobody: there is no such adapter") and rest[3].startswith("adapter: none")
     assert rest[4].startswith("temperature 0.0, ")
     assert rest[5].startswith("temperature: ") and "'cold'" in rest[5]
     assert "max_tokens 2" in rest[6] and rest[7].startswith("beam_width: what can be set is ")
     first, forgotten, again = rest[8:]
     assert first == again and first and forgotten.startswith("forgotten")
+
+
+def test_adapters_of_a_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_models.whole_folder(tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    adapter = adapter_folders.lora_folder(tmp_path / "poet", seed=1)
+    options = ["--temperature", "0", "--max-tokens", "8", "--adapter", f"poet={adapter}"]
+    lines = ["Hi", "/clear", "/adapter poet", "Hi", "/clear", "/adapter none", "Hi"]
+    assert run(monkeypatch, "chat", str(model), *options, typed="\n".join(lines)) == 0
+    plain, _, chosen, worn, _, _, again = capsys.readouterr().out.splitlines()
+    assert chosen == "adapter: poet, of none, poet"
+    assert plain == again != worn
+    assert run(monkeypatch, "chat", str(model), "--adapter", "poet") == 2
+    assert run(monkeypatch, "chat", str(model), "--adapter", f"poet={tmp_path / 'nothing'}") == 1
+    assert "poet" in capsys.readouterr().err
 
 
 def test_at_a_terminal_ctrl_c_stops_the_answer_and_arrow_up_brings_the_question_back(smollm2: Path) -> None:

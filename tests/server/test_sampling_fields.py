@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -398,6 +399,12 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
         (COMPLETIONS, {"top_logprobs": 2}, "top_logprobs"),
         (COMPLETIONS, {"logit_bias": {"49152": 1}}, "logit_bias"),
         (COMPLETIONS, {"logit_bias": {"-1": 1}}, "logit_bias"),
+        (COMPLETIONS, {"logit_bias": {"abc": 1}}, "logit_bias"),
+        (COMPLETIONS, {"logit_bias": {"1": 101}}, "logit_bias"),
+        (CHATS, {"presence_penalty": 2.1}, "presence_penalty"),
+        (CHATS, {"presence_penalty": -2.1}, "presence_penalty"),
+        (CHATS, {"frequency_penalty": 2.1}, "frequency_penalty"),
+        (CHATS, {"frequency_penalty": -2.1}, "frequency_penalty"),
         (COMPLETIONS, {"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
         (COMPLETIONS, {"logit_bias": {"1": "1"}}, "logit_bias"),
         (COMPLETIONS, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
@@ -452,3 +459,31 @@ def test_refusals_name_the_field(server: Serving, path: str, fields: dict[str, A
     if param is not None:
         assert error["param"] == param, error
         assert param in error["message"], error
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "status"),
+    [
+        ({"type": "strng"}, 400),
+        ({"type": "string", "pattern": "("}, 400),
+        ({"$ref": "https://example.org/schema"}, 400),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, 400),
+        ({"type": "string", "pattern": "(a+)+b"}, 200),  # no trouble to a derivative
+        (nested(20), 200),
+        (nested(200), 400),
+    ],
+)
+def test_28_schemas_that_are_wrong_or_hard(server: Serving, schema: dict[str, Any], status: int) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    began = time.monotonic()
+    answer = server.post({"messages": CHAT, "max_tokens": 4, "response_format": wanted}, CHATS)
+    assert time.monotonic() - began < 5 and answer.status_code == status, answer.text
+    if status != 200:
+        check_error(answer, 400)
