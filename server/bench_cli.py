@@ -118,6 +118,37 @@ def bench_latency(
     )
 
 
+@bench.command("lora")
+def bench_lora(
+    model: ShapeArgument = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,64",
+    context: Annotated[int, typer.Option(help="Tokens of a row when it begins to be measured.", min=1)] = 1000,
+    steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 128,
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1, max=256)] = 16,
+    small: Annotated[bool, typer.Option("--attention-only", help="On q, k, v and o, not every module.")] = False,
+    slots: Annotated[int, typer.Option(help="Adapters on the device at a time.", min=1)] = 64,
+    registered: Annotated[int, typer.Option(help="Adapters among which traffic chooses.", min=1)] = 1000,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    load_format: FormatOption = None,
+    more: SetOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """What adapters cost: decode steps beside the floor of their bytes, slots too few for the traffic, loading."""
+    from headrace.engine.bench.lora import Sizes, run
+
+    sizes = Sizes(
+        batches=_sizes(batches),
+        context=context,
+        steps=steps,
+        slots=slots,
+        registered=registered,
+        rank=rank,
+        small=small,
+    )
+    run(_target(model, device, kv_memory, None, load_format, more), sizes, json_path)
+
+
 @bench.command("options")
 def bench_options(
     model: ShapeArgument = None,

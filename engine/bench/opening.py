@@ -96,15 +96,14 @@ class _SyntheticTokenizer:
     encode_more, encode_reply = encode, encode_chat
 
 
-def _text_engine(tokenizer: Callable[[int], TokenizerLike]) -> type[Engine]:
-    """An engine of random weights whose tokens have text all the same, so that streaming pays for it."""
+def _changed(change: Callable[[Opened], Opened]) -> type[Engine]:
+    """Engines whose open model is changed before it is used."""
 
-    class TextEngine(Engine):
+    class ChangedEngine(Engine):
         def _open(self) -> Opened:
-            found = super()._open()
-            return replace(found, tokenizer=tokenizer(found.info.vocab_size))
+            return change(super()._open())
 
-    return TextEngine
+    return ChangedEngine
 
 
 def synthetic_table(size: int) -> TokenTable:
@@ -117,9 +116,19 @@ def synthetic_table(size: int) -> TokenTable:
 
 @asynccontextmanager
 async def opened(
-    target: Target, *, rows: int | None = None, tokenizer: Callable[[int], TokenizerLike] = _SyntheticTokenizer
+    target: Target,
+    *,
+    rows: int | None = None,
+    tokenizer: Callable[[int], TokenizerLike] = _SyntheticTokenizer,
+    change: Callable[[str, Opened], Opened] | None = None,
 ) -> AsyncIterator[Subject]:
-    """Measure the machine, then open `target` with at least `rows` rows; random weights get the `tokenizer`.
+    """Measure the machine, then open `target`.
+
+    Args:
+        target: The model.
+        rows: Rows that are needed at least.
+        tokenizer: Made for random weights, whose tokens have text all the same, so that streaming pays for it.
+        change: What else is done to the open model, given its path.
 
     Raises:
         BenchmarkFailed: The engine chose another device than the floor was measured on.
@@ -132,8 +141,13 @@ async def opened(
     with located(target.model) as (path, only_shape):
         options = target.options(only_shape=only_shape, rows=rows)
         random = options["load_format"] == "random"
-        kind = _text_engine(tokenizer) if random else Engine
-        async with kind(path, **options) as engine:
+
+        def changed(found: Opened) -> Opened:
+            if random:
+                found = replace(found, tokenizer=tokenizer(found.info.vocab_size))
+            return found if change is None else change(path, found)
+
+        async with _changed(changed)(path, **options) as engine:
             if torch.device(engine.info.device).type != torch.device(device).type:
                 raise BenchmarkFailed(
                     f"the engine runs on {engine.info.device}, the floor is of {device}: use --device"

@@ -47,9 +47,9 @@ def watching(engine: Engine, requests: int) -> Iterator[Watch]:
     watch = Watch()
 
     def committed(original: _Method) -> _Method:
-        def call(now: float, generated: int) -> None:
+        def call(now: float, generated: int) -> Any:
             watch.commits.append(Commit(now, generated))
-            original(now, generated)
+            return original(now, generated)
 
         return call
 

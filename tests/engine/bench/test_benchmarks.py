@@ -12,7 +12,7 @@ import tiny_models
 from typer.testing import CliRunner
 
 from headrace.engine import InvalidParams
-from headrace.engine.bench import latency, options, startup, stream, throughput
+from headrace.engine.bench import latency, lora, options, startup, stream, throughput
 from headrace.engine.bench.latency import parse_params, parse_prefill
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
 from headrace.engine.text import Detokenizer
@@ -32,6 +32,18 @@ def out(tmp_path: Path) -> Path:
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def test_lora(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = lora.Sizes(batches=[1, 3], context=20, steps=8, slots=2, registered=5, rank=4, small=False)
+    lora.run(target, sizes, str(out))
+    found = read(out)
+    assert [[case["adapters"] for case in each["cases"]] for each in found["decode"]] == [[0, 1], [0, 1, 3]]
+    for each in found["decode"]:
+        floors = [case["floor_ms"] for case in each["cases"]]
+        assert floors == sorted(floors) and floors[0] > 0 and all(case["ms"] > 0 for case in each["cases"])
+    assert found["traffic"]["few"] > 0 and found["loading"]["loading"] > 0
+    assert "Zipf over 5" in capsys.readouterr().out
 
 
 def test_latency(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
