@@ -5,7 +5,7 @@ Owns what is made of pooled hidden states; never plans a step and never touches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,7 @@ def _with_adapters(prompts: Any, adapter: str | None | Sequence[str | None], nam
     """
     if isinstance(prompts, str):
         prompts = [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | Mapping):
         kind = type(prompts).__name__
         raise InvalidParams(f"{naming}: must be an iterable of prompts, got {kind}", field=naming, value=prompts)
     if adapter is None or isinstance(adapter, str):

@@ -31,9 +31,12 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
         DeviceUnavailable: There is no such GPU, or too little memory for the model.
         InvalidParams: An option does not fit an encoder.
     """
-    for field, value in (("kv_dtype", config.kv_dtype), ("load_format", config.load_format)):
-        if value != "auto":
-            raise InvalidParams(f"{field}: an encoder takes auto, got {value}", field=field, value=value, limit="auto")
+    for field in ("kv_dtype", "load_format", "adapter_slots"):
+        value, limit = getattr(config, field), EngineConfig.model_fields[field].default
+        if value != limit:
+            raise InvalidParams(
+                f"{field}: an encoder takes {limit}, got {value}", field=field, value=value, limit=limit
+            )
     device = _find(config.device)
     dtype = _AUTO[device.type] if config.dtype == "auto" else _DTYPES[config.dtype]
     capacity = _capacity(config, spec, folder, device.type)

@@ -211,7 +211,7 @@ async def test_what_cannot_be_embedded_is_refused() -> None:
             with pytest.raises(InvalidParams) as refused:
                 await engine.embed(["a", "b"], **options)
             assert refused.value.field == field, options
-        for prompts in (5, b"ab", None):
+        for prompts in (5, b"ab", None, {"a": 1}):
             with pytest.raises(InvalidParams, match="prompts: must be an iterable"):
                 await engine.embed(prompts)  # type: ignore[arg-type]
         with pytest.raises(InvalidParams, match=r"prompts\[1\]: prompt: is empty"):

@@ -209,7 +209,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
             anyio.run(open_it)
         assert str(refused.value.field).startswith(field), changes
     path.write_text(json.dumps(good))
-    for options in ({"kv_dtype": "fp8"}, {"max_context": 71}):
+    for options in ({"kv_dtype": "fp8"}, {"max_context": 71}, {"adapter_slots": 1}):
         with pytest.raises(InvalidParams) as invalid:
             anyio.run(partial(open_it, **options))
         assert invalid.value.field == next(iter(options))
