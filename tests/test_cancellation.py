@@ -85,6 +85,11 @@ async def queue(engine: ScriptedEngine) -> None:
             other.cancel()
 
 
+async def vectors(engine: ScriptedEngine) -> None:
+    """More than there are rows for."""
+    await engine.embed([new_prompt() for _ in range(14)], pooling="mean")
+
+
 SCENARIOS = [
     tokens,
     chunks,
@@ -95,6 +100,7 @@ SCENARIOS = [
     admission,
     admission_unasked,
     queue,
+    vectors,
 ]
 Scenario = Callable[[ScriptedEngine], Awaitable[None]]
 
