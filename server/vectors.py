@@ -41,6 +41,7 @@ class VectorAsk:
 
     texts: Sequence[str | list[int]]
     """All that is to be computed."""
+    adapter: str | None
     priority: int
     work: Callable[[str], Awaitable[Worked]]
     """Computes it for a tenant."""
@@ -60,7 +61,7 @@ class Vectors:
         self._timeout = longest if timeout is None else min(timeout, longest)
         self._scope = anyio.CancelScope()
         self._ended_by: ApiError | None = None
-        self._figures = service.telemetry.begin(scope[REQUEST_ID], scope[CALLER].name)
+        self._figures = service.telemetry.begin(scope[REQUEST_ID], scope[CALLER].name, ask.adapter or "")
         scope[EXCHANGE].figures = self._figures
 
     def end(self, error: ApiError) -> None:

@@ -43,6 +43,7 @@ class _Fields(BaseModel):
     model: Annotated[str, Field(strict=True, min_length=1)]
     truncate_prompt_tokens: Literal[-1] | None = None
     """-1 cuts what is longer than the context; null refuses it."""
+    adapter: Annotated[str, Field(strict=True, min_length=1)] | None = None
     priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] | None = None
     user: Annotated[str, Field(strict=True, max_length=512)] | None = None
 

@@ -61,7 +61,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
         ApiError: The body asks for nothing that can be done.
     """
     fields = parse_vectors(EmbeddingFields, body, service.settings)
-    adapter = service.adapter_of(fields.model)
+    adapter = service.adapter_of(fields.model, fields.adapter)
     texts = prompts_of(fields.input, service.settings.max_inputs, "input")
 
     async def work(tenant: str) -> Worked:
@@ -87,7 +87,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
         return Worked(b'{"object":"list","data":[%b],%b' % (b",".join(data), rest), found.usage)
 
     names = {"prompt": "input", "prompts": "input", "pooling": "model"}
-    return VectorAsk(texts=texts, priority=fields.priority or 0, work=work, names=names)
+    return VectorAsk(texts=texts, adapter=adapter, priority=fields.priority or 0, work=work, names=names)
 
 
 def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
@@ -97,12 +97,17 @@ def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
         ApiError: The body asks for nothing that can be done.
     """
     fields = parse_vectors(ScoreFields, body, service.settings)
-    service.check_model(fields.model)
+    adapter = service.adapter_of(fields.model, fields.adapter)
     documents = document_texts(fields.text_2, "text_2", service.settings.max_inputs)
 
     async def work(tenant: str) -> Worked:
         found = await service.engine.score(
-            fields.text_1, documents, truncate=fields.truncates, tenant=tenant, priority=fields.priority or 0
+            fields.text_1,
+            documents,
+            truncate=fields.truncates,
+            adapter=adapter,
+            tenant=tenant,
+            priority=fields.priority or 0,
         )
         data = [
             {"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores.tolist())
@@ -112,7 +117,9 @@ def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
         return Worked(orjson.dumps(whole), found.usage)
 
     names = {"query": "text_1", "documents": "text_2", "prompt": "text_2", "pooling": "model"}
-    return VectorAsk(texts=[fields.text_1, *documents], priority=fields.priority or 0, work=work, names=names)
+    return VectorAsk(
+        texts=[fields.text_1, *documents], adapter=adapter, priority=fields.priority or 0, work=work, names=names
+    )
 
 
 def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
@@ -122,12 +129,17 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
         ApiError: The body asks for nothing that can be done.
     """
     fields = parse_vectors(RerankFields, body, service.settings)
-    service.check_model(fields.model)
+    adapter = service.adapter_of(fields.model, fields.adapter)
     documents = document_texts(fields.documents, "documents", service.settings.max_inputs)
 
     async def work(tenant: str) -> Worked:
         found = await service.engine.score(
-            fields.query, documents, truncate=fields.truncates, tenant=tenant, priority=fields.priority or 0
+            fields.query,
+            documents,
+            truncate=fields.truncates,
+            adapter=adapter,
+            tenant=tenant,
+            priority=fields.priority or 0,
         )
         scores, results = found.scores.tolist(), []
         for place in ranked(scores, fields.top_n):
@@ -139,4 +151,6 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
         return Worked(orjson.dumps(whole | {"usage": usage_of(found.usage.prompt_tokens)}), found.usage)
 
     names = {"prompt": "documents", "pooling": "model"}
-    return VectorAsk(texts=[fields.query, *documents], priority=fields.priority or 0, work=work, names=names)
+    return VectorAsk(
+        texts=[fields.query, *documents], adapter=adapter, priority=fields.priority or 0, work=work, names=names
+    )

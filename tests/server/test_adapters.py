@@ -84,6 +84,24 @@ def loaded(server: Serving) -> Iterator[None]:
     assert gone.json() == {"id": "b", "object": "adapter", "deleted": True}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "ab"}),
+        ("/v1/score", {"text_1": "ab", "text_2": ["ba", "c"]}),
+        ("/v1/rerank", {"query": "ab", "documents": ["ba", "c"]}),
+    ],
+)
+def test_vectors_and_scores_wear_an_adapter(server: Serving, path: str, body: dict[str, Any]) -> None:
+    def told(**asked: Any) -> Any:
+        answer = server.post({"model": "base", **body, **asked}, path)
+        assert answer.status_code == 200, answer.text
+        return answer.json().get("data") or answer.json()["results"]
+
+    assert told() != told(adapter="first") == told(model="first")
+    check_error(server.post({"model": "base", "adapter": "b", **body}, path), 404, "model_not_found", "adapter")
+
+
 def test_admin_keys_load_replace_and_unload(server: Serving) -> None:
     client = server.client
     first = said(server, model="first")
