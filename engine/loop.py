@@ -311,7 +311,7 @@ class StepLoop:
                 self._choose_later(oldest.plan, tokens.choices)
         generated = sum(emission.token is not None for emission in emissions)
         seconds = self.meter.committed(self._clock(), generated)
-        self.scheduler.pace.observe(sum(work.num_tokens for work in oldest.plan.works if work.num_tokens > 1), seconds)
+        self.scheduler.pace.observe(sum(work.num_tokens for work in oldest.plan.others if work.num_tokens > 1), seconds)
         self._emissions = emissions
 
     def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:

@@ -38,8 +38,8 @@ def run(*, rows: int, json_path: str | None) -> None:
         plan = scheduler.plan()
         planned = time.perf_counter()
         if pending is not None:
-            scheduler.commit(pending, [5] * len(pending.works))
-        if pending is not None and len(pending.works) == rows and pending.tokens == rows:
+            scheduler.commit(pending, [5] * pending.size)
+        if pending is not None and pending.size == pending.tokens == rows:
             plans.append(planned - started)
             commits.append(time.perf_counter() - planned)
         pending = plan

@@ -7,7 +7,7 @@ only its choice waits for what `send` finds meanwhile. All of it happens in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,7 @@ class GrammarRows:
                 self._rows[each.row] = _Row(each.grammar, each.tokens[each.prompt_len :])
                 self.asks[each.row] = True
 
-    def sampled(self, tokens_of: TokensOf, works: Sequence[Work]) -> None:
+    def sampled(self, tokens_of: TokensOf, works: Iterable[Work]) -> None:
         """Note that a step, just enqueued, samples the next tokens of rows that keep to a grammar."""
         if self._rows:
             for index, work in enumerate(works):

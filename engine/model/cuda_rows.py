@@ -74,6 +74,8 @@ class DeviceRows:
         """The slot of the adapter that a row wears, -1 for none."""
         self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
+        self._named: NDArray[np.int64] = np.empty(0, np.int64)
+        """The rows of the last call of `batch`, which nobody writes to."""
         words = 1 + 2 * _MOST_PAIRS
         self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._views = [buffer.numpy() for buffer in self._ring]
@@ -104,12 +106,14 @@ class DeviceRows:
 
     def batch(self, rows: NDArray[np.int64], starts: NDArray[np.int64], bucket: int) -> None:
         """Make the first `bucket` rows of `batch_R` these, padded, about to compute the tokens at `starts`."""
-        wanted = np.full(bucket, self.padding_row, np.int32)
-        wanted[: len(rows)] = rows
-        (changed,) = np.nonzero(self._batch[:bucket] != wanted)
-        if len(changed):
-            self._put(self._offset["batch"] + changed, wanted[changed])
-            self._batch[:bucket] = wanted
+        if rows is not self._named:  # as it mostly is
+            wanted = np.full(bucket, self.padding_row, np.int32)
+            wanted[: len(rows)] = rows
+            (changed,) = np.nonzero(self._batch[:bucket] != wanted)
+            if len(changed):
+                self._put(self._offset["batch"] + changed, wanted[changed])
+                self._batch[:bucket] = wanted
+            self._named = rows
         (stale,) = np.nonzero(self._lengths[rows] != starts)
         if len(stale):
             self._put(self._offset["lengths"] + rows[stale], starts[stale])

@@ -22,7 +22,15 @@ from headrace.engine.model.cuda_adapters import CudaBank
 from headrace.engine.model.cuda_reports import Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Variant
-from headrace.engine.model.cuda_steps import CudaStep, Decodes, Result, faults_are_fatal, places_of, split
+from headrace.engine.model.cuda_steps import (
+    CudaStep,
+    Decodes,
+    Ordering,
+    Result,
+    faults_are_fatal,
+    places_of,
+    split,
+)
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs
 from headrace.engine.model.host_pool import HostPool
@@ -47,6 +55,7 @@ _USUAL_CONTEXT = 1024  # tokens
 _FEW_TOKENS = 20  # of a prefill that small products compute
 _ALL_OPTIONS = Shaping(bias=((0, 1.0),), frequency_penalty=1.0, bad_words=((0, 0, 0),))
 """One that needs every kernel of shaping."""
+_NOWHERE: NDArray[np.int64] = np.empty(0, np.int64)
 _ALL_REPORTS = Reporting(completion=1, prompt=1)
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
 
@@ -122,6 +131,8 @@ class CudaRunner:
             self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
             self._results = [Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
             self._turn = 0
+            self._ordering = Ordering()
+            """Of what `launch` enqueues itself."""
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, self._kv, self._ids,
                 max_rows=capacity.max_rows, attention=attention, bank=bank,
@@ -186,8 +197,8 @@ class CudaRunner:
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
         step = CudaStep(result)
-        is_plain = plan.tokens == len(plan.works) and not plan.new_rows and not plan.copies and not plan.spills
-        decodes = Decodes.of(plan.works) if is_plain else None
+        is_plain = plan.decodes and not plan.others and not (plan.new_rows or plan.copies or plan.spills)
+        decodes = self._ordering.of(plan.rows, plan.starts) if is_plain else None
         if self._submitted == self._enqueued and decodes is not None and self._is_quick(decodes):
             self._enqueue(plan, decodes, [], step)
         else:
@@ -266,7 +277,7 @@ class CudaRunner:
         while (item := self._plans.get()) is not None:
             plan, step = item
             try:
-                self._enqueue(plan, *split(plan.works), step)
+                self._enqueue(plan, *split(plan), step)
             except BaseException as error:  # raised where the step is waited for
                 step.error = error
             self._enqueued += 1
@@ -287,7 +298,7 @@ class CudaRunner:
                 step.lines = step.result.fetch(lines, index_of)
                 step.choices = {index_of[row]: choice for row, choice in choices.items()}
             step.result.done.record(self._stream)
-            self._sampler.grammars.sampled(step.tokens, plan.works)
+            self._sampler.grammars.sampled(step.tokens, plan.each_work())
 
     def _enqueue_all(
         self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
@@ -309,7 +320,7 @@ class CudaRunner:
             lines = self._sampler.lines(decodes.rows, 0)
         if not prefills:
             result.ids[:count].copy_(self._ids[:count], non_blocking=True)
-            step.places = self._order_back(decodes)
+            step.places = _NOWHERE if decodes is None else decodes.back
             return lines
         if decodes is None:
             self._rows.flush(applied_by_graph=False)
@@ -317,7 +328,7 @@ class CudaRunner:
         sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
         step.pooled = result.keep(pooled, plan.works)
         result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
-        step.places = places_of(plan.works, self._order_back(decodes), count)
+        step.places = places_of(plan.works, _NOWHERE if decodes is None else decodes.back, count)
         return lines + more
 
     def _swap(self, plan: StepPlan) -> None:
@@ -336,10 +347,6 @@ class CudaRunner:
         with torch.cuda.stream(self._side):
             yield self._host
         self._stream.wait_stream(self._side)
-
-    @staticmethod
-    def _order_back(decodes: Decodes | None) -> NDArray[np.int64]:
-        return np.empty(0, np.int64) if decodes is None else decodes.order.argsort()
 
     def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]]) -> None:
         """Enqueue one token of each row."""

@@ -18,10 +18,10 @@ from torch import Tensor
 from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda_reports import Lines, SentLines, with_reports
 from headrace.engine.model.pools import settle
-from headrace.engine.scheduling.plan import CHOSEN_LATER, Work
+from headrace.engine.scheduling.plan import CHOSEN_LATER, StepPlan, Work
 from headrace.engine.scheduling.shaping import Choice
 
-__all__ = ["CudaStep", "Decodes", "Result", "faults_are_fatal", "places_of", "split"]
+__all__ = ["CudaStep", "Decodes", "Ordering", "Result", "faults_are_fatal", "places_of", "split"]
 
 
 class Result:
@@ -135,27 +135,34 @@ class Decodes(NamedTuple):
 
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
-    order: NDArray[np.int64]
-    """Which work each of them is."""
-
-    @classmethod
-    def of(cls, works: Sequence[Work]) -> Decodes | None:
-        """All of `works`; None if there are none, or one of them samples nothing."""
-        if not works:
-            return None
-        _, row_W, start_W, _, samples_W = zip(*works, strict=True)
-        if not all(samples_W):
-            return None
-        starts = np.array(start_W)
-        order = (-starts).argsort(kind="stable")
-        return cls(np.array(row_W)[order], starts[order], order)
+    back: NDArray[np.int64]
+    """Where each of the works stands."""
 
 
-def split(works: Sequence[Work]) -> tuple[Decodes | None, list[Work]]:
+class Ordering:
+    """Puts decodes in order; remembers that of the last step, since most steps have the same rows, which all grow."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._rows: list[int] = []
+        self._order = self._ordered = self._back = np.empty(0, np.int64)
+
+    def of(self, rows: list[int], starts: list[int]) -> Decodes:
+        """The decodes of a plan; for the rows of the last call `Decodes.rows` is the same array."""
+        starts_W = np.array(starts, np.int64)
+        if rows != self._rows:
+            self._order = (-starts_W).argsort(kind="stable")
+            self._rows, self._ordered, self._back = rows, np.array(rows, np.int64)[self._order], self._order.argsort()
+        return Decodes(self._ordered, starts_W[self._order], self._back)
+
+
+def split(plan: StepPlan) -> tuple[Decodes | None, list[Work]]:
     """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after."""
-    decodes = [work for work in works if work.num_tokens == 1 and work.samples]
-    prefills = [work for work in works if work.num_tokens > 1 or not work.samples]
-    return Decodes.of(decodes), prefills
+    more = [work for work in plan.others if work.num_tokens == 1 and work.samples]
+    prefills = [work for work in plan.others if work.num_tokens > 1 or not work.samples]
+    rows = [*plan.rows, *(work.row for work in more)]
+    starts = [*plan.starts, *(work.start for work in more)]
+    return Ordering().of(rows, starts) if rows else None, prefills
 
 
 def places_of(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -> NDArray[np.int64]:

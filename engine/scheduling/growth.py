@@ -1,9 +1,9 @@
-"""`Growth`: makes the pages of a request writable before a step writes them; plans no tokens."""
+"""`Growth`: makes a request ready for a step that is planned, above all its pages writable; plans no tokens."""
 
 from __future__ import annotations
 
 from headrace.engine.scheduling.pages import PagePool
-from headrace.engine.scheduling.plan import PageEntry, StepPlan
+from headrace.engine.scheduling.plan import GivenTokens, PageEntry, StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.roster import Roster
@@ -19,6 +19,20 @@ class Growth:
         self._roster = roster
         self._pool = pool
         self._policy = policy
+
+    def make_ready(self, plan: StepPlan, request: Request, count: int, now: float) -> int:
+        """Have `request` ready for its next `count` tokens: pages of its own, and on the device what the host chose.
+
+        Returns:
+            How many of them may be planned.
+        """
+        if request.planned + count > len(request.pages) * self._pool.page_size or request.forked:
+            count = self.grow(plan, request, count, now)
+        if count and request.unsent:
+            given = request.tokens[-request.unsent :]
+            plan.given.append(GivenTokens(request.row, len(request.tokens) - request.unsent, given))
+            request.unsent = 0
+        return count
 
     def grow(self, plan: StepPlan, request: Request, count: int, now: float) -> int:
         """Make pages writable for `count` tokens from `request.planned`; how many of them have room."""

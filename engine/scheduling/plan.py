@@ -5,7 +5,8 @@ Owns no behaviour and never holds a tensor. Next to read: scheduler.py, which ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -163,9 +164,44 @@ class StepPlan:
     """(place in the host pool, page) to bring back."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source page, destination page), copied before anything of this step is written."""
-    works: list[Work] = field(default_factory=list)
+    decodes: list[Request] = field(default_factory=list)
+    """Those that compute one token and sample the next: the first works. They are most of all, so they stand in columns
+    and become `Work` values only for whoever wants those."""
+    rows: list[int] = field(default_factory=list)
+    """Of `decodes`."""
+    starts: list[int] = field(default_factory=list)
+    """Of `decodes`."""
+    others: list[Work] = field(default_factory=list)
+    """The works after them."""
     tokens: int = 0
     """Sum over the works."""
+    _works: list[Work] | None = None
+
+    @property
+    def works(self) -> list[Work]:
+        """All shares of the step, of a finished plan."""
+        if not self.decodes:
+            return self.others
+        if self._works is None:
+            self._works = list(self.each_work())
+        return self._works
+
+    @property
+    def size(self) -> int:
+        """How many works there are."""
+        return len(self.decodes) + len(self.others)
+
+    def each_work(self) -> Iterator[Work]:
+        """The works, one after another."""
+        for request, row, start in zip(self.decodes, self.rows, self.starts, strict=True):
+            yield Work(request, row, start, 1, True)
+        yield from self.others
+
+    def shares(self) -> Iterator[tuple[Request, int, int, bool]]:
+        """(request, start, number of tokens, whether it samples) of each work."""
+        decodes = zip(self.decodes, self.starts, itertools.repeat(1), itertools.repeat(True), strict=False)
+        others = ((work.request, work.start, work.num_tokens, work.samples) for work in self.others)
+        return itertools.chain(decodes, others)
 
 
 class Emission(NamedTuple):

@@ -5,7 +5,7 @@ docs/scheduling.md says what each is for and what it costs, with figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Any
@@ -158,7 +158,7 @@ class FairShare(FirstCome):
                 account.queued.discard(request.id)
             self._charge(request, self.prompt_cost * (request.known - request.planned))
 
-    def served(self, works: Sequence[Work]) -> None:
+    def served(self, works: Iterable[Work]) -> None:
         """Charge the tokens that will be generated."""
         cost = self.output_cost
         for work in works:

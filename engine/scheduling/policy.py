@@ -6,7 +6,7 @@ engine uses unless told otherwise; the others are in policies.py. Next to read: 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from headrace.engine.scheduling.pace import Pace
@@ -73,7 +73,7 @@ class Policy(Protocol):
         """`request` has got a row; it owes `known - planned` tokens."""
         ...
 
-    def served(self, works: Sequence[Work]) -> None:
+    def served(self, works: Iterable[Work]) -> None:
         """A step was planned."""
         ...
 
@@ -119,7 +119,7 @@ class FirstCome:
     def started(self, request: Request) -> None:
         """Nothing is remembered."""
 
-    def served(self, works: Sequence[Work]) -> None:
+    def served(self, works: Iterable[Work]) -> None:
         """Nothing is remembered."""
 
     def ended(self, request: Request) -> None:

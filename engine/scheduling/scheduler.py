@@ -7,6 +7,7 @@ policy says who comes first. Never waits, never reads a clock, never sees a tens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from headrace.adapters.slots import AdapterVersion, SlotTable
@@ -14,6 +15,7 @@ from headrace.engine.errors import NonFiniteLogits, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
 from headrace.engine.scheduling.deadlines import DeadlineQueue
+from headrace.engine.scheduling.decoding import plan_decodes
 from headrace.engine.scheduling.growth import Growth
 from headrace.engine.scheduling.host_pages import HostPages
 from headrace.engine.scheduling.pace import Pace
@@ -24,7 +26,6 @@ from headrace.engine.scheduling.plan import (
     NOTHING_LEFT,
     Capacity,
     Emission,
-    GivenTokens,
     NewRow,
     PageEntry,
     RowOptions,
@@ -40,6 +41,9 @@ from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.engine.scheduling.swaps import Swaps
 
 __all__ = ["Scheduler"]
+
+# What an Emission's own constructor does, in half the time: every token passes here.
+_emission = partial(tuple.__new__, Emission)
 
 
 class Scheduler:
@@ -140,22 +144,16 @@ class Scheduler:
         while (request := self._deadlines.overdue(now)) is not None:
             self._lapse(request)
         plan = StepPlan(self._step)
-        prefills = []
-        for request in list(self._roster.running):
-            owed = request.known - request.planned
-            if owed > 1:
-                prefills.append(request)
-            elif owed and request.known != request.limit and request.is_decodable:
-                plan.tokens += self._plan_tokens(plan, request, 1)
+        prefills = plan_decodes(plan, self._roster.running, self._growth, self.capacity.page_size, now)
         if prefills or self._roster.waiting:
             self._plan_prefills(plan, prefills)
-        if not plan.works:
+        if not plan.size:
             return None
-        for work in plan.works:
+        for work in plan.others:
             if work.num_tokens > 1:
                 self.prefixes.offer(work.request)
         plan.left_rows, self._roster.left_rows = self._roster.left_rows, []
-        self._policy.served(plan.works)
+        self._policy.served(plan.each_work())
         self.swaps.host.load(plan)
         self._step += 1
         return plan
@@ -170,24 +168,18 @@ class Scheduler:
                 plan.tokens += self._plan_tokens(plan, request, budget - plan.tokens)
         if plan.new_rows:  # some overtook: a plan ends with the rows that are new in it
             new = {row.row for row in plan.new_rows}
-            plan.works.sort(key=lambda work: work.row in new)
+            plan.others.sort(key=lambda work: work.row in new)
         if plan.tokens < budget and self._roster.waiting:
             self._admit(plan, budget)
 
     def _plan_tokens(self, plan: StepPlan, request: Request, most: int) -> int:
         """Plan up to `most` of what `request` owes, as far as pages can be had; how many were planned."""
         start = request.planned
-        count = min(request.known - start, most)
-        if start + count > len(request.pages) * self.capacity.page_size or request.forked:
-            count = self._growth.grow(plan, request, count, self._now)
-            if not count:
-                return 0
-        if request.unsent:
-            given = request.tokens[-request.unsent :]
-            plan.given.append(GivenTokens(request.row, len(request.tokens) - request.unsent, given))
-            request.unsent = 0
+        count = self._growth.make_ready(plan, request, min(request.known - start, most), self._now)
+        if not count:
+            return 0
         samples = start + count == request.known and request.pooling is None
-        plan.works.append(Work(request, request.row, start, count, samples))
+        plan.others.append(Work(request, request.row, start, count, samples))
         request.ready = start
         request.latest_step = plan.step
         request.planned = start + count
@@ -263,25 +255,25 @@ class Scheduler:
             One emission for each request that gained a token, ended or failed; tokens of requests that had already
             ended are dropped here.
         """
-        size = self.capacity.page_size
+        size, finished = self.capacity.page_size, State.FINISHED
         emissions: list[Emission] = []
         self.swaps.host.settled(plan)
         if isinstance(tokens, ReportedTokens):
             take_prompt_reports(plan, tokens)
-        for work, token in zip(plan.works, tokens, strict=True):
-            request = work.request
+        for (request, start, count, samples), token in zip(plan.shares(), tokens, strict=True):
             request.in_flight -= 1
             if request.discard:
                 request.discard -= 1
-            elif request.state is not State.FINISHED:
-                request.computed = work.start + work.num_tokens
-                if min(request.planned, len(request.tokens)) >= (request.registered + 1) * size:
+            elif request.state is not finished:
+                request.computed = start + count
+                full = (request.registered + 1) * size
+                if request.planned >= full and len(request.tokens) >= full:
                     self.prefixes.offer(request)
-                if token == CHOSEN_LATER and work.samples:
+                if token == CHOSEN_LATER and samples:
                     request.awaited = plan.step
-                elif work.samples or (request.pooling is not None and request.computed == request.prompt_len):
+                elif samples or (request.pooling is not None and request.computed == request.prompt_len):
                     emissions.append(self._accept(request, token))
-            if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
+            if not request.in_flight and request.row >= 0 and (request.leaving or request.state is finished):
                 self._roster.let_go(request)
         return with_reports(plan, tokens, emissions) if isinstance(tokens, ReportedTokens) else emissions
 
@@ -323,6 +315,20 @@ class Scheduler:
 
     def _accept(self, request: Request, token: int) -> Emission:
         """Append a sampled token and see whether it is the last; a pooled request ends without one."""
+        if not 0 <= token < self.capacity.vocab_size or request.pooling is not None:
+            return self._end_without(request, token)
+        request.tokens.append(token)
+        if token in request.stop_ids:
+            self.finish(request, "stop")
+        elif len(request.tokens) >= request.limit:
+            if request.holds:
+                self.pause(request)
+            else:
+                self.finish(request, "length")
+        return _emission((request, token, request.finish_reason, None, None, None))
+
+    def _end_without(self, request: Request, token: int) -> Emission:
+        """The end of a request that was not given a token of the vocabulary, or was only pooled."""
         if token == NON_FINITE:
             for page in request.pages:  # whoever read them would fail in the same way
                 self.pool.forget(page)
@@ -332,18 +338,8 @@ class Scheduler:
         if request.pooling is not None:
             self.finish(request, "stop")
             return Emission(request, None, request.finish_reason)
-        if not 0 <= token < self.capacity.vocab_size:
-            what = f"the device sampled token {token} of a vocabulary of {self.capacity.vocab_size}"
-            return self._fail_one(request, RequestFailed(what))
-        request.tokens.append(token)
-        if token in request.stop_ids:
-            self.finish(request, "stop")
-        elif len(request.tokens) >= request.limit:
-            if request.holds:
-                self.pause(request)
-            else:
-                self.finish(request, "length")
-        return Emission(request, token, request.finish_reason)
+        what = f"the device sampled token {token} of a vocabulary of {self.capacity.vocab_size}"
+        return self._fail_one(request, RequestFailed(what))
 
     def _fail_one(self, request: Request, error: RequestFailed) -> Emission:
         request.failed = True
