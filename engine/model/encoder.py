@@ -5,8 +5,8 @@ Owns the model's parameters; never knows a request, a plan or a scheduler. Every
     x' = norm(x + o(attention(qkv(x))))
     y  = norm(x' + down(gelu(up(x'))))
 
-(Devlin et al., 2019). Tokens of all texts lie one after the other, without padding; attention alone pads, among texts
-of like length. Next to read: encoder_runner.py.
+(Devlin et al., 2019). Tokens of all texts lie one after the other, without padding. Attention on a GPU in 16 bits takes
+them so; elsewhere it alone pads, among texts of like length. Next to read: encoder_runner.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 from headrace.engine.model.encoder_spec import EncoderSpec
 from headrace.engine.model.encoder_weights import Affine, EncoderLayer, EncoderWeights
@@ -25,6 +26,7 @@ __all__ = ["Encoder", "Texts"]
 
 _LONGEST = 1.25  # texts of one attention differ at most by this factor in length, so that little of it is padding
 _SHORT = 8  # tokens, below which padding costs nothing
+_EVEN = 8  # what the size of a head must be a multiple of where attention does not pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +54,21 @@ class Texts:
     """Which text each token is of."""
     starts_B: Tensor
     lengths_B: Tensor
+    bounds_C: Tensor
+    """int32 [B + 1]: where each text begins, and the end."""
+    longest: int
     groups: tuple[_Group, ...]
+    """None where attention does not pad."""
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int]], seconds: Sequence[int], device: torch.device) -> Texts:
+    def of(cls, tokens: Sequence[Sequence[int]], seconds: Sequence[int], device: torch.device, *, pads: bool) -> Texts:
         """Put texts on `device`.
 
         Args:
             tokens: Token ids of each text, in ascending length.
             seconds: For each, the position from which tokens belong to the second text of a pair; 0 for none.
             device: Where the encoder is.
+            pads: As `Encoder.pads`.
         """
         lengths_B = torch.tensor([len(text) for text in tokens])
         starts_B = lengths_B.cumsum(0) - lengths_B
@@ -70,6 +77,7 @@ class Texts:
         seconds_N = torch.tensor(list(seconds))[texts_N]
         types_N = ((seconds_N > 0) & (positions_N >= seconds_N)).long()
         tokens_N = torch.tensor([token for text in tokens for token in text])
+        spans = _spans(lengths_B.tolist()) if pads else []
         return cls(
             tokens_N=tokens_N.to(device),
             positions_N=positions_N.to(device),
@@ -77,7 +85,9 @@ class Texts:
             texts_N=texts_N.to(device),
             starts_B=starts_B.to(device),
             lengths_B=lengths_B.to(device),
-            groups=tuple(_group(starts_B, lengths_B, slice(*span), device) for span in _spans(lengths_B.tolist())),
+            bounds_C=torch.cat((starts_B, lengths_B.sum(0, keepdim=True))).int().to(device),
+            longest=len(tokens[-1]),
+            groups=tuple(_group(starts_B, lengths_B, slice(*span), device) for span in spans),
         )
 
 
@@ -107,6 +117,9 @@ class Encoder:
         """Take `weights` over."""
         self.spec = spec
         self._weights = weights
+        half = weights.words_VE.is_cuda and weights.words_VE.dtype in (torch.float16, torch.bfloat16)
+        self.pads = not half or (spec.hidden_size // spec.num_heads) % _EVEN != 0
+        """Whether attention pads texts."""
 
     def hidden(self, texts: Texts) -> Tensor:
         """Run all blocks: [N, E]."""
@@ -114,7 +127,7 @@ class Encoder:
         x_NE = weights.words_VE[texts.tokens_N] + weights.types_TE[texts.types_N.clamp(max=self.spec.num_types - 1)]
         x_NE = self._norm(x_NE + weights.positions_PE[texts.positions_N + self.spec.first_position], weights.norm)
         for layer in weights.layers:
-            attended_NE = _product(self._attention(_product(x_NE, layer.qkv), texts.groups), layer.o)
+            attended_NE = _product(self._attention(_product(x_NE, layer.qkv), texts), layer.o)
             x_NE = self._norm(x_NE + attended_NE, layer.attention_norm)
             x_NE = self._norm(x_NE + self._feed(x_NE, layer), layer.output_norm)
         return x_NE
@@ -131,11 +144,17 @@ class Encoder:
     def _norm(self, x_NE: Tensor, norm: Affine) -> Tensor:
         return functional.layer_norm(x_NE, (x_NE.shape[-1],), norm.weight, norm.bias, self.spec.norm_eps)
 
-    def _attention(self, qkv_NX: Tensor, groups: Sequence[_Group]) -> Tensor:
+    def _attention(self, qkv_NX: Tensor, texts: Texts) -> Tensor:
         """softmax(q k^T / sqrt(D)) v of each text: [N, E]."""
         heads, hidden = self.spec.num_heads, self.spec.hidden_size
+        if not self.pads:
+            q_NHD, k_NHD, v_NHD = qkv_NX.unflatten(-1, (3, heads, -1)).unbind(1)
+            bounds_C, longest = texts.bounds_C, texts.longest
+            found_NHD = varlen_attn(q_NHD, k_NHD, v_NHD, bounds_C, bounds_C, longest, longest)
+            assert isinstance(found_NHD, Tensor)
+            return found_NHD.flatten(1)
         out_NE = torch.empty(len(qkv_NX), hidden, dtype=qkv_NX.dtype, device=qkv_NX.device)
-        for group in groups:
+        for group in texts.groups:
             q_BHTD, k_BHTD, v_BHTD = qkv_NX[group.places_BT].unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
             found_BHTD = functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=group.mask_B11T)
             out_NE[group.tokens_M] = found_BHTD.transpose(1, 2).reshape(-1, hidden)[group.cells_M]

@@ -99,7 +99,8 @@ class EncoderRunner:
         encoder = self._encoder
         assert encoder is not None
         rows = [each.row for each in ended]
-        texts = Texts.of([row.tokens for row in rows], [row.pooling.second for row in rows], self._device)
+        seconds = [row.pooling.second for row in rows]
+        texts = Texts.of([row.tokens for row in rows], seconds, self._device, pads=encoder.pads)
         hidden_NE = encoder.hidden(texts)
         found: dict[int, Tensor] = {}
         for kind in dict.fromkeys(row.pooling.kind for row in rows):
