@@ -1,7 +1,7 @@
 # The commands of this repository. `make help` lists them; `make demo` and `make test` set up all they need by themselves.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types wheel-import unit test-gpu bench clean
+.PHONY: help demo test lint types wheel-import unit soak test-gpu bench clean
 
 PYTHON ?= python3
 # The torch of machines without a GPU: its CPU build where pip knows one, else PyTorch's own by uv, else PyPI's.
@@ -45,6 +45,17 @@ wheel-import: types
 unit: $(TEST_READY) ## the tests alone
 	$(say) 'pytest'
 	@$(BIN)/python -m pytest -q $(TESTS)
+
+# About an hour of simulated chaos, every planted bug, and some minutes of real load; SEEDS and REQUESTS make it shorter.
+soak: SEEDS ?= 200000
+soak: REQUESTS ?= 20000
+soak: $(TEST_READY) ## the long simulation, the whole mutation gate, and load on the CPU
+	$(say) 'the mutation gate: which seed finds which planted bug'
+	@HEADRACE_MUTATIONS=all $(BIN)/python -m pytest -q -s tests/simulation/test_mutations.py
+	$(say) 'simulation: $(SEEDS) seeds'
+	@HEADRACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -x tests/simulation
+	$(say) 'load: $(REQUESTS) requests on the CPU, cancelled at random, in too few pages'
+	@HEADRACE_TEST_DEVICE=cpu HEADRACE_SOAK=$(REQUESTS) $(BIN)/python -m pytest -q -x tests/gpu/test_soak.py
 
 # It sets nothing up: where no environment is, any Python with the libraries does, and headrace comes from these folders.
 test-gpu: GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))

@@ -99,6 +99,9 @@ class Rig:
         self.computed_tokens = 0
         self.copies = 0
         self._turns = 0
+        self._roots: dict[int, bytes] = {}
+        """Page -> the root of what was last written to it."""
+        self._host_roots: dict[int, bytes] = {}
         self._events: deque[tuple[Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
         self._guard_allocations()
 
@@ -261,6 +264,7 @@ class Rig:
         self._note(_say_plan, plan, fault)
         self._check_plan(plan, owed)
         self._check_pages(plan)
+        self._check_roots(plan)
         self.flights.append(flight)
         self.computed_tokens += plan.tokens
         self.copies += len(plan.copies)
@@ -438,6 +442,20 @@ class Rig:
                 assert other is request or touched.isdisjoint(pages), (
                     f"r{request.id} writes a page of r{other.id} that step {flight.plan.step} still uses"
                 )
+
+    def _check_roots(self, plan: StepPlan) -> None:
+        """Nobody reads what was written for another tenant or adapter, in host memory or not."""
+        roots, host = self._roots, self._host_roots
+        host.update({place: roots[page] for page, place in plan.spills})
+        for source, target in plan.copies:
+            roots[target] = roots[source]
+        roots.update({page: host[place] for place, page in plan.fetches})
+        size = self.capacity.page_size
+        for request, _, start, count, _ in plan.works:
+            pages = request.pages[: (start + count - 1) // size + 1]
+            for page in pages[: -(-start // size)]:
+                assert roots[page] == request.root, f"r{request.id} reads page {page} of {roots[page]!r}"
+            roots.update(dict.fromkeys(pages[start // size :], request.root))
 
     def _guard_allocations(self) -> None:
         """Make the pool assert that it hands out no page that a step in flight uses, but those copied away from."""

@@ -1,0 +1,381 @@
+"""Bugs that other engines had, each as a change of a new rig's scheduler; the simulation must find every one of them.
+
+Each function plants one, and its first line says what happens then. No tests here: test_mutations.py plays them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from simulation.rig import Rig
+
+from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.request import Request, State
+
+__all__ = ["MUTATIONS"]
+
+MUTATIONS: dict[str, Callable[[Rig], None]] = {}
+"""Name of a bug -> what plants it."""
+
+
+def planted(plant: Callable[[Rig], None]) -> Callable[[Rig], None]:
+    MUTATIONS[plant.__name__] = plant
+    return plant
+
+
+def replace(owner: object, name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(old)` in the place of a method."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+@planted
+def pages_are_released_twice_when_a_request_is_cancelled(rig: Rig) -> None:
+    roster, pool = rig.scheduler._roster, rig.scheduler.pool
+
+    def make(end: Callable[[Request], None]) -> Callable[[Request], None]:
+        def ends(request: Request) -> None:
+            pages = list(request.pages)
+            end(request)
+            if not request.pages and pages:
+                pool.release(pages[-1:])
+
+        return ends
+
+    replace(roster, "end", make)
+
+
+@planted
+def pages_of_a_cancelled_request_are_reused_while_a_step_writes_them(rig: Rig) -> None:
+    roster = rig.scheduler._roster
+
+    def make(end: Callable[[Request], None]) -> Callable[[Request], None]:
+        def ends(request: Request) -> None:
+            end(request)
+            rig.scheduler.pool.release(request.pages)
+            request.pages = []
+
+        return ends
+
+    replace(roster, "end", make)
+
+
+@planted
+def pages_of_a_victim_are_reused_while_a_step_writes_them(rig: Rig) -> None:
+    def make(preempt: Callable[[Request], bool]) -> Callable[[Request], bool]:
+        def preempts(victim: Request) -> bool:
+            now = preempt(victim)
+            rig.scheduler.pool.release(victim.pages)
+            victim.pages = []
+            return now
+
+        return preempts
+
+    replace(rig.scheduler._roster, "preempt", make)
+
+
+@planted
+def a_prefix_hit_takes_no_reference(rig: Rig) -> None:
+    pool = rig.scheduler.pool
+
+    def share(page: int) -> None:
+        if pool.refs[page] == 0:
+            del pool._place_of(page)[page]
+            pool.refs[page] = 1
+
+    pool.share = share  # type: ignore[method-assign]
+
+
+@planted
+def the_prefix_is_keyed_without_tenant_and_adapter(rig: Rig) -> None:
+    replace(rig.scheduler.pool, "extend_keys", lambda old: lambda keys, tokens, root: old(keys, tokens, b""))
+
+
+@planted
+def a_page_is_keyed_without_what_comes_before_it(rig: Rig) -> None:
+    pool = rig.scheduler.pool
+
+    def make(extend: Callable[..., None]) -> Callable[..., None]:
+        def extends(keys: list[bytes], tokens: Sequence[int], root: bytes) -> None:
+            size = pool.page_size
+            for start in range(len(keys) * size, len(tokens) - size + 1, size):
+                own: list[bytes] = []
+                extend(own, tokens[start : start + size], root)
+                keys += own
+
+        return extends
+
+    replace(pool, "extend_keys", make)
+
+
+@planted
+def a_shared_page_is_written_without_a_copy(rig: Rig) -> None:
+    rig.scheduler.pool.is_writable = lambda page: True  # type: ignore[method-assign]
+
+
+@planted
+def an_evicted_page_is_still_offered(rig: Rig) -> None:
+    rig.scheduler.pool.forget = lambda page: None  # type: ignore[method-assign]
+
+
+# -- queues -----------------------------------------------------------------------------------------------------------
+
+
+@planted
+def the_budget_is_exceeded_by_one(rig: Rig) -> None:
+    replace(rig.scheduler, "_plan_tokens", lambda old: lambda plan, request, most: old(plan, request, most + 1))
+
+
+@planted
+def a_cancelled_request_stays_in_the_running_queue(rig: Rig) -> None:
+    roster = rig.scheduler._roster
+
+    def make(end: Callable[[Request], None]) -> Callable[[Request], None]:
+        def ends(request: Request) -> None:
+            ran = request.state is State.RUNNING and not request.leaving
+            end(request)
+            if ran:
+                roster.running.append(request)
+
+        return ends
+
+    replace(roster, "end", make)
+
+
+@planted
+def a_request_is_preempted_twice(rig: Rig) -> None:
+    roster = rig.scheduler._roster
+
+    def make(preempt: Callable[[Request], bool]) -> Callable[[Request], bool]:
+        def preempts(victim: Request) -> bool:
+            if victim.in_flight and victim.state is State.RUNNING:
+                preempt(victim)
+                roster.running.append(victim)
+                return preempt(victim)
+            return preempt(victim)
+
+        return preempts
+
+    replace(roster, "preempt", make)
+
+
+@planted
+def a_paused_request_is_still_planned(rig: Rig) -> None:
+    roster = rig.scheduler._roster
+
+    def make(pause: Callable[[Request], None]) -> Callable[[Request], None]:
+        def pauses(request: Request) -> None:
+            ran = request in roster.running
+            pause(request)
+            if ran:
+                roster.running.append(request)
+                request.state = State.RUNNING
+
+        return pauses
+
+    replace(roster, "pause", make)
+
+
+@planted
+def a_resumed_request_is_forgotten(rig: Rig) -> None:
+    roster = rig.scheduler._roster
+
+    def resume(request: Request) -> None:
+        if request.state is State.PAUSED:
+            roster.paused.remove(request)
+            request.state = State.RUNNING if request.row >= 0 else State.WAITING
+
+    roster.resume = resume  # type: ignore[method-assign]
+
+
+@planted
+def a_promise_outlives_the_request_that_made_it(rig: Rig) -> None:
+    rig.scheduler.prefixes.withdraw = lambda request: None  # type: ignore[method-assign]
+
+
+@planted
+def who_drains_is_never_counted_off(rig: Rig) -> None:
+    roster = rig.scheduler._roster
+
+    def make(let_go: Callable[[Request], None]) -> Callable[[Request], None]:
+        def lets_go(request: Request) -> None:
+            let_go(request)
+            roster.draining += 1
+
+        return lets_go
+
+    replace(roster, "let_go", make)
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+@planted
+def what_a_failed_step_wrote_stays_in_the_prefix_cache(rig: Rig) -> None:
+    pool = rig.scheduler.pool
+
+    def make(spoil: Callable[..., None]) -> Callable[..., None]:
+        def spoils(pages: set[int], failed: set[Request]) -> None:
+            forget, pool.forget = pool.forget, lambda page: None  # type: ignore[method-assign]
+            spoil(pages, failed)
+            pool.forget = forget  # type: ignore[method-assign]
+
+        return spoils
+
+    replace(rig.scheduler._roster, "spoil", make)
+
+
+@planted
+def sharers_of_a_failed_step_go_on(rig: Rig) -> None:
+    pool = rig.scheduler.pool
+
+    def spoil(pages: set[int], failed: set[Request]) -> None:
+        for page in pages:
+            pool.forget(page)
+
+    rig.scheduler._roster.spoil = spoil  # type: ignore[method-assign]
+
+
+@planted
+def results_that_read_a_failed_step_are_kept(rig: Rig) -> None:
+    def make(spoil: Callable[..., None]) -> Callable[..., None]:
+        def spoils(pages: set[int], failed: set[Request]) -> None:
+            spoil(pages, failed)
+            for request in rig.scheduler.requests.values():
+                request.discard = 0
+
+        return spoils
+
+    replace(rig.scheduler._roster, "spoil", make)
+
+
+@planted
+def a_token_comes_after_the_end(rig: Rig) -> None:
+    def make(finish: Callable[..., bool]) -> Callable[..., bool]:
+        def finishes(request: Request, reason: Any) -> bool:
+            return finish(request, reason) if reason != "stop" else request.finish_reason is not None
+
+        return finishes
+
+    replace(rig.scheduler, "finish", make)
+
+
+@planted
+def one_token_too_many(rig: Rig) -> None:
+    def make(accept: Callable[..., Any]) -> Callable[..., Any]:
+        def accepts(request: Request, token: int) -> Any:
+            if len(request.tokens) + 1 == request.limit and not request.holds:
+                request.limit += 1
+            return accept(request, token)
+
+        return accepts
+
+    replace(rig.scheduler, "_accept", make)
+
+
+@planted
+def a_preempted_request_forgets_its_last_token(rig: Rig) -> None:
+    def make(requeue: Callable[[Request], None]) -> Callable[[Request], None]:
+        def requeues(request: Request) -> None:
+            if len(request.tokens) > request.prompt_len:
+                request.tokens.pop()
+            requeue(request)
+
+        return requeues
+
+    replace(rig.scheduler._roster, "_requeue", make)
+
+
+@planted
+def a_page_that_is_not_full_is_offered(rig: Rig) -> None:
+    prefixes, pool = rig.scheduler.prefixes, rig.scheduler.pool
+
+    def make(offer: Callable[[Request], None]) -> Callable[[Request], None]:
+        def offers(request: Request) -> None:
+            offer(request)
+            if request.keys and request.registered < min(len(request.keys), len(request.pages)):
+                pool.register(request.pages[request.registered], request.keys[request.registered])
+
+        return offers
+
+    replace(prefixes, "offer", make)
+
+
+# -- swapping and deadlines -------------------------------------------------------------------------------------------
+
+
+@planted
+def one_that_is_cancelled_while_swapped_out_keeps_its_places(rig: Rig) -> None:
+    def drop(request: Request) -> None:
+        request.places, request.stored = [], 0
+
+    rig.scheduler.swaps.drop = drop  # type: ignore[method-assign]
+
+
+@planted
+def a_place_is_refilled_by_the_plan_that_fetches_from_it(rig: Rig) -> None:
+    host = rig.scheduler.swaps.host
+
+    def fetch(place: int, page: int) -> None:
+        host._fetches.append((place, page))
+        host._free.append(place)
+
+    host.fetch = fetch  # type: ignore[method-assign]
+
+
+@planted
+def pages_are_fetched_that_a_step_in_flight_may_fail_to_spill(rig: Rig) -> None:
+    host = rig.scheduler.swaps.host
+
+    def make(load: Callable[[StepPlan], None]) -> Callable[[StepPlan], None]:
+        def loads(plan: StepPlan) -> None:
+            load(plan)
+            host._in_flight.clear()
+
+        return loads
+
+    replace(host, "load", make)
+
+
+@planted
+def what_a_failed_step_wrote_is_swapped_out(rig: Rig) -> None:
+    def make(put_out: Callable[[Request], None]) -> Callable[[Request], None]:
+        def puts_out(request: Request) -> None:
+            request.spoilt = False
+            put_out(request)
+
+        return puts_out
+
+    replace(rig.scheduler.swaps, "put_out", make)
+
+
+@planted
+def a_swapped_request_comes_back_a_token_further(rig: Rig) -> None:
+    def make(bring_in: Callable[[Request], None]) -> Callable[[Request], None]:
+        def brings_in(request: Request) -> None:
+            if request.places and request.stored < len(request.tokens) - 1:
+                request.stored += 1
+            elif request.places:
+                request.places[0], request.places[-1] = request.places[-1], request.places[0]
+            bring_in(request)
+
+        return brings_in
+
+    replace(rig.scheduler.swaps, "bring_in", make)
+
+
+@planted
+def one_whose_deadline_has_passed_is_served(rig: Rig) -> None:
+    rig.scheduler._deadlines.overdue = lambda now: None  # type: ignore[method-assign]
+
+
+@planted
+def nobody_is_told_of_a_deadline(rig: Rig) -> None:
+    def take_lapsed() -> list[Any]:
+        rig.scheduler._lapsed.clear()
+        return []
+
+    rig.scheduler.take_lapsed = take_lapsed  # type: ignore[method-assign]
