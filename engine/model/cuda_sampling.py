@@ -66,6 +66,8 @@ class RowSampler:
         self.choices: dict[int, Choice] = {}
         """What chooses for the rows of the step that is being enqueued whose logits are fetched."""
         self._scratch: dict[Variant, SampleScratch] = {}
+        self._last: tuple[NDArray[np.int64], Variant] | None = None
+        """The last rows asked about, which nobody writes to, and what they ask for, until rows change hands."""
 
     def take(self, plan: StepPlan) -> None:
         """Enqueue what the new rows of `plan`, which the row table has taken in, ask beyond their sampling.
@@ -74,18 +76,23 @@ class RowSampler:
             torch.OutOfMemoryError: They are the first that ask, and there is no memory for it.
         """
         self.choices = {}
+        if plan.new_rows or plan.left_rows:
+            self._last = None
         self._shaped.take(plan.new_rows, plan.options)
         self.reported.take(plan.new_rows, plan.options)
         self.grammars.take(plan)
 
     def variant(self, rows: NDArray[np.int64]) -> Variant:
         """What these rows ask for together."""
-        return Variant(
-            filtered=bool(self._rows.filtered[rows].any()),
-            shaped=bool(self._shaped.asks[rows].any()),
-            places=self.reported.places(rows),
-            masked=bool(self.grammars.asks[rows].any() or self.hosts.asks[rows].any()),
-        )
+        if self._last is None or self._last[0] is not rows:
+            variant = Variant(
+                filtered=bool(self._rows.filtered[rows].any()),
+                shaped=bool(self._shaped.asks[rows].any()),
+                places=self.reported.places(rows),
+                masked=bool(self.grammars.asks[rows].any() or self.hosts.asks[rows].any()),
+            )
+            self._last = rows, variant
+        return self._last[1]
 
     def act_between(self, logits_BV: Tensor, rows: NDArray[np.int64]) -> None:
         """Enqueue what the host does between the logits of `rows`, in their order, and the choices from them.
@@ -105,7 +112,7 @@ class RowSampler:
 
     def lines(self, rows: NDArray[np.int64], first: int) -> list[Lines]:
         """The lines, if any, that a choice for these rows has just left from line `first` on."""
-        places = self.reported.places(rows)
+        places = self.variant(rows).places
         return [self.reported.written(rows, places, first)] if places else []
 
     def choose(
