@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from types import TracebackType
 from typing import Self
 
@@ -41,7 +40,8 @@ class TokenStream:
         prompt_logprobs = turn.asking.params.prompt_logprobs
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None if prompt_logprobs is None else [None]
         """As far as anybody has looked."""
-        self._unyielded: deque[Token] = deque()
+        self._unyielded: list[Token] = []
+        """Tokens that were taken and not read, the next one last."""
         self._reader = TaskWatch(turn.generation.cancel)
 
     @property
@@ -205,10 +205,10 @@ class TokenStream:
         """
         unyielded = self._unyielded
         if not unyielded:
-            unyielded.extend(await self._take())
+            unyielded.extend(reversed(await self._take()))
             if not unyielded:
                 raise StopAsyncIteration
-        token = unyielded.popleft()
+        token = unyielded.pop()
         self._read += 1
         self._generation.held = len(unyielded)
         return token
@@ -225,7 +225,7 @@ class TokenStream:
         """
         generation = self._generation
         if self._unyielded:
-            tokens = list(self._unyielded)
+            tokens = self._unyielded[::-1]
             self._unyielded.clear()
         else:
             tokens = await self._take()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import anyio
@@ -88,6 +88,10 @@ class Outlet(Protocol):
         ...
 
 
+def _made(prompts: list[list[int]]) -> Answer:
+    raise AssertionError("an answer is made once")
+
+
 def _prompt_logprobs(stream: TokenStream) -> list[TokenLogprobs | None] | None:
     return stream.prompt_logprobs
 
@@ -126,13 +130,12 @@ class Answering:
 
     async def answer(self) -> None:
         """Answer; returns when the last byte was sent, and raises nothing."""
-        service, ask, figures = self._service, self._ask, self.figures
+        service, figures = self._service, self.figures
         span = None
         try:
-            span = start_span(figures, ask.prompts, ask.params, service.model)
+            span = start_span(figures, self._ask.prompts, self._ask.params, service.model)
             service.check_accepting()
-            rows = max(ask.params.n, ask.params.beam_width or 1)
-            self._permit = service.limits.admit(self._caller, len(ask.prompts) * rows, ask.priority)
+            self._permit = self._admit()
             service.running.add(self)
             self._scope.deadline = anyio.current_time() + self._timeout
             with self._scope:
@@ -152,7 +155,27 @@ class Answering:
             if span is not None:
                 end_span(span, figures)
 
+    def _admit(self) -> Permit:
+        params, prompts = self._ask.params, len(self._ask.prompts)
+        rows = max(params.n, params.beam_width or 1)
+        return self._service.limits.admit(self._caller, prompts * rows, self._ask.priority)
+
     async def _generate(self, permit: Permit) -> None:
+        try:
+            answer = await self._begin(permit)
+            await self._read_all(answer)
+            usage = add_usage([stream.usage for stream in self._streams])
+            if self._ask.streams:
+                await self._outlet.start(self._opening)
+                await self._outlet.finish(answer.closing(usage))
+            else:
+                await self._outlet.whole(answer.whole(usage))
+        finally:
+            for stream in self._streams:
+                stream.cancel()
+
+    async def _begin(self, permit: Permit) -> Answer:
+        """Tokenise the prompts and start their streams; what only that needed is let go, most of it text."""
         ask, engine = self._ask, self._service.engine
         prompts = []
         for place, prompt in enumerate(ask.prompts):
@@ -166,22 +189,15 @@ class Answering:
         self._opening = answer.opening() if ask.streams else b""
         tenant = self._caller.name
         salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared with oneself alone
-        async with AsyncExitStack() as stack:
-            for ids in prompts:
-                stream = engine.stream(
-                    ids, params, adapter=ask.adapter, tenant=tenant, cache_salt=salt, priority=ask.priority
-                )
-                self._streams.append(await stack.enter_async_context(stream))
-            for place, stream in enumerate(self._streams):
-                with self._naming(place):
-                    await stream.admitted()
-            await self._read_all(answer)
-            usage = add_usage([stream.usage for stream in self._streams])
-            if ask.streams:
-                await self._outlet.start(self._opening)
-                await self._outlet.finish(answer.closing(usage))
-            else:
-                await self._outlet.whole(answer.whole(usage))
+        for ids in prompts:
+            self._streams.append(
+                engine.stream(ids, params, adapter=ask.adapter, tenant=tenant, cache_salt=salt, priority=ask.priority)
+            )
+        for place, stream in enumerate(self._streams):
+            with self._naming(place):
+                await stream.admitted()
+        self._ask = replace(ask, prompts=[], tools=None, refine=None, make_answer=_made)
+        return answer
 
     @contextmanager
     def _naming(self, place: int) -> Iterator[None]:

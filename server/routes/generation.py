@@ -70,12 +70,12 @@ class GenerationRoute:
                 body = await read_json(scope, receive, service.settings)
         except ClientGone:
             return
-        ask, timeout = self._ask(service, body), timeout_of(scope)
-        settings = service.settings
+        timeout, settings = timeout_of(scope), service.settings
         connection = Connection(receive, send, stall_timeout=settings.stall_timeout)
         refuse = partial(error_response, scope=scope)
         events = TokenEvents(connection, refuse, framing=self._framing, ping_seconds=settings.ping_seconds)
-        answering = Answering(service, ask, events, scope[CALLER], scope[REQUEST_ID], timeout)
+        answering = Answering(service, self._ask(service, body), events, scope[CALLER], scope[REQUEST_ID], timeout)
+        del body  # it may be large, and the answer long
         scope[EXCHANGE].figures = answering.figures
         await connection.run(answering.answer, answering.tick)
 
