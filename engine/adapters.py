@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,8 @@ class Adapters:
         self._most, self._most_bytes = config.max_adapters, config.adapter_host_memory
         self._model = model
         self._names: dict[str, _Named] = {}
+        self.versions: dict[str, AdapterVersion] = {}
+        """What each name stands for now."""
         self._pool: WeakKeyDictionary[AdapterVersion, LoadedAdapter] = WeakKeyDictionary()
         """Weights in host memory, least recently used first."""
         self._sources: WeakKeyDictionary[AdapterVersion, _Source] = WeakKeyDictionary()
@@ -84,11 +86,6 @@ class Adapters:
             self._reader, self._mover = Worker("headrace-adapter-reader", post), Worker("headrace-adapter-mover", post)
             self._workers = (self._reader, self._mover)
             loop.carry_out = self._carry_out
-
-    @property
-    def versions(self) -> Mapping[str, AdapterVersion]:
-        """What each name stands for now."""
-        return {name: named.version for name, named in self._names.items()}
 
     async def load(
         self, name: str, path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None
@@ -126,7 +123,7 @@ class Adapters:
             UnknownAdapter: None has that name.
         """
         named = self._find(name)
-        del self._names[name]
+        del self._names[name], self.versions[name]
         named.version.pins -= named.pinned
         self._retire_unnamed(named.version)
         self._loop.wake()
@@ -183,6 +180,7 @@ class Adapters:
         self._keep(version, loaded)
         if old is None or old.version is not version:
             self._names[name] = _Named(version, loaded.nbytes)
+            self.versions[name] = version
             if old is not None:
                 if old.pinned:
                     self._names[name].pinned = True

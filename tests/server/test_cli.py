@@ -76,6 +76,14 @@ def test_the_demo_asks_a_base_model_in_plain_text(
     assert capsys.readouterr().out.count(" 5 tok, ") == 6
 
 
+def test_the_demo_wears_the_adapters_of_the_examples(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "demo", str(smollm2), "--max-tokens", "10") == 0
+    shown = capsys.readouterr().out
+    assert shown.count(" 10 tok, ") >= 6 and "[pirate]" in shown and "Ahoy, matey!" in shown and '{"answer": ' in shown
+
+
 def test_a_chat_answers_with_all_that_was_said_before(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
