@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
+import numpy as np
 import pytest
 from emulated_cuda import emulated
 from gpu.conftest import Zoo
+from gpu.driving import draw, open_engine
 from gpu.test_adapters import BASE, check_batches
+from gpu.wearing import make
+from numpy.typing import NDArray
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -17,3 +22,24 @@ def test_each_of_a_batch_says_what_it_wears(tmp_path: Path) -> None:
         check_batches(base, "cuda", "cpu", tmp_path)
     kernels = ("shrink_row", "shrink_group", "shrink_long", "vector_shrink", "expand_norm", "look_up")
     assert gpu.replays and all(gpu.launches[f"_{name}_kernel"] for name in kernels)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_input_of_embed_wears_its_own(tmp_path: Path) -> None:
+    base = Zoo(tmp_path, "cuda").folder(BASE)
+    worn = make(base, tmp_path, "q and v").folder
+    asked = [draw(length, length) for length in (1, 9, 40, 40, 40)]
+    names = [None, "worn", "worn", None, "worn"]
+
+    async def run(device: str, dtype: str) -> NDArray[np.float32]:
+        options = {"max_context": 128, "max_batched_tokens": 24, "max_rows": 4, "adapter_slots": 1}
+        async with open_engine(base, device, **(options | {"dtype": dtype})) as engine:
+            await engine.adapters.load("worn", worn)
+            vectors = [(await engine.embed(asked, adapter=names, pooling=kind)).vectors for kind in ("last", "mean")]
+        return np.stack(vectors)
+
+    expected = anyio.run(run, "cpu", "float32")
+    with emulated():
+        found = anyio.run(run, "cuda", "bfloat16")
+    assert (found * expected).sum(-1).min() > 0.99
+    assert (expected[:, 2] * expected[:, 3]).sum(-1).max() < 0.97, "the adapter changes too little to mean anything"
