@@ -14,11 +14,13 @@ from types import CodeType, FunctionType
 
 import anyio
 import pytest
+import torch
+from adapter_folders import write_folder
 
 from headrace.engine import Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ["README.md", "docs/embedding.md", "docs/scheduling.md", "docs/serving.md"]
+PROGRAMS = ["README.md", "docs/adapters.md", "docs/embedding.md", "docs/scheduling.md", "docs/serving.md"]
 FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md", "docs/embeddings.md"]
 
 
@@ -29,16 +31,17 @@ def blocks(document: str) -> list[tuple[str, str]]:
     return [(f"{document}:{text.count(chr(10), 0, match.start()) + 2}", match[1]) for match in matches]
 
 
-def code_of(place: str, source: str, model: Path, encoder: Path | None = None) -> CodeType:
-    source = source.replace('"path/to/model.gguf"', repr(str(model)))
-    source = source.replace('"path/to/encoder"', repr(str(encoder)))
+def code_of(place: str, source: str, model: Path, **others: Path) -> CodeType:
+    places = {"model.gguf": model, "encoder": others.get("encoder"), "peft/folder": others.get("adapter")}
+    for name, path in places.items():
+        source = source.replace(f'"path/to/{name}"', repr(str(path)))
     code: CodeType = compile(source, place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     return code
 
 
-def split(document: str, model: Path, encoder: Path | None = None) -> tuple[list[CodeType], list[CodeType]]:
-    """The programs and the fragments of a document."""
-    codes = [code_of(place, source, model, encoder) for place, source in blocks(document)]
+def split(document: str, model: Path, **others: Path) -> tuple[list[CodeType], list[CodeType]]:
+    """The programs and the fragments of a document; `others` are an `encoder` and an `adapter`."""
+    codes = [code_of(place, source, model, **others) for place, source in blocks(document)]
     fragments = [code for code in codes if code.co_flags & inspect.CO_COROUTINE or "engine" in code.co_names]
     return [code for code in codes if code not in fragments], fragments
 
@@ -56,9 +59,17 @@ def test_every_document_with_python_is_run() -> None:
     assert {document for document in documents if blocks(document)} == {*PROGRAMS, *FRAGMENTS}
 
 
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """An adapter of SmolLM2 that changes a little of its first layer."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.full((4, 576), 0.01), name.format("B"): torch.full((576, 4), 0.01)}
+    return write_folder(tmp_path / "adapter", {"peft_type": "LORA", "r": 4, "lora_alpha": 4}, tensors)
+
+
 @pytest.mark.parametrize("document", PROGRAMS)
-def test_programs_run(document: str, smollm2: Path) -> None:
-    programs, _ = split(document, smollm2)
+def test_programs_run(document: str, smollm2: Path, adapter: Path) -> None:
+    programs, _ = split(document, smollm2, adapter=adapter)
     assert programs
     for code in programs:
         run_program(code)
@@ -67,7 +78,7 @@ def test_programs_run(document: str, smollm2: Path) -> None:
 def test_fragments_run_and_leave_nothing_behind(
     smollm2: Path, minilm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = {document: split(document, smollm2, minilm) for document in FRAGMENTS}
+    parts = {document: split(document, smollm2, encoder=minilm) for document in FRAGMENTS}
     assert all(fragments for _, fragments in parts.values())
     assert not parts["docs/sampling.md"][0] and not parts["docs/hooks.md"][0]
     fragments = [code for document in FRAGMENTS for code in parts[document][1]]
