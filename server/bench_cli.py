@@ -294,6 +294,14 @@ def bench_scheduler(
     run(rows=rows, json_path=json_path)
 
 
+@bench.command("policies")
+def bench_policies(json_path: JsonOption = None) -> None:
+    """What each scheduling policy does to those who wait, simulated with the steps of an H200; host time of each."""
+    from headrace.engine.bench.policies import run
+
+    run(json_path=json_path)
+
+
 @bench.command("swap")
 def bench_swap(
     model: ModelArgument = None,

@@ -34,8 +34,9 @@ def run(*, model: str, requests: int, prompt: int, output: int, swap_memory: str
     rows = []
     data: dict[str, object] = {"conditions": conditions(model=model, requests=requests, prompt=prompt, output=output)}
     outputs = []
+    page_bytes = anyio.run(_page_bytes, model)
     for name, memory in (("computing again", "0"), ("swapping", swap_memory)):
-        made = anyio.run(_run, model, requests, prompt, output, memory)
+        made = anyio.run(_run, model, requests, prompt, output, page_bytes, memory)
         outputs.append(made.tokens)
         figures = {
             "seconds": made.seconds,
@@ -53,11 +54,10 @@ def run(*, model: str, requests: int, prompt: int, output: int, swap_memory: str
     show(title, columns, rows, data, json_path)
 
 
-async def _run(model: str, requests: int, prompt: int, output: int, swap_memory: str) -> _Run:
+async def _run(model: str, requests: int, prompt: int, output: int, page_bytes: int, swap_memory: str) -> _Run:
     chance = random.Random(_SEED)
     with located(model) as (path, random_weights):
         options = {"load_format": "random"} if random_weights else {}
-        page_bytes = await _page_bytes(path, options)
         memory = requests * -(-(prompt + output // 4) // 16) * page_bytes
         async with Engine(path, kv_memory=memory, swap_memory=swap_memory, prefix_cache=False, **options) as engine:
             vocabulary = engine.info.vocab_size
@@ -74,6 +74,8 @@ async def _run(model: str, requests: int, prompt: int, output: int, swap_memory:
             return _Run(seconds, [each.choices[0].token_ids for each in made], engine.stats(), *pace)
 
 
-async def _page_bytes(path: str, options: dict[str, str]) -> int:
-    async with Engine(path, max_context=64, max_rows=1, **options) as engine:
-        return engine.info.page_bytes
+async def _page_bytes(model: str) -> int:
+    with located(model) as (path, random_weights):
+        options = {"load_format": "random"} if random_weights else {}
+        async with Engine(path, max_context=64, max_rows=1, **options) as engine:
+            return engine.info.page_bytes

@@ -50,9 +50,9 @@ def return_device_memory() -> None:
     gc.collect()  # FlashInfer's wrappers hold themselves in cycles
     with contextlib.suppress(torch.AcceleratorError):
         torch.cuda.empty_cache()
-        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.13 has it
-        if empty_host_cache is not None and torch.accelerator.is_available():
-            empty_host_cache()
+        if torch.accelerator.is_available():
+            # torch 2.13 has a public name for it
+            getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", gc.collect))()
 
 
 def borrow_stream(device: torch.device) -> torch.cuda.Stream:

@@ -9,15 +9,18 @@ _TELLING = 16  # prefilled tokens of a step from which their cost can be told ap
 
 
 class Pace:
-    """Two running figures: seconds of a step in which nothing is prefilled, and what a prefilled token adds."""
+    """Running figures of steps: seconds without any prefill, what a prefilled token adds, and seconds of any step."""
 
     def __init__(self) -> None:
         """Know nothing: until steps have ended, everything takes no time."""
         self.step_seconds = 0.0
         self.token_seconds = 0.0
+        self.turn_seconds = 0.0
+        """Of a step with whatever was in it: how long a running request waits for its next token."""
 
     def observe(self, prefilled: int, seconds: float) -> None:
         """Take in a step of so many seconds, in which so many tokens of prompts were computed."""
+        self.turn_seconds = _mixed(self.turn_seconds, seconds)
         if prefilled == 0:
             self.step_seconds = _mixed(self.step_seconds, seconds)
         elif prefilled >= _TELLING:

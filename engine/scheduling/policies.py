@@ -218,8 +218,8 @@ class Deadlines(FairShare):
     Requests without a deadline come after those with one, in the order of arrival.
     """
 
-    whole: bool = False
-    """Begin only what can be generated to its `max_tokens` in time; otherwise the first token is enough."""
+    answer: Annotated[int, Field(ge=1)] = 256
+    """Begin only what can be done in time, counting so many generated tokens, or `max_tokens` where that is less."""
 
     def place(self, request: Request) -> Any:
         """Deadline, then arrival."""
@@ -244,8 +244,8 @@ class Deadlines(FairShare):
         return pace.prefill(ahead) / self.share(request.tenant)
 
     def _needs(self, request: Request, pace: Pace) -> float:
-        left = request.limit - len(request.tokens) if self.whole else 1
-        return pace.prefill(request.known) + left * pace.step_seconds
+        left = min(request.limit - len(request.tokens), self.answer)
+        return pace.prefill(request.known) + left * pace.turn_seconds
 
 
 POLICIES: dict[str, Callable[..., Policy]] = {

@@ -210,7 +210,7 @@ def test_under_every_policy_what_is_too_late_is_not_computed(policy: str) -> Non
 
 
 def test_what_cannot_be_met_is_refused_or_never_begun() -> None:
-    rig = Rig(capacity(rows=1, pages=100, budget=50), policy=Deadlines(whole=True))
+    rig = Rig(capacity(rows=1, pages=100, budget=50), policy=Deadlines())
     rig.scheduler.pace.observe(0, 0.1)
     rig.scheduler.pace.observe(50, 0.6)  # 10 ms a token
     rig.submit(words(0, 100), 1, tenant="a", deadline=1.1)

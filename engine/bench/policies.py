@@ -1,0 +1,298 @@
+"""`headrace bench policies`: what each policy does to those who wait, on a simulated clock with the steps of an H200.
+
+The real scheduler and the real policies over a device that only takes time: that of Llama-3.1-8B as
+docs/performance.md has it. Nothing here is measured on a clock but the host time of plan and commit.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from headrace.engine.bench.report import conditions, percentile, save, table
+from headrace.engine.errors import Overloaded
+from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.policies import POLICIES, policy_of
+from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.scheduler import Scheduler
+
+__all__ = ["Arrival", "Outcome", "run", "simulate"]
+
+_DECODE_ROWS = (1, 16, 64, 256)
+_DECODE_SECONDS = (3.98e-3, 4.87e-3, 6.57e-3, 14.7e-3)
+_PREFILL_SECONDS = 1 / 43_009  # a token
+_ROWS = 64
+_SECONDS = 60.0
+_SHAPE = {"page_size": 16, "max_context": 8192, "vocab_size": 1000}
+
+
+@dataclass
+class Arrival:
+    """A request that is to come."""
+
+    at: float
+    prompt: int
+    output: int
+    tenant: str = ""
+    deadline: float | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of one, in seconds of the simulated clock."""
+
+    arrival: Arrival
+    first: float | None = None
+    end: float | None = None
+    reason: str = "refused"
+
+    @property
+    def in_time(self) -> bool:
+        """It ended by itself."""
+        return self.reason == "length"
+
+
+@dataclass
+class _Simulation:
+    scheduler: Scheduler
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    now: float = 0.0
+    late_tokens: int = 0
+    """Planned for requests whose deadline had passed."""
+    tokens: int = 0
+
+
+def step_seconds(plan: StepPlan) -> float:
+    """What a step takes: its decodes between the measured batches, and its prompts by the token."""
+    rows = sum(1 for work in plan.works if work.num_tokens == 1)
+    prefilled = plan.tokens - rows
+    place = min(max(1, bisect_left(_DECODE_ROWS, rows)), len(_DECODE_ROWS) - 1)
+    low, high = _DECODE_ROWS[place - 1 : place + 1]
+    from_, to = _DECODE_SECONDS[place - 1 : place + 1]
+    return from_ + (to - from_) * (rows - low) / (high - low) + prefilled * _PREFILL_SECONDS
+
+
+def simulate(policy: Any, arrivals: Sequence[Arrival], until: float | None = None) -> _Simulation:
+    """Serve `arrivals` until that time, or for `_SECONDS`; what runs or waits then is left."""
+    until = _SECONDS if until is None else until
+    capacity = Capacity(num_pages=_ROWS * 512, max_rows=_ROWS, max_batched_tokens=2048, **_SHAPE)
+    made = _Simulation(Scheduler(capacity, secret=b"bench", prefix_cache=False, policy=policy_of(policy)))
+    coming = sorted(arrivals, key=lambda arrival: arrival.at)
+    next_one = 0
+    while made.now < until:
+        while next_one < len(coming) and coming[next_one].at <= made.now:
+            _submit(made, coming[next_one])
+            next_one += 1
+        plan = made.scheduler.plan(made.now)
+        _take(made, made.scheduler.take_lapsed())
+        if plan is None:
+            if next_one == len(coming) and not made.scheduler.requests:
+                break
+            made.now = coming[next_one].at if next_one < len(coming) else until
+            continue
+        for work in plan.works:
+            if work.request.deadline is not None and work.request.deadline <= made.now:
+                made.late_tokens += work.num_tokens
+        seconds = step_seconds(plan)
+        made.now += seconds
+        prefilled = sum(work.num_tokens for work in plan.works if work.num_tokens > 1)
+        made.scheduler.pace.observe(prefilled, seconds)
+        made.tokens += plan.tokens
+        _take(made, made.scheduler.commit(plan, [5] * len(plan.works)))
+    return made
+
+
+def _submit(made: _Simulation, arrival: Arrival) -> None:
+    deadline = None if arrival.deadline is None else arrival.at + arrival.deadline
+    request = Request(
+        tokens=[7] * arrival.prompt,
+        prompt_len=arrival.prompt,
+        limit=arrival.prompt + arrival.output,
+        sampling=Sampling(),
+        tenant=arrival.tenant,
+        arrived=arrival.at,
+        deadline=deadline,
+    )
+    outcome = Outcome(arrival)
+    try:
+        made.scheduler.submit(request)
+    except Overloaded:
+        made.outcomes[-1 - len(made.outcomes)] = outcome
+    else:
+        outcome.reason = "unfinished"
+        made.outcomes[request.id] = outcome
+
+
+def _take(made: _Simulation, emissions: Sequence[Any]) -> None:
+    for emission in emissions:
+        outcome = made.outcomes[emission.request.id]
+        if emission.token is not None and outcome.first is None:
+            outcome.first = made.now - outcome.arrival.at
+        if emission.finish_reason is not None:
+            outcome.end = made.now - outcome.arrival.at
+            outcome.reason = emission.finish_reason
+
+
+def poisson(rate: float, make: Callable[[random.Random, float], Arrival], seed: str) -> list[Arrival]:
+    """Requests that come at random, so many a second."""
+    chance = random.Random(seed)
+    found, now = [], 0.0
+    while (now := now + chance.expovariate(rate)) < _SECONDS:
+        found.append(make(chance, now))
+    return found
+
+
+# -- the cases --------------------------------------------------------------------------------------------------------
+
+_FAIRNESS = (("ttft_p99", 2), ("ratio", 2), ("jain", 3), ("tokens_per_second", 0))
+_TENANTS = ("a", "b", "c", "d")
+_FAIR = 9.2  # requests a second of each tenant: together what the device can do
+_LESS = 8.0
+
+
+def _chat(tenant: str) -> Callable[[random.Random, float], Arrival]:
+    return lambda chance, now: Arrival(now, chance.randint(300, 700), chance.randint(100, 200), tenant)
+
+
+def fairness(rate: float = _FAIR) -> dict[str, Any]:
+    """A tenant at ten times the `rate`, in requests a second, to which three others keep."""
+    quiet = [arrival for tenant in _TENANTS[1:] for arrival in poisson(rate, _chat(tenant), tenant)]
+    fair_load = [*quiet, *poisson(rate, _chat("a"), "a")]
+    flood = [*quiet, *poisson(10 * rate, _chat("a"), "loud")]
+    greedy = [a for number, t in enumerate(_TENANTS) for a in poisson((2 + 3 * number) * rate, _chat(t), t)]
+    calm = simulate("fair_share", fair_load)
+    found: dict[str, Any] = {"ttft_p99_all_fair": _ttft(calm, "b")}
+    for policy in ("first_come", "fair_share"):
+        made = simulate(policy, flood)
+        shares = _served(simulate(policy, greedy))
+        found[policy] = {
+            "ttft_p99": _ttft(made, "b"),
+            "ratio": _ttft(made, "b") / found["ttft_p99_all_fair"],
+            "jain": sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares)),
+            "tokens_per_second": made.tokens / made.now,
+        }
+    return found
+
+
+def _ttft(made: _Simulation, tenant: str) -> float:
+    """The 99th percentile; who has no token yet has waited until now."""
+    outcomes = [outcome for outcome in made.outcomes.values() if outcome.arrival.tenant == tenant]
+    return percentile([made.now - each.arrival.at if each.first is None else each.first for each in outcomes], 0.99)
+
+
+def _served(made: _Simulation) -> list[float]:
+    """Tokens that each tenant was given, those generated counted twice."""
+    served = dict.fromkeys(_TENANTS, 0.0)
+    for outcome in made.outcomes.values():
+        if outcome.first is not None:
+            arrival = outcome.arrival
+            served[arrival.tenant] += arrival.prompt + 2 * arrival.output
+    return list(served.values())
+
+
+def sizes() -> dict[str, Any]:
+    """Short questions with short answers beside long documents, at the limit of the device."""
+    short = poisson(60.0, lambda chance, now: Arrival(now, chance.randint(20, 120), 10, "short"), "short")
+    long = poisson(6.0, lambda chance, now: Arrival(now, chance.randint(3000, 7000), 100, "long"), "long")
+    found = {}
+    for policy in ("first_come", "size_classes"):
+        made = simulate(policy, [*short, *long])
+        found[policy] = {kind: _latency(made, kind) for kind in ("short", "long")}
+    return found
+
+
+def _latency(made: _Simulation, kind: str) -> float:
+    outcomes = [outcome for outcome in made.outcomes.values() if outcome.arrival.tenant == kind]
+    return percentile([made.now - each.arrival.at if each.end is None else each.end for each in outcomes], 0.99)
+
+
+def deadlines() -> dict[str, Any]:
+    """Half as much again as the device can do, each to be done within a few seconds."""
+
+    def make(chance: random.Random, now: float) -> Arrival:
+        arrival = _chat(chance.choice(_TENANTS))(chance, now)
+        arrival.deadline = chance.uniform(2.0, 8.0)
+        return arrival
+
+    arrivals = poisson(1.5 * 36.0, make, "deadlines")
+    found = {}
+    for name in ("first_come", "deadlines"):
+        made = simulate(name, arrivals)
+        good = sum(outcome.in_time for outcome in made.outcomes.values())
+        found[name] = {"goodput": good / made.now, "late_tokens": made.late_tokens}
+    return found
+
+
+def host_time() -> dict[str, float]:
+    """Median microseconds of plan and commit, 256 rows decoding and 1,000 waiting, under each policy."""
+    return {name: _host_time(name) for name in POLICIES}
+
+
+def _host_time(policy: str) -> float:
+    rows = 256
+    capacity = Capacity(num_pages=rows * 64, max_rows=rows, max_batched_tokens=8192, **_SHAPE)
+    scheduler = Scheduler(capacity, secret=b"bench", policy=policy_of(policy))
+    for index in range(rows + 1000):
+        prompt = [(index * 7919 + place) % 1000 for place in range(30)]
+        request = Request(
+            tokens=prompt,
+            prompt_len=len(prompt),
+            limit=900,
+            sampling=Sampling(),
+            tenant=f"t{index % 50}",
+            priority=index % 3,
+            arrived=index / 1000,
+            deadline=None if index < rows else 1e6 + index,
+        )
+        scheduler.submit(request)
+    spent: list[float] = []
+    pending: StepPlan | None = None
+    for turn in range(400):
+        started = time.perf_counter()
+        plan = scheduler.plan(1.0 + turn / 100)
+        if pending is not None:
+            scheduler.commit(pending, [5] * len(pending.works))
+        if plan is not None and plan.tokens == rows:
+            spent.append(time.perf_counter() - started)
+        pending = plan
+    return 1e6 * median(spent)
+
+
+def run(*, json_path: str | None) -> None:
+    """Simulate all cases and print them."""
+    data: dict[str, Any] = {"conditions": conditions(rows=_ROWS, seconds=_SECONDS)}
+    fair, less, classes, late, host = fairness(), fairness(_LESS), sizes(), deadlines(), host_time()
+    data |= {"fairness": fair, "fairness below the share": less, "sizes": classes, "deadlines": late}
+    data |= {"plan_and_commit_microseconds": host}
+    for rate, found in ((_FAIR, fair), (_LESS, less)):
+        table(
+            f"a tenant at 10 times the {rate} requests a second of three others; one of these "
+            f"(TTFT p99 with all alike: {found['ttft_p99_all_fair']:.2f} s)",
+            ("policy", "TTFT p99, s", "of all alike", "Jain index", "tokens/s"),
+            [
+                [name, *(f"{f[key]:.{digits}f}" for key, digits in _FAIRNESS)]
+                for name, f in found.items()
+                if isinstance(f, dict)
+            ],
+        )
+    table(
+        "short questions beside long documents: p99 from arrival to end, s",
+        ("policy", "short", "long"),
+        [[name, f"{f['short']:.2f}", f"{f['long']:.2f}"] for name, f in classes.items()],
+    )
+    table(
+        "1.5 times what the device can do, with deadlines",
+        ("policy", "ended in time, 1/s", "tokens computed too late"),
+        [[name, f"{f['goodput']:.2f}", str(f["late_tokens"])] for name, f in late.items()],
+    )
+    table(
+        "plan and commit, 256 rows, 1,000 waiting",
+        ("policy", "µs, median"),
+        [[name, f"{value:.0f}"] for name, value in host.items()],
+    )
+    save(data, json_path)
