@@ -10,13 +10,17 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_folders import lora_folder
 from serving import CAPACITY, Serving, scripted, serving, until
+from tiny_models import whole_folder
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from headrace.engine import Engine
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.testing import ScriptedRunner
 from headrace.server import ServerSettings
@@ -179,20 +183,43 @@ def test_a_reload_keeps_the_chat_and_ends_the_request(server: Serving, page: Any
     assert answer(page) == "Again."
 
 
-def test_sampling_controls_and_the_choice_of_an_adapter_reach_the_server(server: Serving, page: Any) -> None:
-    listed = {"data": [{"id": "scripted"}, {"id": "poet", "parent": "scripted"}]}
-    page.route("**/v1/models", lambda route: route.fulfill(json=listed))
+def test_sampling_controls_reach_the_server(server: Serving, page: Any) -> None:
     opened(page, server)
     page.get_by_label("Answer tokens").fill("3")
     say(page, "abcdef")
     assert answer(page) == "abc"
     assert "limit" in page.locator(".assistant .foot").inner_text()
-    page.get_by_label("Adapter").select_option("poet")
-    say(page, "A rhyme.")  # the adapter has gone meanwhile
-    page.get_by_text("the model 'poet' is not served here").wait_for()
-    page.get_by_label("Adapter").select_option("none")
+    page.get_by_label("Answer tokens").fill("2000")
+    say(page, "abcdef")
+    page.get_by_text("exceed the context").wait_for()
+    page.get_by_label("Answer tokens").fill("")
     say(page, "xyz")  # the question without an answer is no turn
     assert answer(page) == "xyz"
+
+
+def test_adapters_are_chosen(page: Any, tmp_path: Path) -> None:
+    model = whole_folder(tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    settings = ServerSettings(adapters={"poet": str(lora_folder(tmp_path / "poet", seed=1))})
+    with serving(Engine(model, kv_memory="4MiB", dtype="float32", adapter_slots=2), settings) as server:
+        opened(page, server)
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Answer tokens").fill("8")
+        said = []
+        for choice, name in (("none", "model"), ("poet", "poet"), ("none", "model")):
+            page.get_by_label("Adapter").select_option(choice)
+            say(page, "Hi")
+            said.append(answer(page))
+            assert page.locator(".assistant .name").inner_text() == name
+            page.get_by_role("button", name="New chat").click()
+        assert said[0] == said[2] != said[1]
+        page.get_by_label("Adapter").select_option("poet")
+        page.reload()
+        page.get_by_text("ready", exact=True).wait_for()
+        assert page.get_by_label("Adapter").input_value() == "poet"
+        server.portal.call(server.engine.adapters.unload, "poet")
+        say(page, "Hi")
+        page.get_by_text("'poet'").wait_for()  # the refusal
 
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(guarded: Serving, page: Any) -> None:
