@@ -120,12 +120,12 @@ def test_one_that_finds_no_slot_is_overtaken_only_so_often() -> None:
     first, second, third = versions([1, 1, 1])
     rig = Rig(SlotTable(2, 2), delay=1)
     for _ in range(3):
-        rig.request(first), rig.request(second)
+        rig.request(first, count=6), rig.request(second, count=9)
         rig.tick()
     waiting = rig.request(third)
     started = 0
     for turn in range(200):
-        rig.request((first, second)[turn % 2], count=1 + turn % 5)
+        rig.request((first, second)[turn % 2], count=7 + turn % 4)
         done = rig.tick()
         started += sum(request.wears is not third for request in done)
         if waiting.state is not State.WAITING:
