@@ -145,7 +145,7 @@ def serve(
         "page": page,
         "served_model_name": served_model_name,
         "tool_call_parser": tool_call_parser,
-        "adapters": _adapters(lora_modules),
+        "adapters": _adapters(lora_modules, model),
         "adapter_folder": adapter_folder,
         "max_queue": max_queue,
         "queue_timeout": queue_timeout,
@@ -164,7 +164,7 @@ def serve(
         "page_size": block_size,
         "prefix_cache": enable_prefix_caching,
         "seed": seed,
-        "adapter_slots": max_loras or (16 if lora_modules or adapter_folder else 0),
+        "adapter_slots": max_loras or (16 if chosen["adapters"] or adapter_folder else 0),
         "max_adapter_rank": max_lora_rank,
         **_assignments(more),
     }
@@ -174,7 +174,12 @@ def serve(
     anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
-def _adapters(given: list[str] | None) -> dict[str, str]:
+def _adapters(given: list[str] | None, model: str | None) -> dict[str, str]:
+    """Those that are named; those of the examples where nothing was, not even the model."""
+    from headrace.server.demo import demo_adapters
+
+    if given is None and model is None:
+        return {name: str(folder) for name, folder in demo_adapters().items()}
     named = {}
     for each in given or ():
         name, separator, folder = each.partition("=")

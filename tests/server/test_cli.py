@@ -21,7 +21,7 @@ import typer
 
 from headrace.engine import Engine, SamplingParams
 from headrace.server.cli import main
-from headrace.server.serve_cli import _named
+from headrace.server.serve_cli import _adapters, _named
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, typed: str = "") -> int:
@@ -74,6 +74,14 @@ def test_the_demo_asks_a_base_model_in_plain_text(
     model = tiny_models.whole_folder(tmp_path)
     assert run(monkeypatch, "demo", str(model), "--max-tokens", "5") == 0
     assert capsys.readouterr().out.count(" 5 tok, ") == 6
+
+
+def test_adapters_are_named_once_and_the_demos_model_brings_its_own() -> None:
+    assert _adapters(["a=x", "b=y=z"], None) == {"a": "x", "b": "y=z"}
+    assert _adapters(None, "model") == {} and set(_adapters(None, None)) == {"pirate", "json"}
+    for given in (["a"], ["a="], ["a=x", "a=y"]):
+        with pytest.raises(typer.BadParameter, match="NAME=FOLDER"):
+            _adapters(given, None)
 
 
 def test_the_demo_wears_the_adapters_of_the_examples(
