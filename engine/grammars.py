@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
-import numpy as np
-
 from headrace.engine.errors import GrammarRejected, InvalidParams
 from headrace.engine.opened import Opened
 from headrace.engine.params import shown
@@ -76,11 +74,23 @@ class CompiledGrammar:
 
     def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
         """Write the masks of many rows, in several threads, which run beside the interpreter."""
+        import numpy as np  # beside the first device that keeps masks, and not with this module
+
         words_RW = np.asarray(masks)
-        matchers = [(state, row) for state, row in states if isinstance(state, _Matcher)]
-        self._executor().unsafe_compute_mask_ptr(
-            [(state.matcher, row) for state, row in matchers], words_RW.ctypes.data, words_RW.strides[0], len(words_RW)
-        )
+        matchers = []
+        for state, row in states:
+            if forced := state.forced():
+                words_RW[row] = 0
+                words_RW[row].view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
+            elif isinstance(state, _Matcher):
+                matchers.append((state, row))
+        if matchers:
+            self._executor().unsafe_compute_mask_ptr(
+                [(state.matcher, row) for state, row in matchers],
+                words_RW.ctypes.data,
+                words_RW.strides[0],
+                len(words_RW),
+            )
         for state, row in matchers:
             if state.matcher.is_error():
                 words_RW[row] = np.frombuffer(state.allowed() or bytes(words_RW.strides[0]), words_RW.dtype)
@@ -110,12 +120,22 @@ class _Matcher:
         self._tokens = list(tokens)
         self.matcher.consume_tokens(self._tokens)
         lexer.rows.add(self)
+        self._forced: list[int] | None = None
+        """Known until it is no longer so."""
 
     def advance(self, token: int) -> None:
         self._tokens.append(token)
         self.matcher.consume_token(token)
+        self._forced = self._forced[1:] or None if self._forced and self._forced[0] == token else None
+
+    def forced(self) -> Sequence[int]:
+        if self._forced is None:
+            self._forced = [] if self.matcher.is_error() else self.matcher.compute_ff_tokens()
+        return self._forced
 
     def allowed(self) -> bytes:
+        if forced := self.forced():
+            return _only(forced[0])
         mask = self.matcher.compute_bitmask()
         if not self.matcher.is_error():  # asked now: finding the mask may be what fails
             return mask
@@ -124,6 +144,13 @@ class _Matcher:
         self.matcher, self._grammar = self._grammar.alone(self._lexer), None
         self.matcher.consume_tokens(self._tokens)
         return self.allowed()
+
+
+def _only(token: int) -> bytes:
+    """The mask of one token; what is missing at its end is not allowed."""
+    mask = bytearray(4 * (token // 32 + 1))
+    mask[token // 8] = 1 << token % 8
+    return bytes(mask)
 
 
 class Grammars:

@@ -76,6 +76,7 @@ def make_requests(
                 shaping=shaping,
                 reporting=_reporting(params, choice),
                 grammar=grammar,
+                jumps=grammar is not None and shaping is None and _takes_runs(asking),
                 processor=asking.logits_processor,
                 stop_ids=stop_ids,
                 wears=worn,
@@ -91,6 +92,13 @@ def make_requests(
             )
         )
     return requests
+
+
+def _takes_runs(asking: Asking) -> bool:
+    """Whether several tokens may come at once: nothing is asked of each by itself."""
+    params = asking.params
+    looks = params.stop or asking.stop_when is not None or asking.logits_processor is not None
+    return params.logprobs is None and not looks
 
 
 def make_pooling_request(

@@ -30,25 +30,30 @@ class CpuMasks:
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
-    def begin(self, row: int, grammar: Grammar, tokens: Sequence[int]) -> None:
-        """Let `row`, whose completion is `tokens` so far, keep to `grammar`."""
+    def begin(self, row: int, grammar: Grammar, tokens: Sequence[int], *, jumps: bool) -> None:
+        """Let `row`, whose completion is `tokens` so far, keep to `grammar`; with `jumps`, `rest` has a meaning."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "headrace-masks")
-        self._rows[row] = made = _Row(self._vocab_size)
-        made.banned = self._thread.submit(made.begin, grammar, tokens)
+        self._rows[row] = made = _Row(self._vocab_size, jumps)
+        made.found = self._thread.submit(made.begin, grammar, tokens)
 
     def banned_V(self, row: int) -> _Banned:
         """Which tokens may not be chosen next; waits if that is not known yet. All, where the grammar failed."""
-        banned = self._rows[row].banned
-        if banned.exception() is not None:  # the row's own trouble: the step and its other rows go on
+        found = self._rows[row].found
+        if found.exception() is not None:  # the row's own trouble: the step and its other rows go on
             return np.ones(self._vocab_size, np.bool_)
-        return banned.result()
+        return found.result()[0]
 
-    def advance(self, row: int, token: int) -> None:
-        """Go on with the token that was chosen."""
+    def rest(self, row: int) -> Sequence[int]:
+        """Behind the token that was chosen by `banned_V`: those that are forced."""
+        found = self._rows[row].found
+        return () if found.exception() is not None else found.result()[1][1:]
+
+    def advance(self, row: int, tokens: Sequence[int]) -> None:
+        """Go on with the token that was chosen, or with those that were forced behind it."""
         assert self._thread is not None
         found = self._rows[row]
-        found.banned = self._thread.submit(found.advance, token)
+        found.found = self._thread.submit(found.advance, tokens)
 
     def end(self, row: int) -> None:
         """Forget `row`, if it is known."""
@@ -61,25 +66,26 @@ class CpuMasks:
 
 
 class _Row:
-    """One row; all but `banned` belongs to the thread."""
+    """One row; all but `found` belongs to the thread."""
 
-    banned: Future[_Banned]
+    found: Future[tuple[_Banned, Sequence[int]]]
     _state: GrammarState
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, jumps: bool) -> None:
+        self._vocab_size, self._jumps = vocab_size, jumps
 
-    def begin(self, grammar: Grammar, tokens: Sequence[int]) -> _Banned:
+    def begin(self, grammar: Grammar, tokens: Sequence[int]) -> tuple[_Banned, Sequence[int]]:
         self._state = grammar.begin(tokens)
         return self._find()
 
-    def advance(self, token: int) -> _Banned:
-        self._state.advance(token)
+    def advance(self, tokens: Sequence[int]) -> tuple[_Banned, Sequence[int]]:
+        for token in tokens:
+            self._state.advance(token)
         return self._find()
 
-    def _find(self) -> _Banned:
+    def _find(self) -> tuple[_Banned, Sequence[int]]:
         banned_V = np.ones(self._vocab_size, np.bool_)
         bits = np.unpackbits(np.frombuffer(self._state.allowed(), np.uint8), bitorder="little")
         known = bits[: self._vocab_size]
         banned_V[: len(known)] = known == 0
-        return banned_V
+        return banned_V, self._state.forced() if self._jumps else ()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.engine.model.cpu_masks import CpuMasks
 from headrace.engine.model.host_choice import shaper_of
-from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, RowOptions, StepPlan, Work
+from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, GivenTokens, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu_logprobs import Logprobs, logprobs
 from headrace.ops.cpu_sample import Choosing, sample
@@ -60,7 +60,14 @@ class CpuOptions:
             if options.shaping is not None:
                 self._shapers[options.row] = shaper_of(options, options.shaping, self._vocab_size)
             if options.grammar is not None:
-                self._masks.begin(options.row, options.grammar, options.tokens[options.prompt_len :])
+                self._masks.begin(
+                    options.row, options.grammar, options.tokens[options.prompt_len :], jumps=options.jumps
+                )
+
+    def give(self, given: GivenTokens) -> None:
+        """Go on with tokens of a row that were not chosen here."""
+        if given.row in self._masks:
+            self._masks.advance(given.row, given.tokens)
 
     def prompt_span(self, index: int, work: Work, first: int) -> PromptSpan | None:
         """What a work, whose tokens are those of the step from `first`, is to report of its prompt; None if nothing."""
@@ -76,7 +83,7 @@ class CpuOptions:
         works: Sequence[Work],
         choosing: Sequence[Choosing],
         known: Callable[[Work], NDArray[np.int64]],
-    ) -> tuple[list[int], dict[int, Report]]:
+    ) -> tuple[list[int], dict[int, Report], dict[int, Sequence[int]]]:
         """Choose one token for each of `works`, and count it.
 
         Args:
@@ -86,11 +93,12 @@ class CpuOptions:
             known: The tokens of a work's row before the one to be chosen.
 
         Returns:
-            The ids, as `sample` returns them or `NOTHING_LEFT`, and reports by place among `works`.
+            The ids, as `sample` returns them or `NOTHING_LEFT`, and by place among `works` reports and the tokens that
+            grammars force behind a chosen one.
         """
         asking = {place: options for place, work in enumerate(works) if (options := self._options.get(work.row))}
         if not asking:
-            return sample(logits_SV, choosing), {}
+            return sample(logits_SV, choosing), {}, {}
         wanted = [place for place, options in asking.items() if options.reporting and _wants(options)]
         original_TV = logits_SV[wanted]  # indexing copies: shaping below leaves these rows alone
         shaped_SV = logits_SV.float()
@@ -98,10 +106,14 @@ class CpuOptions:
         chosen = sample(shaped_SV, choosing)
         for place in stuck:
             chosen[place] = NOTHING_LEFT
+        forced: dict[int, Sequence[int]] = {}
         for place in asking:
+            row = works[place].row
             if chosen[place] >= 0:
-                self._advance(works[place].row, chosen[place])
-        return chosen, self._reports(original_TV, wanted, chosen, asking)
+                if row in self._masks and (rest := self._masks.rest(row)):
+                    forced[place] = rest
+                self._advance(row, chosen[place])
+        return chosen, self._reports(original_TV, wanted, chosen, asking), forced
 
     def prompt_reports(
         self, spans: Sequence[PromptSpan], hidden_PE: Tensor, logits: Callable[[Tensor, int], Tensor]
@@ -143,7 +155,7 @@ class CpuOptions:
         if row in self._shapers:
             self._shapers[row].append(token)
         if row in self._masks:
-            self._masks.advance(row, token)
+            self._masks.advance(row, [token])
 
     @staticmethod
     def _reports(

@@ -130,12 +130,13 @@ class CpuRunner:
         hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, last_S, self._adapters(batch.wearers))
         reports: dict[int, Report] = {}
         choices: dict[int, Choice] = {}
+        forced: dict[int, Sequence[int]] = {}
         hosts = self._rows.hosts
         count = len(batch.samplers)
         if count:
             sampling = [plan.works[index] for index in batch.samplers]
             logits_SV = decoder.logits(hidden_SE[:count], self._adapters(batch.wearing_samplers))
-            chosen, found = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
+            chosen, found, runs = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
             self._rows.append(plan.works, batch.samplers, chosen)
             for place, (index, token) in enumerate(zip(batch.samplers, chosen, strict=True)):
                 tokens[index] = token
@@ -145,7 +146,8 @@ class CpuRunner:
                     logits_V = logits_SV[place].float().numpy().copy()
                     choices[index] = hosts.choice(work.row, logits_V)
             reports = {batch.samplers[place]: report for place, report in found.items()}
-        if not (reports or choices or batch.prompts or batch.pooled):
+            forced = {batch.samplers[place]: rest for place, rest in runs.items()}
+        if not (reports or choices or forced or batch.prompts or batch.pooled):
             return tokens
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
 
@@ -155,7 +157,7 @@ class CpuRunner:
 
         prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], logits)
         pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
-        return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens), choices)
+        return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens), choices, forced)
 
     def _adapters(self, wearers: Sequence[Wearers]) -> CpuAdapterOps | None:
         return CpuAdapterOps(self._any, wearers) if wearers else None

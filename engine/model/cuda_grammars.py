@@ -8,14 +8,14 @@ only its choice waits for what `send` finds meanwhile. All of it happens in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.plan import Capacity, GivenTokens, StepPlan, Work
 from headrace.engine.scheduling.shaping import Grammar, GrammarState
 
 __all__ = ["GrammarRows", "TokensOf"]
@@ -32,6 +32,10 @@ class _Row:
     state: GrammarState | None = None
     last: tuple[TokensOf, int] | None = None
     """The step that sampled its last token, and which of that step's works it was."""
+    jumps: bool = False
+    """Whether anybody wants to know of forced tokens."""
+    given: list[int] = field(default_factory=list)
+    """Tokens behind its last that were not sampled."""
     failed: bool = False
 
     def last_token(self) -> int | None:
@@ -46,8 +50,9 @@ class _Row:
         """Where the row stands after all tokens that it has."""
         if self.state is None:
             self.state = self.grammar.begin(self.completion)
-        if token is not None:
-            self.state.advance(token)
+        given, self.given = self.given, []
+        for each in given if token is None else (token, *given):
+            self.state.advance(each)
         return self.state
 
 
@@ -64,20 +69,29 @@ class GrammarRows:
         self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
         """Whether a row keeps to a grammar."""
         self._rows: dict[int, _Row] = {}
+        self.forced: dict[int, Sequence[int]] = {}
+        """Of the step that is being enqueued: the tokens that must follow a row's next."""
         self._masks_RW: Tensor | None = None
         self._side = torch.cuda.Stream(device)
         self._copied = torch.cuda.Event()
 
     def take(self, plan: StepPlan) -> None:
         """Take in what new rows ask, and forget what these and those that were left kept to before."""
+        self.forced = {}
         if self._rows:
             for row in (*plan.left_rows, *(new.row for new in plan.new_rows)):
                 self._rows.pop(row, None)
                 self.asks[row] = False
         for each in plan.options:
             if each.grammar is not None:
-                self._rows[each.row] = _Row(each.grammar, each.tokens[each.prompt_len :])
+                self._rows[each.row] = _Row(each.grammar, each.tokens[each.prompt_len :], jumps=each.jumps)
                 self.asks[each.row] = True
+
+    def give(self, given: Sequence[GivenTokens]) -> None:
+        """Take in tokens that were not sampled."""
+        for row, _, tokens in given:
+            if self.asks[row]:
+                self._rows[row].given += tokens
 
     def sampled(self, tokens_of: TokensOf, works: Iterable[Work]) -> None:
         """Note that a step, just enqueued, samples the next tokens of rows that keep to a grammar."""
@@ -118,7 +132,10 @@ class GrammarRows:
             token = found.last_token()
             if not found.failed:
                 try:
-                    ready.append((found.advanced(token), row))
+                    state = found.advanced(token)
+                    if found.jumps and len(forced := state.forced()) > 1:
+                        self.forced[row] = forced[1:]
+                    ready.append((state, row))
                 except Exception:
                     found.failed = True
             if found.failed:

@@ -292,11 +292,12 @@ class CudaRunner:
     def _enqueue(self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep) -> None:
         with self._on_stream(), faults_are_fatal():
             lines = self._enqueue_all(plan, decodes, prefills, step)
-            choices = self._sampler.choices
-            if lines or choices:
+            choices, forced = self._sampler.choices, self._sampler.grammars.forced
+            if lines or choices or forced:
                 index_of = {work.row: index for index, work in enumerate(plan.works)}
                 step.lines = step.result.fetch(lines, index_of)
                 step.choices = {index_of[row]: choice for row, choice in choices.items()}
+                step.forced = {index_of[row]: tokens for row, tokens in forced.items()}
             step.result.done.record(self._stream)
             self._sampler.grammars.sampled(step.tokens, plan.each_work())
 
@@ -312,6 +313,7 @@ class CudaRunner:
         self._rows.add(plan.new_rows, plan.entries, plan.options)
         self._rows.give(plan.given)
         self._sampler.take(plan)
+        self._sampler.grammars.give(plan.given)
         self._prefills.pools.update(plan)
         count, result = 0 if decodes is None else len(decodes.rows), step.result
         lines: list[Lines] = []

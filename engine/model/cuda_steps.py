@@ -76,7 +76,7 @@ class Result:
 class CudaStep:
     """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
 
-    __slots__ = ("_reading", "_tokens", "choices", "enqueued", "error", "lines", "places", "pooled", "result")
+    __slots__ = ("_reading", "_tokens", "choices", "enqueued", "error", "forced", "lines", "places", "pooled", "result")
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -90,6 +90,8 @@ class CudaStep:
         """What came of hidden states, by work."""
         self.choices: dict[int, Choice] = {}
         """What chooses on the host, by work."""
+        self.forced: dict[int, Sequence[int]] = {}
+        """What must follow the sampled tokens of rows with grammars, by work."""
         self._reading = threading.Lock()
         self._tokens: list[int] | None = None
 
@@ -107,12 +109,12 @@ class CudaStep:
                 raise self.error
             with faults_are_fatal():
                 tokens = self._read()
-            if not (self.lines or self.pooled or self.choices):
+            if not (self.lines or self.pooled or self.choices or self.forced):
                 return tokens
             told = with_reports(tokens, self.result.lines.numpy(), self.lines, settle(self.pooled, tokens))
             for work in self.choices:
                 told[work] = CHOSEN_LATER
-            told.choices = self.choices
+            told.choices, told.forced = self.choices, self.forced
             return told
         finally:
             self.result.taken = False

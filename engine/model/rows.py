@@ -73,6 +73,7 @@ class CpuRows:
         plan = self.hosts.take(plan)
         for given in plan.given:
             self._tokens[given.row, given.start : given.start + len(given.tokens)] = given.tokens
+            self.options.give(given)
             self._stopped[given.row] = False
         for row, start, tokens, sampling, _, stop_ids in plan.new_rows:
             self._tokens[row, start : start + len(tokens)] = tokens

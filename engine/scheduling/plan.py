@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from headrace.engine.errors import PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
@@ -123,6 +123,16 @@ class RowOptions(NamedTuple):
     pooling: Pooling | None = None
     processor: LogitsProcessor | None = None
     """The host then chooses the row's tokens, from what this makes of the logits."""
+    jumps: bool = False
+    """Steps tell which tokens `grammar` forces behind the one that they choose."""
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """What a request that has just got its row asks."""
+        return cls(
+            request.row, list(request.tokens), request.prompt_len,
+            request.shaping, request.reporting, request.grammar, request.pooling, request.processor, request.jumps,
+        )  # fmt: skip
 
 
 class GivenTokens(NamedTuple):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from headrace.engine.scheduling.plan import Emission, StepPlan
-from headrace.engine.scheduling.request import State
+from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Emission, StepPlan
+from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.shaping import ReportedTokens
 
-__all__ = ["take_prompt_reports", "with_reports"]
+__all__ = ["accept_run", "forced_runs", "take_prompt_reports", "with_reports"]
 
 
 def take_prompt_reports(plan: StepPlan, tokens: ReportedTokens) -> None:
@@ -28,3 +28,34 @@ def with_reports(plan: StepPlan, tokens: ReportedTokens, emissions: Sequence[Emi
         emission._replace(report=reports.get(emission.request.id), pooled=pooled.get(emission.request.id))
         for emission in emissions
     ]
+
+
+def forced_runs(plan: StepPlan, tokens: ReportedTokens) -> dict[int, Sequence[int]]:
+    """What grammars force behind the tokens of a step, by request."""
+    return {plan.works[index].request.id: run for index, run in tokens.forced.items()} if tokens.forced else {}
+
+
+def accept_run(
+    request: Request, place: int, token: int, forced: Sequence[int], accept: Callable[[Request, int], Emission]
+) -> list[Emission]:
+    """Take a sampled token and those that a grammar forces behind it, up to the request's end.
+
+    Steps launched ahead sample the first of these as well: what they give is known when they are committed.
+
+    Args:
+        request: One that jumps.
+        place: Of the sampled token.
+        token: What was sampled.
+        forced: What must follow.
+        accept: Takes one token.
+    """
+    if place < len(request.tokens):
+        if token == request.tokens[place]:
+            return []
+        return [accept(request, NON_FINITE if token == NON_FINITE else NOTHING_LEFT)]
+    run = (token, *forced)
+    emissions = [accept(request, each) for each in run if request.state is not State.FINISHED]
+    ahead = max(0, len(request.tokens) - request.known)  # of what the device has sampled, or is about to
+    request.unsent += ahead
+    request.known += ahead
+    return emissions

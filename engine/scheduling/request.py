@@ -58,6 +58,8 @@ class Request:
     shaping: Shaping | None = None
     reporting: Reporting | None = None
     grammar: Grammar | None = None
+    jumps: bool = False
+    """Tokens that `grammar` forces are taken at once, and computed together."""
     processor: LogitsProcessor | None = None
     """Needs the host between any two tokens: the next is planned only when the last is known."""
     pooling: Pooling | None = None
@@ -228,6 +230,7 @@ def branch(request: Request, count: int, seed: int) -> Request:
         shaping=request.shaping,
         reporting=None if reporting is None or reporting.completion is None else Reporting(reporting.completion),
         grammar=request.grammar,
+        jumps=request.jumps,
         processor=request.processor,
         stop_ids=request.stop_ids,
         wears=request.wears,

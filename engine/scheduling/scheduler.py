@@ -6,7 +6,7 @@ policy says who comes first. Never waits, never reads a clock, never sees a tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from headrace.engine.scheduling.plan import (
 )
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.prefix import Prefixes
-from headrace.engine.scheduling.reports import take_prompt_reports, with_reports
+from headrace.engine.scheduling.reports import accept_run, forced_runs, take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
@@ -221,8 +221,7 @@ class Scheduler:
         new = NewRow(row, request.planned, tokens, request.sampling, request.slot, request.stop_ids)
         plan.new_rows.append(new)
         if request.has_options:
-            asked = (request.shaping, request.reporting, request.grammar, request.pooling, request.processor)
-            plan.options.append(RowOptions(row, list(request.tokens), request.prompt_len, *asked))
+            plan.options.append(RowOptions.of(request))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(request.pages))
 
     # -- deadlines ------------------------------------------------------------------------------------------------
@@ -258,8 +257,10 @@ class Scheduler:
         size, finished = self.capacity.page_size, State.FINISHED
         emissions: list[Emission] = []
         self.swaps.host.settled(plan)
+        runs: Mapping[int, Sequence[int]] = {}
         if isinstance(tokens, ReportedTokens):
             take_prompt_reports(plan, tokens)
+            runs = forced_runs(plan, tokens)
         for (request, start, count, samples), token in zip(plan.shares(), tokens, strict=True):
             request.in_flight -= 1
             if request.discard:
@@ -271,6 +272,8 @@ class Scheduler:
                     self.prefixes.offer(request)
                 if token == CHOSEN_LATER and samples:
                     request.awaited = plan.step
+                elif samples and request.jumps:
+                    emissions += accept_run(request, start + count, token, runs.get(request.id, ()), self._accept)
                 elif samples or (request.pooling is not None and request.computed == request.prompt_len):
                     emissions.append(self._accept(request, token))
             if not request.in_flight and request.row >= 0 and (request.leaving or request.state is finished):

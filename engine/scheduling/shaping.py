@@ -69,10 +69,15 @@ class GrammarState(Protocol):
         """Go on with a token that was allowed."""
         ...
 
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, as the tokenizer cuts a text about which there is no choice; often none."""
+        ...
+
     def allowed(self) -> bytes:
         """Bit `i % 8` of byte `i // 8` for each token id `i` that may come next; empty where the grammar has failed.
 
-        A device that keeps masks packed can copy it as it is: it is a whole number of 32-bit words.
+        Of a forced text the first token alone. A device that keeps masks packed can copy it as it is: it is a whole
+        number of 32-bit words, of which those at its end that allow nothing may be missing.
         """
         ...
 
@@ -125,6 +130,7 @@ class ReportedTokens(list[int]):
         prompts: Mapping[int, list[Report]],
         pooled: Mapping[int, Any] | None = None,
         choices: Mapping[int, Choice] | None = None,
+        forced: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Hold one id for each work.
 
@@ -133,6 +139,7 @@ class ReportedTokens(list[int]):
             chosen: Index of a work -> the report on its sampled token.
             prompts: Index of a work -> reports on the tokens of the prompt from position `start + 1` of the work.
             choices: Index of a work whose token is `CHOSEN_LATER` -> what chooses it.
+            forced: Index of a work -> tokens that must follow its own, as its row's grammar is.
             pooled: Index of a work that ends a pooled request -> what came of its hidden states.
         """
         super().__init__(tokens)
@@ -140,3 +147,4 @@ class ReportedTokens(list[int]):
         self.prompts = prompts
         self.pooled = pooled or {}
         self.choices = choices or {}
+        self.forced = forced or {}

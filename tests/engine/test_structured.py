@@ -172,6 +172,50 @@ def ids_of(mask: bytes) -> list[int]:
     return [token for token in range(len(mask) * 8) if mask[token // 8] >> token % 8 & 1]
 
 
+@pytest.mark.parametrize("launch_ahead", [1, 2, 3])
+def test_forced_tokens_are_taken_at_once_and_are_those_that_would_be_sampled(folder: Path, launch_ahead: int) -> None:
+    """With log-probabilities every token is sampled by itself: the same tokens, in more steps; cut short as well."""
+    schemas = [random_schema(seed) for seed in range(24)] + [SIMPLE] * 4
+    sizes = {"launch_ahead": launch_ahead, "max_rows": 8, "kv_memory": 40 * tiny_models.PAGE_BYTES}
+
+    async def answers(engine: Engine, **fields: Any) -> tuple[list[list[int]], int]:
+        before = engine.stats().steps
+        asked = [hot(ResponseFormat.json_schema(schema), seed, **fields) for seed, schema in enumerate(schemas)]
+        found: list[Completion] = await engine.generate_many([[65, 66]] * len(asked), asked)
+        return [answer.choices[0].token_ids for answer in found], engine.stats().steps - before
+
+    async def run() -> None:
+        async with Engine(folder, dtype="float32", **sizes) as engine:
+            singly, many_steps = await answers(engine, logprobs=0)
+            at_once, few_steps = await answers(engine)
+            assert at_once == singly and few_steps < 0.8 * many_steps
+            for limit in (5, 6, 13):
+                assert (await answers(engine, max_tokens=limit))[0] == [ids[:limit] for ids in singly]
+
+    anyio.run(run)
+
+
+def test_a_forced_text_is_cut_as_the_tokenizer_cuts_it(smollm2: Path) -> None:
+    """On the real vocabulary: what leaves no choice is one step, and what ends a run may still join what follows."""
+    texts = ["first_name", "a considerably longer name than that"]
+    schema = {
+        "type": "object",
+        "properties": {text: {"enum": [1, 2]} for text in texts},
+        "required": texts,
+        "additionalProperties": False,
+    }
+    params = SamplingParams(temperature=0, max_tokens=60, response_format=ResponseFormat.json_schema(schema))
+
+    async def run() -> None:
+        async with Engine(smollm2, kv_memory="64MiB", launch_ahead=1) as engine:
+            answer = (await engine.generate("{", params)).choices[0]
+            assert list(json.loads(answer.text)) == texts
+            assert answer.token_ids[:-1] == await engine.tokenize(answer.text)
+            assert engine.stats().steps < len(answer.token_ids) / 2
+
+    anyio.run(run)
+
+
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Pieces()], ids=["bytes", "pieces"])
 def test_any_walk_along_the_masks_ends_in_the_format(tokenizer: ByteTokenizer) -> None:
     """Whatever the vocabulary, as its detokenizer shows the tokens; the logits are wider than it is."""

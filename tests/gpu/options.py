@@ -58,6 +58,7 @@ KINDS: list[dict[str, Any]] = [
     {"beam_width": 4, "n": 2, "max_tokens": 8},
     {"response_format": ResponseFormat.json_schema(SCHEMA), "temperature": 1.5, "seed": 8, "logprobs": 2, "n": 2},
     {"response_format": ResponseFormat.regex("[a-f]{3,40}"), "frequency_penalty": 1.0, "logit_bias": {97: 2.0}},
+    {"response_format": ResponseFormat.json_schema(SCHEMA), "temperature": 1.2, "seed": 3},
     {"hook": shy, "temperature": 1.0, "seed": 9, "logprobs": 2, "presence_penalty": 0.5, "n": 2, "prompt_logprobs": 1},
     {"hook": shy, "response_format": ResponseFormat.regex("[a-f]{3,40}"), "top_k": 7, "temperature": 1.1, "seed": 2},
 ]

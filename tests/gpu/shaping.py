@@ -65,6 +65,9 @@ class RandomGrammar:
     def advance(self, token: int) -> None:
         self.seed = hash((self.seed, token))
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
     def allowed(self) -> bytes:
         generator = np.random.default_rng(abs(self.seed))
         many = generator.choice([0, 1, 3, self._vocabulary, self._vocabulary])

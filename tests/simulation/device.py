@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.engine.scheduling.plan import CHOSEN_LATER, Capacity, StepPlan, Work
+from headrace.engine.scheduling.shaping import ReportedTokens
 from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token
 
 __all__ = ["RigRunner"]
@@ -18,11 +19,14 @@ class RigRunner(ScriptedRunner):
         super().__init__(capacity, faults=faults)
         self._seeds = [0] * capacity.max_rows
         self._hosted: set[int] = set()
+        self._jumping: set[int] = set()
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
         for row in plan.new_rows:
             self._seeds[row.row] = row.sampling.seed
             self._hosted.discard(row.row)
+            self._jumping.discard(row.row)
+        self._jumping.update(options.row for options in plan.options if options.jumps)
         self._hosted.update(options.row for options in plan.options if options.processor is not None)
         return super().launch(plan)
 
@@ -41,7 +45,8 @@ class RigRunner(ScriptedRunner):
 
     def _sample(self, plan: StepPlan) -> list[int]:
         sampled = []
-        for work in plan.works:
+        forced: dict[int, list[int]] = {}
+        for index, work in enumerate(plan.works):
             token = 0
             if work.samples and work.row in self._hosted:
                 token = self._tokens[work.row][work.start + work.num_tokens] = CHOSEN_LATER
@@ -49,5 +54,13 @@ class RigRunner(ScriptedRunner):
                 read = [self._cells[page][cell] for page, cell in self._cell_places(work)]
                 token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
                 self._tokens[work.row][work.start + work.num_tokens] = token
+                if work.row in self._jumping and token % 3 == 0:
+                    forced[index] = self._following([self._seeds[work.row], *read, token], token % 6)
             sampled.append(token)
-        return sampled
+        return ReportedTokens(sampled, {}, {}, forced=forced) if forced else sampled
+
+    def _following(self, known: list[int], count: int) -> list[int]:
+        """What would be sampled next anyway: the script's grammar forces it."""
+        for _ in range(count):
+            known.append(scripted_token(known, self.capacity.vocab_size))
+        return known[len(known) - count :]

@@ -227,6 +227,7 @@ class World:
                 **self._asked(),
                 keepers=1 if self._talking and choices == 1 and not holds else 0,
                 hooked=not holds and self._hooks.random() < self._hooking,
+                jumps=not holds and self._hooks.random() < self._hooking,
             )
         except Overloaded:
             assert self._deadlines
