@@ -57,7 +57,6 @@ def make_requests(
     """
     params = asking.params
     check_asking(asking, vocab_size)
-    _check_prompt_logprobs(params, len(ids))
     worn, ids = dressed(asking.adapter, ids, params, adapters)
     if params.beam_width is not None:
         return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size, worn)]
@@ -74,7 +73,7 @@ def make_requests(
                 limit=limit,
                 sampling=_sampling(params, seed + choice * _GOLDEN),
                 shaping=shaping,
-                reporting=_reporting(params, choice),
+                reporting=_reporting(params, choice, len(ids)),
                 grammar=grammar,
                 jumps=grammar is not None and shaping is None and _takes_runs(asking),
                 processor=asking.logits_processor,
@@ -134,8 +133,9 @@ def make_pooling_request(
     )
 
 
-def _reporting(params: SamplingParams, choice: int) -> Reporting | None:
+def _reporting(params: SamplingParams, choice: int, prompt_len: int) -> Reporting | None:
     """What a choice reports; the first one alone reports on the prompt, which is the same for all."""
+    _check_prompt_logprobs(params, prompt_len)
     reporting = Reporting(params.logprobs, params.prompt_logprobs if choice == 0 else None)
     return None if reporting == Reporting() else reporting
 
