@@ -91,6 +91,8 @@ class EngineConfig(BaseModel):
     policy: Annotated[str | dict[str, Any] | Policy, PlainValidator(_known_policy)] = "first_come"
     """Who is served first: a name, `{"name": "fair_share", "weights": {"a": 2.0}}`, or a `Policy` of the application's
     own, for one engine. docs/scheduling.md says which does what."""
+    itl_target_ms: Annotated[float, Field(gt=0.0)] | None = None
+    """Milliseconds between tokens to aim at: prompts get what that leaves of a step; None gives them all of it."""
     launch_ahead: Annotated[int, Field(ge=1, le=8)] = 2
     """Steps that may be launched and not yet committed; a cancelled request returns its pages within as many."""
     decode_attention: Literal["auto", "fused", "even", "fa2", "xqa"] = "auto"

@@ -74,6 +74,7 @@ class Life:
             policy=policy_of(self.config.policy),
             slots=slots_of(opened.adapters, self.config),
             host=host,
+            itl_target=None if self.config.itl_target_ms is None else self.config.itl_target_ms / 1000,
         )
         runner = opened.runner
         self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, launch_ahead=self.config.launch_ahead)

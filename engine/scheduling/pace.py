@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from headrace.engine.scheduling.plan import Capacity
+
 __all__ = ["Pace"]
 
 _KEEP = 0.9  # of the old value at each measurement: about the last ten steps count
@@ -30,11 +32,16 @@ class Pace:
         """Seconds that so many prefilled tokens take."""
         return tokens * self.token_seconds
 
-    def tokens_within(self, seconds: float) -> int | None:
-        """Tokens that can be prefilled in a step of so many seconds; None where that is not known yet."""
-        if not self.token_seconds:
-            return None
-        return int(max(0.0, seconds - self.step_seconds) / self.token_seconds)
+    def budget(self, decodes: int, capacity: Capacity, target: float | None) -> int:
+        """Tokens that a step may hold with so many decodes if it shall take `target` seconds, a page more at least.
+
+        All that `capacity` allows where nothing decodes, where there is no target, or where the pace is not known yet.
+        """
+        most = capacity.max_batched_tokens
+        if target is None or not decodes or not self.token_seconds:
+            return most
+        within = int(max(0.0, target - self.step_seconds) / self.token_seconds)
+        return min(most, decodes + max(within, capacity.page_size))
 
 
 def _mixed(old: float, new: float) -> float:

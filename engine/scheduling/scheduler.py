@@ -62,6 +62,7 @@ class Scheduler:
         policy: Policy | None = None,
         slots: SlotTable | None = None,
         host: HostPages | None = None,
+        itl_target: float | None = None,
     ) -> None:
         """Start with no requests.
 
@@ -72,6 +73,7 @@ class Scheduler:
             policy: Who comes first; None is `FirstCome`.
             slots: Where adapters are on the device; None where it takes none.
             host: Where pages are kept that the device has no room for; None keeps none.
+            itl_target: Seconds that a step with decodes should take at most; prompts get what is left of it.
         """
         self.capacity = capacity
         self.pool = PagePool(capacity.num_pages, capacity.page_size, secret=secret, remember=prefix_cache)
@@ -92,6 +94,7 @@ class Scheduler:
         self._growth = Growth(self._roster, self.pool, self._policy)
         self._deadlines = DeadlineQueue()
         self._lapsed: list[Emission] = []
+        self._itl_target = itl_target
         self._now = 0.0
         self._step = 0
 
@@ -160,7 +163,7 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request]) -> None:
         """Plan prompts with what the decodes of `plan` leave of the budget: those that are begun, then new ones."""
-        budget = self.capacity.max_batched_tokens
+        budget = self.pace.budget(plan.tokens, self.capacity, self._itl_target)
         for request in sorted(prefills, key=self._standing):
             if plan.tokens < budget and self._roster.waiting:
                 self._admit(plan, budget, before=request)

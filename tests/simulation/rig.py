@@ -84,11 +84,17 @@ class Rig:
         prefix_cache: bool = True,
         policy: Policy | None = None,
         places: int = 0,
+        itl_target: float | None = None,
     ) -> None:
         self.capacity = capacity
         self.depth = depth
         self.scheduler = Scheduler(
-            capacity, secret=b"rig", prefix_cache=prefix_cache, policy=policy, host=HostPages(places)
+            capacity,
+            secret=b"rig",
+            prefix_cache=prefix_cache,
+            policy=policy,
+            host=HostPages(places),
+            itl_target=itl_target,
         )
         self.now = 0.0
         """Seconds; whoever drives the rig moves it on."""

@@ -85,6 +85,31 @@ def test_a_long_prefill_is_cut_into_chunks_between_which_decodes_go_on(depth: in
     rig.check_empty()
 
 
+def test_prompts_get_what_the_target_of_decodes_leaves() -> None:
+    rig = Rig(capacity(pages=200, size=4, rows=4, budget=100), depth=1, itl_target=0.05)
+    (long,) = rig.submit(words(0, 90), 30)
+    plan = rig.launch()
+    assert plan is not None and plan.tokens == 90, "nothing decodes"
+    rig.complete()
+    rig.scheduler.pace.observe(0, 0.02)
+    rig.scheduler.pace.observe(50, 0.07)  # 1 ms a token
+    rig.submit(words(1, 95), 1)
+    sizes = []
+    for _ in range(4):
+        plan = rig.launch()
+        assert plan is not None and any(work.request is long for work in plan.works)
+        sizes.append(plan.tokens - 1)
+        rig.complete()
+    assert sizes == [30, 30, 30, 5]
+    rig.scheduler.pace.observe(0, 10.0)  # decodes alone are too slow
+    rig.submit(words(2, 9), 1)
+    plan = rig.launch()
+    assert plan is not None and plan.tokens == 1 + 4
+    rig.complete()
+    rig.run()
+    rig.check_empty()
+
+
 def test_rows_bound_the_number_that_runs() -> None:
     rig = Rig(capacity(rows=3, pages=200))
     for name in range(10):
