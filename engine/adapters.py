@@ -41,7 +41,7 @@ class AdapterInfo:
     digest: str
     """Of its weights, in hexadecimal: two of the same digest give the same tokens."""
     nbytes: int
-    """Memory of its weights in the model's dtype."""
+    """Memory of its weights: on a CPU in float32, else in the dtype of the arithmetic."""
     virtual_tokens: int
     """Before every prompt, of a prompt or prefix adapter."""
     where: Literal["device", "loading", "host", "disk"]

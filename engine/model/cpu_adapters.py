@@ -24,17 +24,19 @@ __all__ = ["CpuBank"]
 class CpuBank:
     """The device's side of adapters on a CPU."""
 
-    def __init__(self, slots: int, max_rows: int) -> None:
-        """Start with empty slots and rows that wear nothing."""
+    def __init__(self, slots: int, max_rows: int, dtype: torch.dtype) -> None:
+        """Start with empty slots and rows that wear nothing; `dtype` is that of activations."""
+        self._dtype = dtype
         self._updates: list[CpuUpdates | None] = [None] * slots
         self._prefixes: list[Tensor | None] = [None] * slots
         self._slots: NDArray[np.int64] = np.full(max_rows, -1, np.int64)
 
     def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
         """Make `adapter` what the wearers of `slot` wear, from where it lies; nobody wears the slot now."""
-        self._prefixes[slot] = adapter.prefix_LPsD
+        layout, block, prefix, virtual = adapter.layout, adapter.block, adapter.prefix_LPsD, adapter.virtual_PE
+        self._prefixes[slot] = None if prefix is None else prefix.to(self._dtype)
         self._updates[slot] = CpuUpdates(
-            _sites(adapter.layout, adapter.block), _embedding(adapter.layout, adapter.block), adapter.virtual_PE
+            _sites(layout, block), _embedding(layout, block), None if virtual is None else virtual.to(self._dtype)
         )
 
     def take(self, slot: int) -> None:

@@ -53,10 +53,10 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
             value=config.kv_memory,
             limit=free,
         )
-    bank = CpuBank(config.adapter_slots, capacity.max_rows) if config.adapter_slots else None
+    bank = CpuBank(config.adapter_slots, capacity.max_rows, dtype) if config.adapter_slots else None
     adapters = None
     if bank is not None:
-        adapters = adapter_device(config, spec, bank, dtype=dtype, granule_bytes=_GRANULE_BYTES)
+        adapters = adapter_device(config, spec, bank, dtype=torch.float32, granule_bytes=_GRANULE_BYTES)
     failure = ""
     try:
         runner = _make_runner(config, spec, source, ops, capacity, dtype, bank)

@@ -70,7 +70,7 @@ def base() -> Any:
 def tested(base: Any, tmp_path: Path) -> ModelUnderTest:
     base.save_pretrained(tmp_path / "base")
     _, tested = ModelUnderTest.load(tmp_path / "base", num_pages=600, max_rows=40)
-    tested.bank = CpuBank(40, 40)
+    tested.bank = CpuBank(40, 40, torch.float32)
     return tested
 
 
@@ -123,6 +123,24 @@ def test_alone(kind: str, base: Any, tested: ModelUnderTest, tmp_path: Path) -> 
     for chunk, prompt in ((128, None), (4, 11), (1, None)):
         (found,) = tested.logits([before + ids], chunk, prompt, [0])
         torch.testing.assert_close(found[len(before) :], expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_activations_in_bfloat16(base: Any, tmp_path: Path) -> None:
+    """Adapters of every kind side by side, their updates in float32."""
+    base.save_pretrained(tmp_path / "base")
+    _, tested = ModelUnderTest.load(tmp_path / "base", torch.bfloat16, num_pages=200, max_rows=20)
+    tested.bank = CpuBank(12, 20, torch.bfloat16)
+    ids, wanted = sequence(1), []
+    for slot, kind in enumerate(KINDS):
+        wanted.append(adapted(base, kind, KINDS[kind], tmp_path / str(slot), ids, seed=2))
+        tested.bank.put(slot, 0, read_adapter(tmp_path / str(slot), SHAPE, torch.float32, max_rank=256))
+    sequences = [virtual(kind) + ids for kind in KINDS]
+    for chunk, prompt in ((128, None), (5, 11)):
+        found = tested.logits(sequences, chunk, prompt, list(range(len(KINDS))))
+        for kind, logits, expected in zip(KINDS, found, wanted, strict=True):
+            error = (logits[len(virtual(kind)) :] - expected).norm() / expected.norm()
+            assert error < 0.05, kind
 
 
 @pytest.mark.filterwarnings("ignore")
