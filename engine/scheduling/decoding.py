@@ -41,7 +41,8 @@ def plan_decodes(
             continue
         if known == request.limit or request.state is not is_running or request.leaving:
             continue
-        if start == len(request.pages) * page_size or request.forked or request.processor is not None:
+        is_full = start == len(request.pages) * page_size
+        if is_full or request.forked or request.unsent or request.processor is not None:
             if not request.is_decodable or not growth.make_ready(plan, request, 1, now):
                 continue
         decodes.append(request)
