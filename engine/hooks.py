@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -74,7 +75,10 @@ class HookThread:
         self._calls.put((call, done))
 
     def close(self) -> None:
-        """Finish what is queued, or leave it behind, and join the threads that come to an end."""
+        """Drop what is queued, wait for the call that runs as long as it may take, and join the threads; blocks."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()
         if self._watcher is not None:
             self._calls.put(None)
             self._watcher.join()

@@ -156,6 +156,7 @@ class Life:
         join = None if self._adapters is None else self._adapters.close(stopped)
 
         def close(opened: Opened) -> None:
+            self._hooks.close()
             self._grammars.close()
             if join is not None:
                 join()
@@ -168,7 +169,6 @@ class Life:
         finally:
             self._helper.close()
             self._waiter.close()
-            self._hooks.close()
 
     def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
         if self._loop is not None and self._loop.crashed is not None:

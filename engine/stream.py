@@ -119,11 +119,12 @@ class TokenStream:
             raise RuntimeError("the stream still runs: read it to its end, or cancel it, before sending more")
         self._check_single("send")
         turn = self._turns.following(self._turn, added, params)
-        self._sending = True
+        self._sending, sender = True, TaskWatch(turn.generation.cancel)
         try:
-            await _admitted(turn, TaskWatch(turn.generation.cancel))
+            await _admitted(turn, sender)
         finally:
             self._sending = False
+            sender.stop()
         self._let_go()
         self._begin(turn)
         return self

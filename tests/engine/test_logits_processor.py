@@ -196,6 +196,40 @@ def test_other_rows_do_not_wait_for_it(folder: Path) -> None:
     anyio.run(run)
 
 
+def test_an_engine_closes_while_hooks_run_and_are_queued(folder: Path) -> None:
+    """It waits for the one that runs, not for the others, and the event loop goes on meanwhile."""
+    entered = threading.Event()
+
+    def blocking(tokens: list[int], logits: Any) -> Any:
+        entered.set()
+        time.sleep(0.4)
+        return logits
+
+    async def run() -> None:
+        beats: list[float] = []
+
+        async def beat() -> None:
+            while True:
+                beats.append(time.perf_counter())
+                await anyio.sleep(0.005)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(beat)
+            async with Engine(folder, **OPTIONS, hook_seconds=5) as engine:
+                streams = [engine.stream([5, 6], params_of({}), logits_processor=blocking) for _ in range(4)]
+                while not entered.is_set():  # noqa: ASYNC110 - of another thread
+                    await anyio.sleep(0.001)
+                closing = time.perf_counter()
+            assert time.perf_counter() - closing < 0.8
+            assert [(await anext(stream)).finish_reason for stream in streams] == ["cancelled"] * 4
+            tasks.cancel_scope.cancel()
+        pauses = [after - before for before, after in zip(beats, beats[1:], strict=False) if before > closing]
+        assert max(pauses) < 0.3
+        assert not [thread for thread in threading.enumerate() if "hook" in thread.name]
+
+    anyio.run(run)
+
+
 def test_what_cannot_be_is_refused(folder: Path) -> None:
     async def run() -> None:
         async with Engine(folder, **OPTIONS) as engine:
