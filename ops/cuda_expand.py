@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.ops.cuda_lora import LoraBatch, LoraSite, Tiling
+from headrace.ops.cuda_lora import GROUP, LoraBatch, LoraSite, Tiling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -368,8 +368,10 @@ def _expand(
 def expand_tiling(batch: LoraBatch, site: LoraSite, *, gated: bool) -> Tiling:
     """The division of `expand` for a batch."""
     if batch.rows != 1:
-        return Tiling(16, 64 if gated else 128, 4)
+        return Tiling(16, 256, 8) if gated and batch.rows == GROUP else Tiling(16, 64 if gated else 128, 4)
     entries = batch.entries_E4.shape[0]
     if entries <= 4:
         return Tiling(8, 256, 1)
-    return Tiling(8, 512, 2, 4 if gated and entries >= 32 else 2)
+    tiles = entries * sum(triton.cdiv(size, 512) for size in site.sizes_out[: 1 if gated else None])
+    few = 1 if tiles <= 1024 else 2
+    return Tiling(8, 512, 2, 4 if tiles > (1024 if gated else 2560) else few)

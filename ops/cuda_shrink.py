@@ -257,6 +257,6 @@ def shrink_tiling(batch: LoraBatch, site: LoraSite) -> Tiling:
         splits = max(1, min(8, _PROGRAMS // (entries * modules)))
         return Tiling(16, 128, 4, triton.cdiv(triton.cdiv(site.size_in, 128), splits))
     if batch.rows == GROUP:
-        return Tiling(16, 256, 4, 2 if site.size_in <= 8192 else 4)
+        return Tiling(16, 256, 4, 2)
     programs = entries * modules * triton.cdiv(site.size_in, 256)
-    return Tiling(16, 256, 4, 1 if programs <= 1024 else 2 if programs <= 2048 else 4)
+    return Tiling(16, 256, 4, 1 if programs <= 512 else 2 if programs <= 2048 else 4)

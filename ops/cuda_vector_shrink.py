@@ -37,14 +37,14 @@ def _vector_shrink_kernel(
     size_out,
     size_in,
     MODULES: tl.constexpr,
+    LOW: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
-    programs = tl.cdiv(size_out, BLOCK_OUT)
-    is_low = program >= programs
+    is_low = program < LOW  # first, because they have more to look up
     slot = tl.load(slots, mask=is_low, other=-1)
     module = table + (tl.maximum(slot, 0) * modules + index) * 4
     last = module + (MODULES - 1) * 4
@@ -53,7 +53,7 @@ def _vector_shrink_kernel(
     start = tl.load(module, mask=is_worn, other=0).to(tl.int64) * 8
     source = tl.where(is_low, arena + start, weight)
     known = tl.where(is_low, ranks, size_out)
-    feature = tl.where(is_low, program - programs, program) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    feature = tl.where(is_low, program, program - LOW) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     real = feature < known
     inner = tl.arange(0, BLOCK_IN)
     line = source + feature.to(tl.int64)[:, None] * size_in + inner[None, :]
@@ -93,10 +93,11 @@ def vector_linear_shrink(
     planes = torch.empty(1, 1, modules * batch.max_rank, dtype=torch.float32, device=batch.arena.device)
     block_in = min(_BLOCK_IN, triton.next_power_of_2(size_in))
     block_out = 8 if block_in <= 1024 else 1
-    _vector_shrink_kernel[(triton.cdiv(size_out, block_out) + triton.cdiv(planes.shape[2], block_out),)](
+    low = triton.cdiv(planes.shape[2], block_out)
+    _vector_shrink_kernel[(low + triton.cdiv(size_out, block_out),)](
         x_1I, weight_OI, out_1O, batch.arena, batch.table, batch.slots_N, planes,
         site.line, batch.table.shape[1], size_out, size_in,
-        MODULES=modules, BLOCK_OUT=block_out, BLOCK_IN=block_in, STEPS=triton.cdiv(size_in, block_in), PDL=pdl,
+        MODULES=modules, LOW=low, BLOCK_OUT=block_out, BLOCK_IN=block_in, STEPS=triton.cdiv(size_in, block_in), PDL=pdl,
         num_warps=8 if block_in > 2048 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return planes

@@ -138,7 +138,7 @@ def _worn(bench: Bench, layers: _Layers, adapters: _Adapters, what: str, known: 
     slots = torch.arange(rows, dtype=torch.int32, device="cuda") % count
     for group in (1, GROUP) if rows > 1 else (1,):
         batch = adapters.batch(rows, group)
-        ops = CudaAdapterOps(layers.ops, batch, adapters.sites, layers.shape.layers)
+        ops = CudaAdapterOps(layers.ops, batch, adapters.sites, layers.shape.layers, side=torch.cuda.Stream())
         timed = bench.time(lambda: layers.run(ops, lambda: group_rows(slots, layers.batch_B, batch)))
         floor = count * adapters.bytes / speed * 1e6
         over, least = timed[1] / base - 1, floor / base

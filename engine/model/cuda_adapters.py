@@ -24,8 +24,10 @@ from headrace.ops.cuda_lora import GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, gr
 
 __all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
 
-_SHARED = 4
-"""Rows of an adapter from which on reading it once for several of them pays."""
+# Measured on an H200: reading an adapter once for several rows pays where many rows wear few.
+_MANY_ROWS = 128
+_SHARED = 16
+_RANKS = (16, 64, 256)
 
 
 class Worn(NamedTuple):
@@ -33,13 +35,15 @@ class Worn(NamedTuple):
 
     group: int
     """Rows that share one reading of an adapter; 0 where nobody wears any."""
+    rank: int
+    """No less than any rank that is worn: one of few, so that few graphs serve all."""
     embeds: bool
     """An adapter updates the embeddings."""
     heads: bool
     """An adapter updates the output head."""
 
 
-BARE: Final = Worn(0, embeds=False, heads=False)
+BARE: Final = Worn(0, 0, embeds=False, heads=False)
 
 
 class CudaBank:
@@ -56,7 +60,6 @@ class CudaBank:
         *,
         slots: int,
         granules: int,
-        max_rank: int,
         max_rows: int,
         max_tokens: int,
     ) -> None:
@@ -67,15 +70,15 @@ class CudaBank:
             ops: Of any attention window.
             slots: Adapters at a time.
             granules: Memory for their low-rank updates, in `granule_bytes`.
-            max_rank: The largest rank of a module.
             max_rows: Rows of a step.
             max_tokens: Tokens of a step.
         """
         dtype = ops.shape.dtype
-        self._ops, self._layers, self._max_rank = ops, shape.num_layers, -(-max_rank // 8) * 8
+        self._ops, self._layers = ops, shape.num_layers
         self._elements = self.granule_bytes // dtype.itemsize
         device = self._device = ops.device
         self._stream: torch.cuda.Stream | None = None
+        self._side: torch.cuda.Stream | None = None
         self._arena = torch.empty(granules * self._elements, dtype=dtype, device=device)
         self._table = torch.zeros(slots, len(MODULES) * shape.num_layers + 2, 4, dtype=torch.int32, device=device)
         self._sites = sites_of(shape)
@@ -111,9 +114,10 @@ class CudaBank:
 
     def close(self) -> None:
         """Return the device's memory; no step that used it may be running."""
-        if self._stream is not None:
-            self._stream.synchronize()
-            return_stream(self._stream)
+        for stream in (self._stream, self._side):
+            if stream is not None:
+                stream.synchronize()
+                return_stream(stream)
         for name in ("_arena", "_table", "_entries", "_counts", "_order", "_slots", "_count", "_virtual", "_prefixes"):
             delattr(self, name)
 
@@ -124,8 +128,9 @@ class CudaBank:
             return BARE
         different = np.unique(worn)
         ranks = self._ranks[different]
-        group = GROUP if len(worn) >= _SHARED * len(different) else 1
-        return Worn(group, bool(ranks[:, EMBED].any()), bool(ranks[:, HEAD].any()))
+        group = GROUP if len(worn) >= max(_MANY_ROWS, _SHARED * len(different)) else 1
+        rank = next(rank for rank in _RANKS if rank >= ranks.max())
+        return Worn(group, rank, bool(ranks[:, EMBED].any()), bool(ranks[:, HEAD].any()))
 
     def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn) -> CudaAdapterOps | None:
         """Enqueue what a decode step's products need, nothing if nobody wears any; capturable.
@@ -137,11 +142,13 @@ class CudaBank:
         """
         if worn == BARE:
             return None
+        if self._side is None:
+            self._side = borrow_stream(self._device)
         rows = len(batch_B)
         entries = self._entries[:rows]
-        batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group)
+        batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group, worn.rank)
         group_rows(slots_R, batch_B, batch)
-        return self._wear(batch, worn)
+        return self._wear(batch, worn, side=self._side)
 
     def prefill_words(self, slots_W: NDArray[np.int32], counts_W: NDArray[np.int64]) -> NDArray[np.int64]:
         """What the device must know of a prefill's tokens: the slot of each, then its entries, flat.
@@ -169,7 +176,8 @@ class CudaBank:
             if given_PE is not None and work.start < len(given_PE):
                 virtual.append(VirtualRows(first, given_PE[work.start : work.start + count]))
         counts = torch.full((2,), len(entries), dtype=torch.int32, device=self._device)
-        return self._wear(self._batch(entries, counts, self._count[:tokens], slots_N, SEGMENT), worn, virtual)
+        batch = self._batch(entries, counts, self._count[:tokens], slots_N, SEGMENT, worn.rank)
+        return self._wear(batch, worn, virtual)
 
     def given(self, works: Sequence[Work], slots_W: NDArray[np.int32]) -> tuple[GivenRows, ...]:
         """The virtual tokens of a prefill whose keys and values are not computed."""
@@ -184,17 +192,26 @@ class CudaBank:
         """The products of single tokens that wear the adapters in `slots_S`: int32, on the device."""
         count = self._count[: len(slots_S)]
         entries = torch.stack((slots_S, count, torch.ones_like(count), count), 1)
-        return self._wear(self._batch(entries, self._counts, count, slots_S, 1), worn)
+        return self._wear(self._batch(entries, self._counts, count, slots_S, 1, worn.rank), worn)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _batch(self, entries: Tensor, counts: Tensor, order: Tensor, slots: Tensor, rows: int) -> LoraBatch:
-        return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, self._max_rank)
+    def _batch(
+        self, entries: Tensor, counts: Tensor, order: Tensor, slots: Tensor, rows: int, max_rank: int
+    ) -> LoraBatch:
+        return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, max_rank)
 
-    def _wear(self, batch: LoraBatch, worn: Worn, virtual: Sequence[VirtualRows] = ()) -> CudaAdapterOps:
+    def _wear(
+        self,
+        batch: LoraBatch,
+        worn: Worn,
+        virtual: Sequence[VirtualRows] = (),
+        side: torch.cuda.Stream | None = None,
+    ) -> CudaAdapterOps:
         return CudaAdapterOps(
-            self._ops, batch, self._sites, self._layers, embeds=worn.embeds, heads=worn.heads, virtual=virtual
-        )
+            self._ops, batch, self._sites, self._layers,
+            embeds=worn.embeds, heads=worn.heads, virtual=virtual, side=side,
+        )  # fmt: skip
 
     def _as_qkv(self, prefix_LPsD: Tensor | None) -> Tensor | None:
         """Keys and values behind queries that nobody reads, as attention takes them: [layers, P, (H + 2K) * D]."""

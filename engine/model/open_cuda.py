@@ -106,7 +106,7 @@ def _make_bank(config: EngineConfig, spec: DecoderSpec, ops: CudaOps, limits: Li
             limit=most * CudaBank.granule_bytes,
         )
     return CudaBank(
-        adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules, max_rank=config.max_adapter_rank,
+        adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules,
         max_rows=limits.rows, max_tokens=limits.batched_tokens,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import anyio
@@ -16,9 +17,12 @@ from numpy.typing import NDArray
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_of_a_batch_says_what_it_wears(tmp_path: Path) -> None:
+def test_each_of_a_batch_says_what_it_wears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = Zoo(tmp_path, "cuda").folder(BASE)
     with emulated() as gpu:
+        bank = importlib.import_module("headrace.engine.model.cuda_adapters")
+        for name in ("_MANY_ROWS", "_SHARED"):  # few rows share, too
+            monkeypatch.setattr(bank, name, 3)
         check_batches(base, "cuda", "cpu", tmp_path)
     kernels = ("shrink_row", "shrink_group", "shrink_long", "vector_shrink", "expand_norm", "look_up")
     assert gpu.replays and all(gpu.launches[f"_{name}_kernel"] for name in kernels)
