@@ -95,16 +95,12 @@ class CudaBank:
         if self._stream is None:
             self._stream = borrow_stream(self._device)
         first = start * self._elements
-        lines = torch.empty(self._table.shape[1:], dtype=torch.int32, pin_memory=True)
-        lines.numpy()[:] = table_lines(adapter.layout, first)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            self._arena[first : first + len(adapter.block)].copy_(adapter.block, non_blocking=True)
-            self._table[slot].copy_(lines, non_blocking=True)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):  # whose copies wait for themselves alone
+            self._arena[first : first + len(adapter.block)].copy_(adapter.block)
+            self._table[slot].copy_(torch.from_numpy(table_lines(adapter.layout, first)))
             self._virtual[slot] = _on(self._device, adapter.virtual_PE)
             self._prefixes[slot] = self._as_qkv(_on(self._device, adapter.prefix_LPsD))
-            done = torch.cuda.Event(blocking=True)
-            done.record(self._stream)
-        done.synchronize()
+            self._stream.synchronize()
         self._ranks[slot] = adapter.layout.ranks
 
     def take(self, slot: int) -> None:
