@@ -105,7 +105,7 @@ def _invented(path: str, found: Opened, sizes: Sizes) -> AdapterDevice:
     shape = adapter_shape(spec_of(path))
     modules = _SMALL if sizes.small else MODULES
     layout = BlockLayout.of(shape, {(layer, name): sizes.rank for layer in range(shape.num_layers) for name in modules})
-    dtype = getattr(torch, found.info.dtype)
+    dtype = torch.float32 if found.info.device == "cpu" else getattr(torch, found.info.dtype)
     pinned = found.info.device.startswith("cuda")
     block = torch.empty(layout.elements, dtype=dtype, pin_memory=pinned).normal_(0.0, 0.01)
 
