@@ -98,7 +98,7 @@ class CpuRunner:
     def open_host_pool(self, places: int) -> float:
         """Have room for so many pages beside the cache; seconds that moving one takes."""
         self._host = HostPool(self._kv.pages_LPsKTD, places, pinned=False)
-        return self._host.measure(self._kv.pages_LPsKTD, lambda: None)
+        return self._host.measure(self._kv.pages_LPsKTD, self._kv.pages_LPsKTD.shape[1], lambda: None)
 
     def close(self) -> None:
         """Join the thread and drop the model and the cache."""

@@ -233,7 +233,7 @@ class CudaRunner:
         """
         with self._on_stream(), faults_are_fatal():
             self._host = HostPool(self._kv, places, pinned=True)
-            return self._host.measure(self._kv, self._stream.synchronize)
+            return self._host.measure(self._kv, self._capacity.num_pages, self._stream.synchronize)
 
     def close(self) -> None:
         """Wait for the device and return its memory; after a fault of the device, what can be returned."""

@@ -52,9 +52,12 @@ class HostPool:
         for place, page in pairs:
             kv[:, page].copy_(self._at(place), non_blocking=True)
 
-    def measure(self, kv: Tensor, wait: Callable[[], None]) -> float:
-        """Seconds that a page takes one way, by moving some of them; `wait` returns once the copies are done."""
-        pairs = [(index, index) for index in range(min(_TRIAL_PAGES, self._places, kv.shape[1]))]
+    def measure(self, kv: Tensor, pages: int, wait: Callable[[], None]) -> float:
+        """Seconds that a page takes one way, by moving some of the first `pages`; others may have no memory.
+
+        `wait` returns once the copies are done.
+        """
+        pairs = [(index, index) for index in range(min(_TRIAL_PAGES, self._places, pages))]
         rounds = []
         for _ in range(_TRIALS):  # the first is for what is set up on first use
             wait()
