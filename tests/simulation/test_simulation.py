@@ -35,14 +35,18 @@ def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
     ends: Counter[str] = Counter()
     reached: Counter[str] = Counter()
     for seed in range(150):
-        rig = play(seed).rig
+        world = play(seed)
+        rig = world.rig
         ends.update(rig.ends.values())
+        reached.update(world.talks)
+        reached["tokens of the host"] += sum(len(rig.output(r)) for r in rig.requests if r.processor is not None)
         reached["preemptions"] += rig.scheduler.preemptions
         reached["cached tokens"] += rig.scheduler.cached_tokens
         reached["forks that copied"] += rig.copies
         reached["beams"] += sum(request.elder >= 0 and request.row < 0 for request in rig.requests)
     assert ends.keys() == {"length", "stop", "cancelled", "deadline", "RequestFailed", "NonFiniteLogits"}
     assert min(ends.values()) > 30 and min(reached[name] for name in ("preemptions", "forks that copied", "beams")) > 50
+    assert min(reached["sends"], reached["branches"]) > 50 and reached["tokens of the host"] > 300
     assert reached["cached tokens"] > 1000
 
 
