@@ -78,6 +78,7 @@ class CudaBank:
         self._elements = self.granule_bytes // dtype.itemsize
         device = self._device = ops.device
         self._stream: torch.cuda.Stream | None = None
+        self._side: torch.cuda.Stream | None = None
         self._arena = torch.empty(granules * self._elements, dtype=dtype, device=device)
         self._table = torch.zeros(slots, len(MODULES) * shape.num_layers + 2, 4, dtype=torch.int32, device=device)
         self._sites = sites_of(shape)
@@ -109,9 +110,10 @@ class CudaBank:
 
     def close(self) -> None:
         """Return the device's memory; no step that used it may be running."""
-        if self._stream is not None:
-            self._stream.synchronize()
-            return_stream(self._stream)
+        for stream in (self._stream, self._side):
+            if stream is not None:
+                stream.synchronize()
+                return_stream(stream)
         for name in ("_arena", "_table", "_entries", "_counts", "_order", "_slots", "_count", "_virtual", "_prefixes"):
             delattr(self, name)
 
@@ -136,11 +138,13 @@ class CudaBank:
         """
         if worn == BARE:
             return None
+        if self._side is None:
+            self._side = borrow_stream(self._device)
         rows = len(batch_B)
         entries = self._entries[:rows]
         batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group, worn.rank)
         group_rows(slots_R, batch_B, batch)
-        return self._wear(batch, worn)
+        return self._wear(batch, worn, side=self._side)
 
     def prefill_words(self, slots_W: NDArray[np.int32], counts_W: NDArray[np.int64]) -> NDArray[np.int64]:
         """What the device must know of a prefill's tokens: the slot of each, then its entries, flat.
@@ -193,10 +197,17 @@ class CudaBank:
     ) -> LoraBatch:
         return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, max_rank)
 
-    def _wear(self, batch: LoraBatch, worn: Worn, virtual: Sequence[VirtualRows] = ()) -> CudaAdapterOps:
+    def _wear(
+        self,
+        batch: LoraBatch,
+        worn: Worn,
+        virtual: Sequence[VirtualRows] = (),
+        side: torch.cuda.Stream | None = None,
+    ) -> CudaAdapterOps:
         return CudaAdapterOps(
-            self._ops, batch, self._sites, self._layers, embeds=worn.embeds, heads=worn.heads, virtual=virtual
-        )
+            self._ops, batch, self._sites, self._layers,
+            embeds=worn.embeds, heads=worn.heads, virtual=virtual, side=side,
+        )  # fmt: skip
 
     def _as_qkv(self, prefix_LPsD: Tensor | None) -> Tensor | None:
         """Keys and values behind queries that nobody reads, as attention takes them: [layers, P, (H + 2K) * D]."""
