@@ -73,9 +73,9 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/metrics", show_metrics, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", show_limits, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", change_limits, methods=["PUT"]),
-        Route("/v1/admin/adapters", list_adapters, methods=["GET"]),
-        Route("/v1/admin/adapters/{name}", load_adapter, methods=["PUT"]),
-        Route("/v1/admin/adapters/{name}", unload_adapter, methods=["DELETE"]),
+        Route("/v1/adapters", list_adapters, methods=["GET"]),
+        Route("/v1/adapters/{name}", load_adapter, methods=["PUT"]),
+        Route("/v1/adapters/{name}", unload_adapter, methods=["DELETE"]),
     ]
     if settings.page:
         routes += page_routes()

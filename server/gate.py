@@ -22,7 +22,7 @@ from headrace.server.routes.page import ASSETS
 from headrace.server.settings import ServerSettings
 
 __all__ = [
-    "ADMIN_PREFIX",
+    "ADMIN_PATHS",
     "CALLER",
     "MESSAGES_PATH",
     "METRICS_PATH",
@@ -38,7 +38,8 @@ CALLER: Final = "headrace.caller"
 """Key of the scope under which routes find who asks."""
 REQUEST_ID: Final = "headrace.request_id"
 PUBLIC_PATHS: Final = frozenset({"/health/live", "/health/ready"})
-ADMIN_PREFIX: Final = "/v1/admin/"
+ADMIN_PATHS: Final = ("/v1/admin/", "/v1/adapters")
+"""What paths of admin keys begin with."""
 MESSAGES_PATH: Final = "/v1/messages"
 """Anthropic's endpoint, with errors and a header of the request id as its clients know them."""
 METRICS_PATH: Final = "/metrics"
@@ -133,7 +134,7 @@ class Gate:
         if path == METRICS_PATH:
             return self._reader_of_metrics(headers)
         if self._keys.empty:
-            if path.startswith(ADMIN_PREFIX):
+            if path.startswith(ADMIN_PATHS):
                 raise ApiError(403, "admin_only", "this needs an admin key, and the server has none")
             return ANYBODY
         if path in self._public and kind == "http":
@@ -141,7 +142,7 @@ class Gate:
         caller = self._keys.caller(_secret(headers))
         if caller is None:
             raise _no_key()
-        if path.startswith(ADMIN_PREFIX) and not caller.admin:
+        if path.startswith(ADMIN_PATHS) and not caller.admin:
             raise ApiError(403, "admin_only", "this needs an admin key")
         return caller
 

@@ -1,4 +1,4 @@
-"""Bodies of /v1/admin/adapters, as they come and as they go; never loads an adapter."""
+"""Bodies of /v1/adapters, as they come and as they go; never loads an adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AdapterCard", "AdapterFields", "AdapterGone", "AdapterList"]
 
 
 class AdapterFields(BaseModel):
-    """Body of PUT /v1/admin/adapters/{name}."""
+    """Body of PUT /v1/adapters/{name}."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -128,7 +128,7 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
 
 
 def _admin_operations() -> list[Operation]:
-    limits, adapters = "/v1/admin/keys/{name}/limits", "/v1/admin/adapters"
+    limits, adapters = "/v1/admin/keys/{name}/limits", "/v1/adapters"
     return [
         Operation("get", limits, "What a key may use; for admin keys.", KeyLimits, errors=(404,)),
         Operation("get", adapters, "Adapters that are loaded; for admin keys.", AdapterList, errors=(503,)),

@@ -1,4 +1,4 @@
-"""/v1/admin/adapters: load, list and unload adapters below the server's folder; for admin keys alone."""
+"""/v1/adapters: load, list and unload adapters below the server's folder; for admin keys alone."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_09_nobody_without_a_key(guarded: Serving, headers: Any) -> None:
 def test_09_every_route_needs_a_key_but_the_public_ones(guarded: Serving) -> None:
     from starlette.routing import Route
 
-    from headrace.server.gate import PUBLIC_PATHS
+    from headrace.server.gate import ADMIN_PATHS, PUBLIC_PATHS
     from headrace.server.routes.page import ASSETS
 
     routes = [route for route in guarded.server.config.app.routes if isinstance(route, Route)]
@@ -258,7 +258,7 @@ def test_09_every_route_needs_a_key_but_the_public_ones(guarded: Serving) -> Non
                 path = route.path.replace("{model:path}", "m").replace("{name}", "me")
                 expected = 200 if path in PUBLIC_PATHS or path in ASSETS else 401
                 assert client.request(method, path).status_code == expected, (method, path)
-                if path.startswith("/v1/admin/"):
+                if path.startswith(ADMIN_PATHS):
                     assert guarded.client.request(method, path).status_code == 403
 
 

@@ -77,10 +77,10 @@ def test_an_adapter_is_a_model_or_a_field(server: Serving) -> None:
 @contextlib.contextmanager
 def loaded(server: Serving) -> Iterator[None]:
     """Another adapter, `b`, for a while."""
-    answer = server.client.put("/v1/admin/adapters/b", json={"folder": "a2", "pinned": True}, headers=ADMIN)
+    answer = server.client.put("/v1/adapters/b", json={"folder": "a2", "pinned": True}, headers=ADMIN)
     assert answer.status_code == 200 and answer.json()["pinned"] is True
     yield
-    gone = server.client.delete("/v1/admin/adapters/b", headers=ADMIN)
+    gone = server.client.delete("/v1/adapters/b", headers=ADMIN)
     assert gone.json() == {"id": "b", "object": "adapter", "deleted": True}
 
 
@@ -105,34 +105,32 @@ def test_vectors_and_scores_wear_an_adapter(server: Serving, path: str, body: di
 def test_admin_keys_load_replace_and_unload(server: Serving) -> None:
     client = server.client
     first = said(server, model="first")
-    card = client.put("/v1/admin/adapters/a2", json={}, headers=ADMIN).json()
+    card = client.put("/v1/adapters/a2", json={}, headers=ADMIN).json()
     assert card["id"] == "a2" and card["requests"] == 0 and len(card["digest"]) == 64
     second = said(server, model="a2")
     assert first != second
-    assert client.put("/v1/admin/adapters/first", json={"folder": "a2"}, headers=ADMIN).status_code == 200
+    assert client.put("/v1/adapters/first", json={"folder": "a2"}, headers=ADMIN).status_code == 200
     assert said(server, model="first") == second
-    listed = client.get("/v1/admin/adapters", headers=ADMIN).json()["data"]
+    listed = client.get("/v1/adapters", headers=ADMIN).json()["data"]
     assert [each["id"] for each in listed] == ["a2", "first"]
     assert len({each["digest"] for each in listed}) == 1
-    assert client.delete("/v1/admin/adapters/first", headers=ADMIN).status_code == 200
+    assert client.delete("/v1/adapters/first", headers=ADMIN).status_code == 200
     check_error(server.post({"model": "first", "prompt": "a"}), 404, "model_not_found", "model")
-    check_error(client.delete("/v1/admin/adapters/first", headers=ADMIN), 404, "model_not_found", "adapter")
+    check_error(client.delete("/v1/adapters/first", headers=ADMIN), 404, "model_not_found", "adapter")
 
 
 def test_what_may_not_be_loaded_is_not(server: Serving) -> None:
     client = server.client
     for folder in ("../outside", "/etc", "link", "none", "a1/../a2", ".", "a\x00"):
-        refused = client.put("/v1/admin/adapters/x", json={"folder": folder}, headers=ADMIN)
+        refused = client.put("/v1/adapters/x", json={"folder": folder}, headers=ADMIN)
         check_error(refused, 400, "adapter_invalid", refused.json()["error"]["param"])
     for name in ("base", ".hidden", "a" * 65, "a b"):
-        refused = client.put(f"/v1/admin/adapters/{name}", json={"folder": "a1"}, headers=ADMIN)
+        refused = client.put(f"/v1/adapters/{name}", json={"folder": "a1"}, headers=ADMIN)
         check_error(refused, 400, "adapter_invalid", "name")
-    check_error(
-        client.put("/v1/admin/adapters/x", json={"path": "a1"}, headers=ADMIN), 400, "unknown_parameter", "path"
-    )
+    check_error(client.put("/v1/adapters/x", json={"path": "a1"}, headers=ADMIN), 400, "unknown_parameter", "path")
     for method, path in (("GET", ""), ("PUT", "/x"), ("DELETE", "/first")):
         for key, status in ((USER, 403), ("nobody", 401)):
             headers = {"authorization": f"Bearer {key}"}
-            refused = client.request(method, f"/v1/admin/adapters{path}", json={"folder": "a1"}, headers=headers)
+            refused = client.request(method, f"/v1/adapters{path}", json={"folder": "a1"}, headers=headers)
             assert refused.status_code == status
-    assert [each["id"] for each in client.get("/v1/admin/adapters", headers=ADMIN).json()["data"]] == ["first"]
+    assert [each["id"] for each in client.get("/v1/adapters", headers=ADMIN).json()["data"]] == ["first"]
