@@ -42,6 +42,12 @@ _ERRORS: Final = {
     500: "The request failed.",
     503: "The server is full, shutting down or has stopped; Retry-After says when to come again, if ever.",
 }
+_EVENT: Final = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+"""One server-sent event: before OpenAPI 3.2, readers take the schema of an event stream for that of each event."""
 _ALWAYS: Final = (401, 403, 405, 414, 431, 500)
 _OF_BODIES: Final = (400, 408, 413, 415)
 
@@ -200,7 +206,7 @@ def _responses(each: Operation, keys: bool) -> dict[str, Any]:
     if each.streams is not None:
         name = each.streams.__name__
         said = f"Server-sent events. Data of each is a {name}; {each.ends}."
-        schema = {"type": "string", "description": said, "x-event": _ref(each.streams)}
+        schema = {**_EVENT, "description": said, "x-event": _ref(each.streams)}
         content["text/event-stream"] = {"schema": schema}
     statuses = {*_ALWAYS, *each.errors, *(_OF_BODIES if each.takes is not None else ())}
     if not keys or each.public:
