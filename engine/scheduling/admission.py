@@ -105,10 +105,10 @@ class Admission:
             yield request, pages
 
     def _reopen(self) -> None:
-        """Preempt paused requests that keep the closing adapter's slot."""
-        closing = self._overtaking.closing
-        for request in self._roster.paused_holders() if closing is not None else ():
-            if request.wears is closing:
+        """Preempt paused requests that keep a closed adapter's slot."""
+        closed = self._overtaking.closed
+        for request in self._roster.paused_holders() if closed else ():
+            if request.wears in closed:
                 self._roster.preempt(request)
 
     def _pages_owed(self) -> int:

@@ -1,11 +1,13 @@
 """`Overtaking`: which waiting requests must wait for their adapter, so that none waits for ever; moves nothing itself.
 
 A request whose adapter is on the device may overtake one whose adapter finds no slot: batches reuse what is there. It
-may do so only so often: then the adapter that the fewest rows wear is closed to newcomers until its rows are done, and
-its slot goes to whoever waits longest.
+may do so only so often: then no further adapter is put on, and those that rows wear are closed to newcomers, one after
+another from that of the fewest rows, until whoever waits longest has room. A large one may need several to go.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 from headrace.adapters.slots import AdapterVersion, Replacing, Residency, SlotTable
 from headrace.engine.scheduling.request import Request, State
@@ -27,12 +29,12 @@ class Overtaking:
         self._overtaken = 0
         self._urgent = False
         """Whether it has waited long enough."""
-        self._closing: AdapterVersion | None = None
+        self._closed: set[AdapterVersion] = set()
 
     @property
-    def closing(self) -> AdapterVersion | None:
-        """The adapter that takes no newcomers: whoever holds a row of it without using it should give way."""
-        return self._closing
+    def closed(self) -> Set[AdapterVersion]:
+        """Adapters that take no newcomers: whoever holds a row of one without using it should give way."""
+        return self._closed
 
     def begin(self, *, idle: bool) -> None:
         """A look through the queue begins; `idle` where nothing runs that could give a slot back."""
@@ -41,8 +43,8 @@ class Overtaking:
         self._met = False
         self._urgent = self._eldest is not None and (idle or self._overtaken > self._patience)
         active = self._slots.active
-        if self._urgent and active and (self._closing is None or not self._closing.holders):
-            self._closing = min(active, key=lambda version: version.holders)
+        if self._urgent and active and self._closed.isdisjoint(active):
+            self._closed.add(min(active, key=lambda version: version.holders))
 
     def may_start(self, request: Request) -> bool:
         """Whether the device has what `request` wears; if not, it is fetched as soon as there is room.
@@ -52,7 +54,7 @@ class Overtaking:
         version = request.wears
         if version is None:
             return True
-        if self._slots.ready(version) and not (self._met and version is self._closing):
+        if self._slots.ready(version) and not (self._met and self._is_closed(version)):
             return True
         if self._met:
             return False
@@ -60,9 +62,7 @@ class Overtaking:
             if request is self._eldest:
                 self._forget()
             return False
-        if request is not self._eldest:
-            self._forget()
-            self._eldest = request
+        self._eldest = request  # of two that change places in the order, neither begins to count anew
         self._met = True
         return False
 
@@ -81,6 +81,11 @@ class Overtaking:
             return True
         return self._urgent and not self._slots.active and self._slots.fetch(version, Replacing.PINNED)
 
+    def _is_closed(self, version: AdapterVersion) -> bool:
+        """Whether a newcomer would take, or keep, what the one that has waited long enough is to get."""
+        return version in self._closed or (self._urgent and not version.holders)
+
     def _forget(self) -> None:
-        self._eldest = self._closing = None
+        self._eldest = None
         self._overtaken = 0
+        self._closed.clear()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.adapters.slots import AdapterVersion, Move, Residency, SlotTable
+from headrace.engine.scheduling.overtaking import Overtaking
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.scheduling.request import Request, Sampling, State
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -135,6 +137,44 @@ def test_one_that_finds_no_slot_is_overtaken_only_so_often() -> None:
     for _ in range(400):
         rig.tick()
     assert not rig.scheduler.num_waiting and not rig.scheduler.num_running
+
+
+@pytest.mark.parametrize(
+    "slots", [SlotTable(3, 3), SlotTable(3, 9, most_active_granules=2)], ids=["memory", "memory of a step"]
+)
+def test_one_that_needs_the_room_of_several_is_not_overtaken_for_ever(slots: SlotTable) -> None:
+    first, second, large = versions([1, 1, 3])
+    rig = Rig(slots, delay=1)
+    for _ in range(3):
+        rig.request(first, count=6), rig.request(second, count=9)
+        rig.tick()
+    waiting = rig.request(large)
+    for turn in range(100):
+        rig.request((first, second)[turn % 2], length=2, count=7 + turn % 4)
+        rig.tick()
+        if waiting.state is not State.WAITING:
+            break
+    assert waiting.state is not State.WAITING
+
+
+def test_two_that_change_places_in_the_order_are_not_overtaken_for_ever() -> None:
+    """As they do where tenants share fairly."""
+    worn, *others = versions([1, 1, 1])
+    slots = SlotTable(1, 1)
+    slots.enter(worn)
+    slots.arrived(worn)
+    slots.hold(worn)
+    overtaking = Overtaking(slots, patience=4)
+    waiting = [Request(tokens=[1], prompt_len=1, limit=2, sampling=Sampling(), wears=each) for each in others]
+    newcomer = Request(tokens=[1], prompt_len=1, limit=2, sampling=Sampling(), wears=worn)
+    started = 0
+    for look in range(20):
+        overtaking.begin(idle=False)
+        assert not overtaking.may_start(waiting[look % 2]) and not overtaking.may_start(waiting[1 - look % 2])
+        if overtaking.may_start(newcomer):
+            overtaking.starts(newcomer)
+            started += 1
+    assert started == 5
 
 
 def test_a_reader_that_stalls_gives_its_slot_back() -> None:
