@@ -24,7 +24,7 @@ from headrace.adapters.layout import EMBED, HEAD, MODULES, BlockLayout, ModelSha
 from headrace.adapters.loaded import LoadedAdapter
 from headrace.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from headrace.adapters.safetensors_header import TensorEntry, read_header, refuse_file
-from headrace.adapters.untrusted import parse_object
+from headrace.adapters.untrusted import parse_object, plain
 
 __all__ = ["WEIGHTS_FILE", "read_adapter"]
 
@@ -102,6 +102,8 @@ def _as_adapter_rejected(name: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise AdapterRejected(f"adapter {name!r}: cannot be read ({error.strerror})", field="path") from error
+    except UnicodeEncodeError as error:
+        raise AdapterRejected(f"adapter {name!r}: no folder can have that name", field="path") from error
     except MemoryError as error:
         raise AdapterRejected(f"adapter {name!r}: the host has too little memory for it", field="path") from error
 
@@ -135,8 +137,9 @@ def _open_file(folder: int, name: str, follow: bool) -> BinaryIO:
 def _refuse_missing(folder: int, name: str) -> NoReturn:
     pickles = sorted(each for each in os.listdir(folder) if _PICKLE.fullmatch(each))
     if name == WEIGHTS_FILE and pickles:
+        found = plain(pickles[0])
         raise ModelRejected(
-            f"{pickles[0]} is a pickle, which can run code; only safetensors are read", field=pickles[0], limit=name
+            f"{found} is a pickle, which can run code; only safetensors are read", field=found, limit=name
         )
     raise ModelRejected(f"the file {name} is missing", field=name)
 

@@ -24,7 +24,9 @@ _KINDS: dict[str, Literal["lora", "prompt", "prefix"]] = {
 }
 _MOST_VIRTUAL = 4096
 _MOST_PATTERNS = 512
+_MOST_REPEATING = 32
 _PATTERN_LENGTH = 200
+_REPETITION = re.compile(r"[*+?{]")
 _NO: tuple[object, ...] = (None, False, "", [], {})
 # Fields that change the arithmetic or the base model, and why another value than these is refused.
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
@@ -59,8 +61,8 @@ class PeftConfig:
     alpha: float = 0.0
     rank_stabilised: bool = False
     """Updates are scaled by alpha / sqrt(rank) (Kalajdzievski, 2023) instead of alpha / rank."""
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[re.Pattern[str], int] = field(default_factory=dict)
+    alpha_pattern: Mapping[re.Pattern[str], float] = field(default_factory=dict)
     virtual_tokens: int = 0
 
     def rank_of(self, module: str) -> int:
@@ -97,43 +99,48 @@ def parse_peft_config(data: Mapping[str, object], *, max_rank: int) -> PeftConfi
         if data.get("num_transformer_submodules") not in (None, 1):
             fields.refuse("num_transformer_submodules", 1)
         return PeftConfig(kind, virtual_tokens=fields.size("num_virtual_tokens", _MOST_VIRTUAL))
+    ranks, alphas = _pattern(fields, "rank_pattern"), _pattern(fields, "alpha_pattern")
     return PeftConfig(
         kind,
         rank=fields.size("r", max_rank),
         alpha=fields.real("lora_alpha", -1e6, 1e6, 8.0),
         rank_stabilised=fields.flag("use_rslora", False),
-        rank_pattern={key: fields_of.size(key, max_rank) for key, fields_of in _pattern(fields, "rank_pattern")},
-        alpha_pattern={key: fields_of.real(key, -1e6, 1e6) for key, fields_of in _pattern(fields, "alpha_pattern")},
+        rank_pattern={compiled: values.size(key, max_rank) for key, compiled, values in ranks},
+        alpha_pattern={compiled: values.real(key, -1e6, 1e6) for key, compiled, values in alphas},
     )
 
 
-def _pattern(fields: Fields, name: str) -> list[tuple[str, Fields]]:
+def _pattern(fields: Fields, name: str) -> list[tuple[str, re.Pattern[str], Fields]]:
     """The keys of a pattern, each a regular expression that cannot take long, and how to read their values."""
     given = fields.data.get(name) or {}
     if not isinstance(given, Mapping) or len(given) > _MOST_PATTERNS:
         fields.refuse(name, f"an object of at most {_MOST_PATTERNS} entries")
+    if sum(_REPETITION.search(key) is not None for key in given) > _MOST_REPEATING:
+        fields.refuse(name, f"an object of at most {_MOST_REPEATING} expressions with repetitions")
     values = Fields(given, f"{CONFIG_FILE}: {name}")
+    found = []
     for key in given:
-        if not _is_quick(key):
+        compiled = _compiled(key)
+        if compiled is None:
             values.refuse(key, "names, or expressions with at most 2 repetitions and 4 alternatives")
-    return [(key, values) for key in given]
+        found.append((key, compiled, values))
+    return found
 
 
-def _is_quick(key: str) -> bool:
-    """Whether matching a module's name takes few steps, however it ends: little can be tried in several ways."""
-    repeated = len(re.findall(r"[*+?{]", key))
+def _compiled(key: str) -> re.Pattern[str] | None:
+    """What matches the end of a module's name at a dot, as PEFT matches it; None for what is broken or may be slow.
+
+    Little can be tried in several ways, so that matching takes few steps, however it ends.
+    """
+    repeated = len(_REPETITION.findall(key))
     if len(key) > _PATTERN_LENGTH or repeated > 2 or key.count("|") > 4 or re.search(r"\)[*+?{]", key):
-        return False
+        return None
     try:
-        re.compile(rf"(.*\.)?({key})$")
+        return re.compile(rf"(.*\.)?({key})$")
     except (re.error, OverflowError, RecursionError):
-        return False
-    return True
+        return None
 
 
-def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first key that matches the end of the module's name at a dot, as PEFT matches them."""
-    for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return default
+def _matching(pattern: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
+    """The value of the first key that matches the module's name."""
+    return next((value for key, value in pattern.items() if key.match(module)), default)

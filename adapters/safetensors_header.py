@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NoReturn
 
 from headrace.adapters.errors import ModelRejected
-from headrace.adapters.untrusted import parse_object
+from headrace.adapters.untrusted import parse_object, plain
 
 __all__ = ["TensorEntry", "read_header", "refuse_file"]
 
@@ -52,7 +52,7 @@ class TensorEntry:
 
 def refuse_file(name: str, field: str, value: object, limit: object) -> NoReturn:
     """Raise `ModelRejected` that says: in the file `name`, `field` is `value`, but `limit` is allowed."""
-    shown = repr(value)[:200]
+    field, shown = plain(field), repr(value)[:200]
     raise ModelRejected(f"{name}: {field} is {shown}; allowed: {limit}", field=field, value=value, limit=limit)
 
 

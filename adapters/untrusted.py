@@ -12,7 +12,9 @@ from typing import NoReturn
 
 from headrace.adapters.errors import ModelRejected
 
-__all__ = ["Fields", "parse_json", "parse_object", "read_bytes", "read_object", "refuse"]
+__all__ = ["Fields", "parse_json", "parse_object", "plain", "read_bytes", "read_object", "refuse"]
+
+_MOST_SHOWN = 200  # characters
 
 
 def parse_object(data: bytes, origin: str) -> dict[str, object]:
@@ -43,8 +45,8 @@ def parse_json(data: bytes, origin: str) -> object:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise ModelRejected(f"{origin}: the key {twice[:200]!r} occurs twice", field=twice[:200])
+            twice = plain(Counter(key for key, _ in pairs).most_common(1)[0][0])
+            raise ModelRejected(f"{origin}: the key '{twice}' occurs twice", field=twice)
         return found
 
     def constant(name: str) -> NoReturn:
@@ -91,10 +93,16 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return data
 
 
+def plain(text: str) -> str:
+    """A stranger's text as messages show it: cut, and escaped where it cannot be printed or sent."""
+    text = text[:_MOST_SHOWN]
+    return text if text.isprintable() else repr(text)[1:-1][:_MOST_SHOWN]
+
+
 def refuse(origin: str, field: str, value: object, limit: object) -> NoReturn:
     """Raise `ModelRejected` that says: in `origin`, `field` is `value`, but `limit` is supported."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else shown[:200] + "..."
+    field, shown = plain(field), repr(value)
+    shown = shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."
     raise ModelRejected(f"{origin}: {field} is {shown}; supported: {limit}", field=field, value=value, limit=limit)
 
 

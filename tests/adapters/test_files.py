@@ -116,6 +116,7 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "rank of text": (with_config(r="4"), "r is '4'"),
     "alpha of NaN": (with_config(lora_alpha="NaN"), "lora_alpha"),
     "slow pattern": (with_config(alpha_pattern={"(a+)+b": 2}), "repetitions"),
+    "many patterns": (with_config(rank_pattern={f".*{n}": 4 for n in range(33)}), "32 expressions"),
     "broken pattern": (with_config(rank_pattern={"(": 2}), "repetitions"),
     "DoRA": (with_config(use_dora=True), "DoRA"),
     "biases": (with_config(bias="all"), "biases"),
@@ -135,6 +136,9 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "overlap": (with_header(lambda header: header[Q_B].update(data_offsets=header[Q_A]["data_offsets"])), "offset"),
     "shape of 2^62": (with_header(lambda header: header[Q_A].update(shape=[2**62, 2**62])), "shape|bytes apart"),
+    "a name that cannot be sent": (with_header(lambda header: {"\ud800\n": {}}), r"\\ud800\\n"),
+    "a name of megabytes": (with_header(lambda header: {"a" * 10**6: {}}), "aaa is {}"),
+    "a key that cannot be sent": (with_config(rank_pattern={"\ud800" * 200: 99}), r"\\ud800"),
     "100,000 tensors": (
         with_header(
             lambda header: {str(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(10**5)}
@@ -180,6 +184,7 @@ def test_it_is_refused_with_its_reason(case: str, tmp_path: Path) -> None:
     with pytest.raises(AdapterRejected, match=reason) as caught:
         read(tmp_path / "adapter")
     assert caught.value.field and "'adapter'" in str(caught.value) and len(str(caught.value)) < 1000
+    assert (caught.value.field + str(caught.value)).isprintable() and len(caught.value.field) < 300
     caught = None  # type: ignore[assignment]  # its traceback holds the reader's frames
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert not (tmp_path / "adapter" / "run").exists(), "the pickle was run"
@@ -209,6 +214,7 @@ def test_below_a_root_only_plain_names_and_no_links(tmp_path: Path) -> None:
         "..",
         "",
         "good\0",
+        "\ud800",
         "link",
         "file",
     ):
