@@ -144,20 +144,26 @@ class Adapters:
         """
         named = self._find(name)
         if pinned and not named.pinned:
-            others = len({each.version for each in self._names.values() if each.pinned} - {named.version})
-            if others >= self._slots.slots - 1:
-                raise InvalidParams(
-                    f"name: at most {self._slots.slots - 1} adapters can be pinned, one slot is for the others",
-                    field="name",
-                    value=name,
-                    limit=self._slots.slots - 1,
-                )
+            self.check_pin(name)
         if pinned != named.pinned:
             named.pinned = pinned
             named.version.pins += 1 if pinned else -1
         if pinned:
             self._slots.fetch(named.version)
             self._loop.wake()
+
+    def check_pin(self, name: str) -> None:
+        """Refuse to pin what has the name `name`, or is to have it, where too many others are.
+
+        Raises:
+            InvalidParams: All slots but one are pinned, or the engine was opened for no adapters.
+        """
+        self._opened_for_adapters()
+        named, most = self._names.get(name), self._slots.slots - 1
+        others = {each.version for each in self._names.values() if each.pinned}
+        if len(others - {named.version if named is not None else None}) >= most:
+            why = f"at most {most} adapters can be pinned, one slot is for the others"
+            raise InvalidParams(f"name: {why}", field="name", value=name, limit=most)
 
     def close(self, error: Exception) -> Callable[[], None]:
         """End what waits for files with `error`; the result joins the threads and may block."""

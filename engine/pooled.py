@@ -136,7 +136,7 @@ class Pair(NamedTuple):
         Raises:
             PromptTooLong: One of both has too many characters.
         """
-        check_text_size(self.query, opened.tokenizer.table.longest, opened.info.max_context)
+        check_text_size(self.query, opened.tokenizer.table.longest, opened.info.max_context, "query")
         if not self.truncate:
             check_text_size(self.document, opened.tokenizer.table.longest, opened.info.max_context)
 

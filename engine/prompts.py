@@ -79,13 +79,14 @@ def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = 
     return cost
 
 
-def check_text_size(prompt: object, longest: int, max_context: int) -> None:
+def check_text_size(prompt: object, longest: int, max_context: int, name: str = "prompt") -> None:
     """Refuse a text that is too long however it is tokenised, before the time for that is spent.
 
     Args:
         prompt: As `to_token_ids` takes it; token ids pass.
         longest: Bytes of the longest token.
         max_context: Tokens of a prompt and its answer, at most.
+        name: What errors call it.
 
     Raises:
         PromptTooLong: It has more characters than the context has bytes, were every token the longest.
@@ -95,9 +96,9 @@ def check_text_size(prompt: object, longest: int, max_context: int) -> None:
     size, most = _text_size(prompt), longest * max_context
     if size > most:
         raise PromptTooLong(
-            f"prompt: {size} characters are more than the context of {max_context} tokens can hold, "
+            f"{name}: {size} characters are more than the context of {max_context} tokens can hold, "
             f"which is {most} with tokens of at most {longest} bytes",
-            field="prompt",
+            field=name,
             value=size,
             limit=most,
         )

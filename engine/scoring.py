@@ -5,17 +5,19 @@ Owns which of the two is used; never plans a step and never touches a tensor.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.engine.embeddings import AHEAD, EmbedOptions, add_usage, embed
-from headrace.engine.errors import InvalidParams
+from headrace.engine.errors import InvalidParams, Rejected
 from headrace.engine.events import Usage
 from headrace.engine.many import Many
 from headrace.engine.params import SamplingParams
-from headrace.engine.pooled import Pair, PoolingIntake, Who
+from headrace.engine.pooled import Pair, PoolingIntake, Text, Who
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,10 +52,12 @@ async def score(
         documents = [documents]
     if opened.scoring is None:
         options = EmbedOptions(pooling=None, normalize=True, dimensions=None, truncate=truncate)
-        of_query = await embed(intake, [query], options, who, who.adapter, naming="query")
+        pooling, make_vector = options.checked(opened.embedding)
+        with _naming_query():
+            pooled, used = await intake.pool(Text(query, pooling, truncate), who)
         found = await embed(intake, documents, options, who, who.adapter, naming="documents")
-        usage = add_usage([of_query.usage, found.usage])
-        return Scores(scores=found.vectors @ of_query.vectors[0], method="embedding", usage=usage)
+        usage = add_usage([used, found.usage])
+        return Scores(scores=found.vectors @ make_vector(pooled), method="embedding", usage=usage)
     if not isinstance(query, str):
         raise InvalidParams(
             f"query: this model takes texts alone, got {type(query).__name__}", field="query", value=query
@@ -71,6 +75,21 @@ async def score(
     many = Many(one, documents, SamplingParams(), AHEAD * opened.info.max_rows, return_errors=False, naming="documents")
     scores = np.array(await many.run(), np.float32)
     return Scores(scores=scores, method="cross-encoder", usage=add_usage(usages))
+
+
+@contextmanager
+def _naming_query() -> Iterator[None]:
+    """Call the prompt of a refusal the query."""
+    try:
+        yield
+    except Rejected as error:
+        field = error.field or ""
+        if not field.startswith("prompt"):
+            raise
+        named = copy.copy(error)  # the original may belong to other requests too
+        named.field = "query" + field.removeprefix("prompt")
+        named.args = ("query" + str(error).removeprefix("prompt"),)
+        raise named from error.__cause__
 
 
 def _sigmoid(logit: float) -> float:

@@ -24,6 +24,8 @@ from headrace.server.opening import opened
 __all__ = ["run_chat"]
 
 _PROMPT: Final = "> "
+_COMMANDING: Final = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
+"""Control characters, with which a text could command a terminal; all but tabs and line feeds."""
 _SETTABLE: Final = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "seed",
@@ -130,7 +132,7 @@ class _Chat:
                 async with self._engine.stream([*system, *turns], self._params, adapter=self._adapter) as stream:
                     async for chunk in stream.chunks():
                         answer.came(chunk.text, len(chunk.tokens))
-                        self._console.print(chunk.text, end="", markup=False, soft_wrap=True)
+                        self._show(chunk.text)
                     answer.cached = stream.usage.cached_tokens
             finally:
                 answer.over.set()
@@ -143,6 +145,10 @@ class _Chat:
             stopped = True
             reading.cancel()
             answer.over.wait(5.0)
+        except (Rejected, RequestFailed):
+            if answer.pieces:  # why it failed gets a line of its own
+                self._console.print()
+            raise
         self._console.print()
         if self._terminal:
             self._tell(answer.summary(stopped))
@@ -191,6 +197,11 @@ class _Chat:
         raise _Ended
 
     # -- words ------------------------------------------------------------------------------------------------------
+
+    def _show(self, text: str) -> None:
+        """Write a piece of an answer as it is, which no console does; a terminal gets it without commands."""
+        self._console.file.write(text.translate(_COMMANDING) if self._terminal else text)
+        self._console.file.flush()
 
     def _tell(self, text: str) -> None:
         self._console.print(Text(text, style="dim"), soft_wrap=True)

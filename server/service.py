@@ -7,7 +7,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
-from headrace.engine import Engine, HeadraceError
+from headrace.engine import Engine, HeadraceError, InvalidParams
 from headrace.engine.tools import Detected, ReasoningMode, detect, parser_class, reasoning_mode
 from headrace.server.errors import ApiError
 from headrace.server.limits import Limits
@@ -101,8 +101,11 @@ class Service:
 
         Raises:
             AdapterRejected: One cannot be used.
+            InvalidParams: One has the name of the model, or the engine was opened for none.
         """
         for name, path in self.settings.adapters.items():
+            if name == self.model:
+                raise InvalidParams("adapters: one has the name of the model", field="adapters", value=name)
             if name in self.engine.adapters.versions:
                 continue
             await self.engine.adapters.load(name, path)

@@ -6,6 +6,7 @@ It ends once: with its answer, or with one error. Never parses a body and never 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from headrace.server.service import Service
 __all__ = ["VectorAsk", "Vectors", "Worked"]
 
 logger = logging.getLogger("headrace.server")
+
+_TWICE = re.compile(r"(\w+)(\[\d+\]): \1((?:\[\d+\])?): ")
 
 
 class Worked(NamedTuple):
@@ -47,6 +50,8 @@ class VectorAsk:
     """Computes it for a tenant."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What the client called fields that the engine knows by other names."""
+    several: bool = True
+    """The inputs came in a list: a refusal of one names its place there."""
 
 
 class Vectors:
@@ -78,6 +83,7 @@ class Vectors:
         """Answer; returns when the last byte was sent, and raises nothing."""
         service, figures, permit, refund = self._service, self._figures, None, False
         try:
+            service.check_accepting()  # it may have begun to drain while the body was read
             permit = service.limits.admit(self._http[CALLER], 1, self._ask.priority)
             service.running.add(self)
             self._scope.deadline = anyio.current_time() + self._timeout
@@ -114,9 +120,19 @@ class Vectors:
         await self._connection.send(start, body(bytes(response.body), more=False))
 
     async def _fail(self, error: Exception) -> ApiError:
-        told = as_api_error(error, self._ask.names).renamed(self._ask.names)
+        told = self._told(error)
         self._figures.reason, self._figures.refused = told.code, told.status < 500
         if told.code == "internal_error":
             logger.error("request %s failed", self._http[REQUEST_ID], exc_info=error)
         await self._send(error_response(told, self._http))
         return told
+
+    def _told(self, error: Exception) -> ApiError:
+        """What the client is told; of an input, `input[1]: input: ...` becomes `input[1]: ...`, in the field too."""
+        told = as_api_error(error, self._ask.names).renamed(self._ask.names)
+        found = _TWICE.match(told.message)
+        if found is None:
+            return told
+        param = found[1] + (found[2] if self._ask.several else "") + found[3]
+        message = f"{param}: {told.message[found.end() :]}"
+        return ApiError(told.status, told.code, message, param=param, headers=told.headers)

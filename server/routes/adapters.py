@@ -38,6 +38,8 @@ async def load_adapter(request: Request) -> Response:
     if name == service.model:
         raise ApiError(400, "adapter_invalid", "name: is the model's", param="name")
     adapters = service.engine.adapters
+    if fields.pinned:
+        adapters.check_pin(name)  # what is refused changes nothing
     await adapters.load(name, name if fields.folder is None else fields.folder, root=root)
     adapters.pin(name, fields.pinned)
     return JSONResponse(next(_card(each) for each in adapters.list() if each.name == name))

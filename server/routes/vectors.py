@@ -87,7 +87,10 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
         return Worked(b'{"object":"list","data":[%b],%b' % (b",".join(data), rest), found.usage)
 
     names = {"prompt": "input", "prompts": "input", "pooling": "model"}
-    return VectorAsk(texts=texts, adapter=adapter, priority=fields.priority or 0, work=work, names=names)
+    several = isinstance(fields.input, list) and isinstance(fields.input[0], str | list)
+    return VectorAsk(
+        texts=texts, adapter=adapter, priority=fields.priority or 0, work=work, names=names, several=several
+    )
 
 
 def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
@@ -118,7 +121,12 @@ def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
 
     names = {"query": "text_1", "documents": "text_2", "prompt": "text_2", "pooling": "model"}
     return VectorAsk(
-        texts=[fields.text_1, *documents], adapter=adapter, priority=fields.priority or 0, work=work, names=names
+        texts=[fields.text_1, *documents],
+        adapter=adapter,
+        priority=fields.priority or 0,
+        work=work,
+        names=names,
+        several=isinstance(fields.text_2, list),
     )
 
 
@@ -152,5 +160,10 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
 
     names = {"prompt": "documents", "pooling": "model"}
     return VectorAsk(
-        texts=[fields.query, *documents], adapter=adapter, priority=fields.priority or 0, work=work, names=names
+        texts=[fields.query, *documents],
+        adapter=adapter,
+        priority=fields.priority or 0,
+        work=work,
+        names=names,
+        several=isinstance(fields.documents, list),
     )

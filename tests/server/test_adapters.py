@@ -14,8 +14,9 @@ from serving import Serving, serving
 from serving import check_error as check_answer
 from tiny_models import whole_folder
 
-from headrace.engine import Engine
+from headrace.engine import Engine, InvalidParams
 from headrace.server import ServerSettings
+from headrace.server.service import Service
 
 BOSS, USER = "the-key-of-the-boss", "the-key-of-a-user"
 ADMIN = {"authorization": f"Bearer {BOSS}"}
@@ -117,6 +118,29 @@ def test_admin_keys_load_replace_and_unload(server: Serving) -> None:
     assert client.delete("/v1/adapters/first", headers=ADMIN).status_code == 200
     check_error(server.post({"model": "first", "prompt": "a"}), 404, "model_not_found", "model")
     check_error(client.delete("/v1/adapters/first", headers=ADMIN), 404, "model_not_found", "adapter")
+
+
+def test_a_pin_that_is_refused_changes_nothing(server: Serving) -> None:
+    def listed() -> Any:
+        return [
+            (each["id"], each["digest"]) for each in server.client.get("/v1/adapters", headers=ADMIN).json()["data"]
+        ]
+
+    with loaded(server):
+        before = listed()
+        for name in ("new", "first"):
+            refused = server.client.put(f"/v1/adapters/{name}", json={"folder": "a2", "pinned": True}, headers=ADMIN)
+            check_error(refused, 400, "invalid_value", "name")
+        assert listed() == before
+
+
+@pytest.mark.anyio
+async def test_no_adapter_has_the_name_of_the_model(tmp_path: Path) -> None:
+    model = whole_folder(tmp_path / "model")
+    settings = ServerSettings(served_model_name="base", adapters={"base": str(lora_folder(tmp_path / "a", 1))})
+    async with Engine(model, kv_memory="4MiB", dtype="float32", adapter_slots=2) as engine:
+        with pytest.raises(InvalidParams, match="the name of the model"):
+            await Service(engine, settings).load_adapters()
 
 
 def test_what_may_not_be_loaded_is_not(server: Serving) -> None:

@@ -18,8 +18,12 @@ import anyio
 import pytest
 import tiny_models
 import typer
+from anyio.from_thread import start_blocking_portal
+from rich.console import Console
+from serving import speaking
 
 from headrace.engine import Engine, SamplingParams
+from headrace.server.chat import _Chat
 from headrace.server.cli import main
 from headrace.server.serve_cli import _adapters, _named
 
@@ -111,6 +115,19 @@ def test_a_chat_answers_with_all_that_was_said_before(
         return answers
 
     assert shown == "".join(f"{answer}\n" for answer in anyio.run(expected))
+
+
+def test_an_answer_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "all:\n\tcc a[:100:] :key: \x1b[2J\x07\r\n."
+    engine = speaking(text, prompt_len=len("user: Hi\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(engine):
+        chat = _Chat(portal, engine, Console(), "", {"temperature": 0, "max_tokens": 64})
+        chat.run()
+        assert capsys.readouterr().out == text + "\n"
+        chat._terminal = True  # which the text must not command
+        chat._show(text)
+        assert capsys.readouterr().out == "all:\n\tcc a[:100:] :key: [2J\n."
 
 
 def test_commands_of_a_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

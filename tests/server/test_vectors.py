@@ -98,6 +98,9 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/v1/embeddings", {"input": ["a", ""]}, "input[1]", "empty_prompt"),
     ("/v1/embeddings", {"input": []}, "input", "empty_prompt"),
     ("/v1/embeddings", {"input": [1, 257]}, "input[1]", "token_out_of_range"),
+    ("/v1/embeddings", {"input": [2**70]}, "input[0]", "token_out_of_range"),
+    ("/v1/embeddings", {"input": [[1], [2, 257]]}, "input[1][1]", "token_out_of_range"),
+    ("/v1/embeddings", {"input": ["a", "b" * 1025]}, "input[1]", "context_length_exceeded"),
     ("/v1/embeddings", {"input": [[1], ["a"]]}, "input[1]", "invalid_type"),
     ("/v1/embeddings", {"input": {"text": "a"}}, "input", "invalid_type"),
     ("/v1/embeddings", {"input": "a", "dimensions": 9}, "dimensions", "invalid_value"),
@@ -110,7 +113,10 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "invalid_value"),
     ("/v1/score", {"text_1": "a", "text_2": ["b", 3]}, "text_2[1]", "invalid_type"),
     ("/v1/score", {"text_1": "", "text_2": ["b"]}, "text_1", "invalid_value"),
-    ("/v1/score", {"text_1": "a", "text_2": ["b", "c" * 1025]}, "text_2", "context_length_exceeded"),
+    ("/v1/score", {"text_1": "a", "text_2": ["b", "c" * 1025]}, "text_2[1]", "context_length_exceeded"),
+    ("/v1/score", {"text_1": "a", "text_2": "c" * 1025}, "text_2", "context_length_exceeded"),
+    ("/v1/score", {"text_1": "a" * 1025, "text_2": ["b"]}, "text_1", "context_length_exceeded"),
+    ("/v1/rerank", {"query": "a" * 9000, "documents": ["b"]}, "query", "context_length_exceeded"),
     ("/v1/rerank", {"query": "a", "documents": ["b"] * 41}, "documents", "invalid_value"),
     ("/v1/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents[0]", "invalid_type"),
     ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]", "empty_prompt"),
@@ -124,6 +130,8 @@ def test_34_what_cannot_be_done_is_refused(
 ) -> None:
     error = check_error(server.post(body, path), 404 if code == "model_not_found" else 400, code)
     assert error["param"] == param
+    if param is not None and code in ("context_length_exceeded", "token_out_of_range"):
+        assert error["message"].startswith(f"{param}: ") and error["message"].count(":") == 1
 
 
 def test_what_is_too_long_may_be_cut(server: Serving) -> None:
