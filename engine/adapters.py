@@ -6,9 +6,10 @@ Next to read: ../adapters/slots.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,8 @@ class Adapters:
         """What each name stands for now."""
         self._pool: WeakKeyDictionary[AdapterVersion, LoadedAdapter] = WeakKeyDictionary()
         """Weights in host memory, least recently used first."""
-        self._sources: WeakKeyDictionary[AdapterVersion, _Source] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[AdapterVersion, dict[str, _Source]] = WeakKeyDictionary()
+        """By name, where each name's folder is; of what has lost its names, the last one's."""
         self._turn = anyio.Lock()
         self._workers: tuple[Worker, ...] = ()
         if device is not None:
@@ -125,7 +127,7 @@ class Adapters:
         named = self._find(name)
         del self._names[name], self.versions[name]
         named.version.pins -= named.pinned
-        self._retire_unnamed(named.version)
+        self._part(name, named.version)
         self._loop.wake()
         await checkpoint()
 
@@ -182,7 +184,7 @@ class Adapters:
         version = next(twins, None)
         if version is None:
             version = AdapterVersion(digest=loaded.digest, granules=granules, virtual_tokens=loaded.virtual_tokens)
-        self._sources[version] = source
+        self._sources.setdefault(version, {})[name] = source
         self._keep(version, loaded)
         if old is None or old.version is not version:
             self._names[name] = _Named(version, loaded.nbytes)
@@ -192,12 +194,15 @@ class Adapters:
                     self._names[name].pinned = True
                     version.pins += 1
                     old.version.pins -= 1
-                self._retire_unnamed(old.version)
+                self._part(name, old.version)
         self._slots.fetch(version, Replacing.NOTHING)
         self._loop.wake()
 
-    def _retire_unnamed(self, version: AdapterVersion) -> None:
-        if all(named.version is not version for named in self._names.values()):
+    def _part(self, name: str, version: AdapterVersion) -> None:
+        """`name` no longer stands for `version`, which goes if it has no other."""
+        if any(named.version is version for named in self._names.values()):
+            del self._sources[version][name]
+        else:
             self._slots.retire(version)
 
     def _find(self, name: str) -> _Named:
@@ -251,22 +256,34 @@ class Adapters:
             if version is None:
                 self._mover.submit(partial(self._empty, move.slot), lambda result, error: None)
             else:
-                fill = partial(self._fill, move, version, self._pool.get(version), self._sources[version])
+                fill = partial(
+                    self._fill, move, version, self._pool.get(version), list(self._sources[version].values())
+                )
                 self._mover.submit(fill, partial(self._filled, version))
 
     def _empty(self, slot: int) -> None:
         self._opened_for_adapters().bank.take(slot)
 
     def _fill(
-        self, move: Move, version: AdapterVersion, loaded: LoadedAdapter | None, source: _Source
+        self, move: Move, version: AdapterVersion, loaded: LoadedAdapter | None, sources: Sequence[_Source]
     ) -> LoadedAdapter:
         """In the mover's thread: give the device what a slot is for, from host memory or from its files."""
         device = self._opened_for_adapters()
-        if loaded is None:
-            loaded = device.read(source.path, source.root)
-            if loaded.digest != version.digest:
-                _reject("path", source.path, "the files that were loaded; they have changed since")
+        loaded = self._read_again(device, version, sources) if loaded is None else loaded
         device.bank.put(move.slot, move.start, loaded)
+        return loaded
+
+    def _read_again(self, device: AdapterDevice, version: AdapterVersion, sources: Sequence[_Source]) -> LoadedAdapter:
+        """Read `version` from the first folder that still has it: two names may have brought the same weights."""
+        for source in sources[:-1]:
+            with contextlib.suppress(AdapterRejected):
+                loaded = device.read(source.path, source.root)
+                if loaded.digest == version.digest:
+                    return loaded
+        last = sources[-1]
+        loaded = device.read(last.path, last.root)
+        if loaded.digest != version.digest:
+            _reject("path", last.path, "the files that were loaded; they have changed since")
         return loaded
 
     def _filled(self, version: AdapterVersion, loaded: LoadedAdapter | None, error: BaseException | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,24 @@ async def test_what_is_not_in_memory_is_read_again(
         assert await tokens_of(engine, "a1") == reference(1)
         await engine.adapters.load("a2", tmp_path / "2")
         assert await tokens_of(engine, "a2") == reference(3)
+
+
+async def test_a_name_outlives_another_of_the_same_weights(
+    model: Path, reference: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    """What one loaded from a folder of its own is read again from there, whatever becomes of the other's."""
+    async with Engine(model, **OPTIONS | {"adapter_slots": 1, "adapter_host_memory": 1}) as engine:
+        folders = [lora_folder(tmp_path / name, 1) for name in ("mine", "theirs", "gone")]
+        for name, number in (("mine", 2), ("mine", 0), ("theirs", 1)):
+            await engine.adapters.load(name, folders[number])
+        await engine.adapters.load("other", lora_folder(tmp_path / "other", 2))
+        for folder in folders[1:]:
+            shutil.rmtree(folder)
+        assert await tokens_of(engine, "other") == reference(2)
+        assert await tokens_of(engine, "mine") == reference(1)
+        await engine.adapters.unload("theirs")
+        assert await tokens_of(engine, "other") == reference(2)
+        assert await tokens_of(engine, "mine") == reference(1)
 
 
 async def test_a_rejected_adapter_changes_nothing(
