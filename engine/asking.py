@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from math import inf
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.hooks import StopWhen, check_hook
@@ -20,6 +19,7 @@ from headrace.engine.scheduling.shaping import LogitsProcessor
 
 __all__ = ["Asking", "check_abilities", "check_asking", "check_generates", "check_hooks", "check_streamed"]
 
+_LONGEST = 1e9  # seconds: as good as for ever, and exact beside any clock
 _NEEDS: dict[str, Ability] = {
     "presence_penalty": "shaping",
     "frequency_penalty": "shaping",
@@ -128,9 +128,12 @@ def _check_deadline(asking: Asking) -> None:
     seconds = asking.deadline
     if seconds is None:
         return
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds < inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds <= _LONGEST:
         raise InvalidParams(
-            f"deadline: must be more than 0 seconds, got {seconds!r}", field="deadline", value=seconds, limit={"gt": 0}
+            f"deadline: must be more than 0 seconds and at most {_LONGEST:g}, got {shown(seconds)}",
+            field="deadline",
+            value=seconds,
+            limit={"gt": 0, "le": _LONGEST},
         )
     if asking.params.beam_width is not None:
         raise InvalidParams("deadline: cannot go with beam_width", field="deadline", value=seconds)

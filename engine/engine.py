@@ -215,8 +215,8 @@ class Engine(Life):
             named = self.adapters.versions
             made = make_requests(ids, asking, opened.tokenizer, opened.info.vocab_size, self._random, grammar, named)
             loop.submit(generation, ids, made)
-        except HeadraceError as error:
-            generation.abandon(error)
+        except Exception as error:  # raised in a callback, it would leave the stream waiting for ever
+            generation.abandon(as_headrace(error, "the request could not be taken in"))
 
     @property
     def adapters(self) -> Adapters:

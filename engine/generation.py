@@ -176,7 +176,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens counted so far."""
-        completion = sum(len(request.tokens) - len(self.prompt) for request in self.requests)
+        completion = sum(len(request.tokens) - request.virtual_tokens - len(self.prompt) for request in self.requests)
         return self._usage(completion)
 
     def _usage(self, completion: int) -> Usage:

@@ -38,7 +38,9 @@ def asks_to_stop(stop_when: StopWhen, token: Token, seconds: float) -> bool:
     started = time.perf_counter()
     try:
         answer = stop_when(token)
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a cancellation, too: it is of whatever the hook looked at, and not of the engine
         raise HookFailed(f"stop_when raised {type(error).__name__} at token {token.position}") from error
     spent = time.perf_counter() - started
     if spent > seconds:

@@ -312,7 +312,7 @@ class StepLoop:
         generated = sum(emission.token is not None for emission in emissions)
         seconds = self.meter.committed(self._clock(), generated)
         self.scheduler.pace.observe(sum(work.num_tokens for work in oldest.plan.others if work.num_tokens > 1), seconds)
-        self._emissions = emissions
+        self._emissions = [*self._emissions, *emissions]  # while the step was waited for, an adapter may have failed
 
     def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
         """Let callers' hooks choose the tokens of their rows; whatever else runs does not wait for them."""

@@ -27,7 +27,8 @@ class TokenStream:
         """Read `turn`, and begin others by `turns`."""
         self._turns = turns
         self._post = post
-        self._sending = False
+        self._sent: Generation | None = None
+        """The next turn, while `send` waits for it."""
         self._begin(turn)
 
     def _begin(self, turn: Turn) -> None:
@@ -115,18 +116,20 @@ class TokenStream:
             EngineStopped: The engine is closed.
         """
         generation = self._generation
-        if not generation.finished or self._sending:
+        if not generation.finished or self._sent is not None:
             raise RuntimeError("the stream still runs: read it to its end, or cancel it, before sending more")
         self._check_single("send")
         turn = self._turns.following(self._turn, added, params)
-        self._sending, sender = True, TaskWatch(turn.generation.cancel)
+        self._sent, sender = turn.generation, TaskWatch(turn.generation.cancel)
         try:
             await _admitted(turn, sender)
         finally:
-            self._sending = False
+            self._sent = None
             sender.stop()
         self._let_go()
         self._begin(turn)
+        if turn.generation.finished:  # somebody else cancelled while it was sent
+            self.cancel()
         return self
 
     def fork(self, *, seed: int | None = None) -> TokenStream:
@@ -171,6 +174,8 @@ class TokenStream:
         self._let_go()
         self._generation.cancel()
         self._reader.stop()
+        if self._sent is not None:
+            self._sent.cancel()
 
     def _let_go(self) -> None:
         if not self._closed:

@@ -47,12 +47,16 @@ class Admission:
         self._overtaking = Overtaking(slots, patience=2 * self._max_rows)
 
     def check_deadline(self, request: Request) -> None:
-        """Refuse a new request that cannot meet its deadline, as far as the policy can see.
+        """Refuse a new request that cannot meet its deadline, as far as the policy can see; none where nothing else is.
+
+        What steps took may have been out of the ordinary, and only further steps would tell.
 
         Raises:
             Overloaded: It cannot.
         """
         if request.deadline is None or request.leader is not None:  # choices of one prompt stand or fall together
+            return
+        if not (self._roster.running or self._roster.waiting):
             return
         wait = self._policy.expected_wait(request, self._roster.waiting, self._pace)
         needed = wait + self._pace.prefill(request.known)

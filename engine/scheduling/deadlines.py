@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from headrace.engine.scheduling.request import Request, State
 
 __all__ = ["DeadlineQueue"]
+
+_FEW = 64
 
 
 class DeadlineQueue:
@@ -15,11 +17,22 @@ class DeadlineQueue:
     def __init__(self) -> None:
         """Start empty."""
         self._heap: list[tuple[float, int, Request]] = []
+        self._most = _FEW
+        """Entries at which those of requests that have ended are looked for."""
+
+    def __len__(self) -> int:
+        """Entries, of which at most half and a few are of requests that have ended."""
+        return len(self._heap)
 
     def add(self, request: Request) -> None:
-        """Watch the deadline of `request`, if it has one; it leaves by itself when it ends."""
-        if request.deadline is not None:
-            heappush(self._heap, (request.deadline, request.id, request))
+        """Watch the deadline of `request`, if it has one; it leaves by itself, some time after it has ended."""
+        if request.deadline is None:
+            return
+        heappush(self._heap, (request.deadline, request.id, request))
+        if len(self._heap) > self._most:
+            self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
+            heapify(self._heap)
+            self._most = _FEW + 2 * len(self._heap)
 
     @property
     def first(self) -> Request | None:

@@ -28,6 +28,10 @@ class Pace:
         elif prefilled >= _TELLING:
             self.token_seconds = _mixed(self.token_seconds, max(0.0, seconds - self.step_seconds) / prefilled)
 
+    def forget(self) -> None:
+        """Know nothing again."""
+        self.step_seconds = self.token_seconds = self.turn_seconds = 0.0
+
     def prefill(self, tokens: int) -> float:
         """Seconds that so many prefilled tokens take."""
         return tokens * self.token_seconds

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, log
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
@@ -21,6 +21,7 @@ from headrace.engine.scheduling.request import Request
 __all__ = ["POLICIES", "Ageing", "Deadlines", "FairShare", "SizeClasses", "policy_of"]
 
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False)
+_FAR = 600.0  # logarithm of the largest weight: a priority is any int, and a float has its end
 _GIVES_WAY = 2  # times that a request gives way where standings change; from then on only arrival counts
 
 
@@ -55,7 +56,8 @@ class Ageing(FirstCome):
         """The score of `request` at `now`."""
         waited = min((now - request.arrived) / self.seconds, self.most)
         extra = self.moe + (1.0 if request.adapter is None else self.adapter)
-        return self.ratio**-request.priority * (1.0 + waited + extra)
+        most = _FAR / max(log(self.ratio), 0.001)
+        return float(self.ratio ** max(-most, min(-request.priority, most))) * (1.0 + waited + extra)
 
 
 @checked(frozen=True, config=_SETTINGS)
@@ -244,7 +246,7 @@ class Deadlines(FairShare):
         return pace.prefill(ahead) / self.share(request.tenant)
 
     def _needs(self, request: Request, pace: Pace) -> float:
-        left = min(request.limit - len(request.tokens), self.answer)
+        left = max(0, min(request.limit, request.prompt_len + self.answer) - len(request.tokens))
         return pace.prefill(request.known) + left * pace.turn_seconds
 
 

@@ -209,6 +209,8 @@ class Scheduler:
                 break
         for request in self._admission.hopeless:
             self._lapse(request)
+        if self._admission.hopeless and not (self._roster.running or self._roster.waiting):
+            self.pace.forget()  # no other step would tell that the device is faster by now
 
     def _take_row(self, plan: StepPlan, request: Request, pages: Sequence[int]) -> None:
         """Move `request` from the queue to a row that starts with `pages`."""

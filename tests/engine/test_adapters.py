@@ -121,6 +121,7 @@ async def test_prompt_adapters_count_no_tokens_and_share_pages(model: Path, tmp_
         again = await engine.generate(PROMPT, GREEDY, adapter="p")
         assert first.choices[0].token_ids == again.choices[0].token_ids != await tokens_of(engine, None)
         assert first.prompt_token_ids == PROMPT and first.usage.prompt_tokens == len(PROMPT)
+        assert first.usage.completion_tokens == GREEDY.max_tokens
         assert again.usage.cached_tokens == 24 - 5
         stream = engine.stream(PROMPT, GREEDY, adapter="p")
         said = [(await anext(stream)).id for _ in range(4)]

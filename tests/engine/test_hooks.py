@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -158,3 +159,16 @@ async def test_it_is_asked_whether_or_not_anybody_reads_and_may_cancel() -> None
         tokens = await read(stream)
         assert [token.finish_reason for token in tokens][-1] == "cancelled"
         assert count == 3
+
+
+async def test_a_cancellation_that_a_hook_raises_ends_its_own_stream_alone() -> None:
+    """As `result()` of a cancelled task does; no `Exception`, and none of the engine's business."""
+    async with serving() as engine:
+
+        def looks_at_a_cancelled_task(token: Token) -> bool:
+            raise asyncio.CancelledError
+
+        stream = engine.stream("Hello", greedy(5), stop_when=looks_at_a_cancelled_task)
+        with pytest.raises(HookFailed, match="raised CancelledError at token 0"):
+            await read(stream)
+        await check_serving(engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import anyio
@@ -22,8 +22,12 @@ from scripted import (
     until,
 )
 
-from headrace.engine import EngineCrashed, HeadraceError
+from headrace.adapters.slots import AdapterVersion
+from headrace.engine import EngineCrashed, HeadraceError, RequestFailed
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.policy import FirstCome
+from headrace.engine.scheduling.request import Request
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner, ScriptedStep
 from headrace.engine.threads import Poster
 
@@ -370,3 +374,39 @@ async def test_what_is_no_exception_still_reaches_every_stream() -> None:
         if errors[0] is None:  # the host was cancelled first; the stream knows all the same
             errors = [stream._generation.error]
         assert isinstance(errors[0], EngineCrashed)
+
+
+# -- what comes between a step's wait and its commit ---------------------------------------------------------------
+
+
+async def test_an_adapter_that_fails_while_a_step_runs_ends_those_that_wait_for_it() -> None:
+    gate = Gate()
+    async with serving(capacity(max_rows=1), gate=gate) as engine:
+        busy = engine.stream("busy", greedy(20))
+        assert (await anext(busy)).position == 0
+        waits = engine.stream("waits", greedy(2))
+        await waits.admitted()
+        (request,) = waits._generation.requests
+        request.wears = version = AdapterVersion(digest=b"", granules=1, users=1)
+        gate.hold()
+        await until(lambda: gate.holds)
+        assert engine._loop is not None
+        engine._loop.fail_wearers(version, RequestFailed("no memory for it"))
+        gate.release()
+        with anyio.fail_after(5), pytest.raises(RequestFailed, match="no memory"):
+            await read(waits)
+        assert len(await read(busy)) == 19
+
+
+@pytest.mark.parametrize("prompt", ["short", "long " * 1000])
+async def test_what_goes_wrong_at_intake_ends_the_stream_wherever_it_was_tokenised(prompt: str) -> None:
+    class Broken(FirstCome):
+        def expected_wait(self, request: Request, waiting: Iterable[Request], pace: Pace) -> float:
+            raise ZeroDivisionError
+
+    async with serving(capacity(max_context=8192, num_pages=1024), policy=Broken()) as engine:
+        busy = engine.stream("busy", greedy(None))
+        await anext(busy)
+        with anyio.fail_after(5), pytest.raises(HeadraceError, match="taken in"):
+            await engine.generate(prompt, greedy(2), deadline=9.0)
+        await check_serving(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,24 @@ async def test_a_cancelled_send_leaves_nothing_behind() -> None:
         await returned(engine)
         await stream.send("c", greedy(3))
         assert [token.id for token in await read(stream)] == expected_ids([*known, *b"c"], 3)
+
+
+async def test_who_cancels_while_another_task_sends_ends_what_is_sent() -> None:
+    async with serving() as engine:
+        stream = engine.stream("a", greedy(4))
+        await read(stream)
+        held = threading.Event()
+        engine._helper.submit(held.wait, lambda result, error: None)
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(stream.send, "b" * 5000)
+                await until(lambda: stream._sent is not None)
+                stream.cancel()
+        finally:
+            held.set()
+        await returned(engine)
+        assert not pool_of(engine)._keepers
+        assert [token.finish_reason for token in await read(stream)] == ["cancelled"]
 
 
 async def test_dropped_streams_keep_nothing() -> None:

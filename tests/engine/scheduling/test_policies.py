@@ -15,9 +15,11 @@ from scripted import capacity as device
 from simulation.rig import Rig, capacity
 
 from headrace.engine import Engine, InvalidParams, Overloaded
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.policies import POLICIES, Ageing, Deadlines, FairShare, SizeClasses
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.request import Request, Sampling, State
+from headrace.engine.scheduling.scheduler import Scheduler
 
 
 def words(name: int, length: int) -> list[int]:
@@ -66,6 +68,14 @@ def test_the_preset(policy: Ageing, adapter: str | None, wait: float, score: flo
     assert policy.score(request, 100.0 + wait) == pytest.approx(score)
     request.priority = 1
     assert policy.score(request, 100.0 + wait) == pytest.approx(score / 2)
+
+
+def test_no_priority_is_too_far_away_for_a_score() -> None:
+    far = [10**400, 1000, 1, 0, -1, -1000, -(10**400)]
+    for ratio in (1.0, 1.5, 3.0):
+        policy = Ageing(ratio=ratio)
+        scores = [policy.score(a_request(priority=each), 0.0) for each in far]
+        assert scores == sorted(scores) and len(set(scores)) >= (1 if ratio == 1.0 else 5)
 
 
 def test_one_of_low_priority_is_served_in_the_end_beside_a_stream_of_higher_ones() -> None:
@@ -223,6 +233,38 @@ def test_what_cannot_be_met_is_refused_or_never_begun() -> None:
     assert rig.ends[other.id] == "length" and rig.ends[whole.id] == "deadline" and whole.planned == 0
 
 
+@pytest.mark.parametrize("policy", ["first_come", "deadlines"])
+@pytest.mark.parametrize("prefilled", [0, 20])
+def test_one_slow_step_does_not_turn_all_away_for_ever(policy: str, prefilled: int) -> None:
+    """Of those that come one at a time, each with a deadline, all but the first are served."""
+    rig = Rig(capacity(rows=2), policy=POLICIES[policy]())
+    rig.scheduler.pace.observe(prefilled, 5.0)
+    ended = []
+    for name in range(4):
+        (request,) = rig.submit(words(name, 20), 2, deadline=rig.now + 2.0)
+        rig.run()
+        ended.append(rig.ends[request.id])
+    assert ended[1:] == ["length"] * 3
+    rig.check_empty()
+
+
+def test_an_answer_that_is_nearly_done_counts_what_is_left_of_it() -> None:
+    pace = Pace()
+    pace.observe(0, 0.1)
+    request = Request(tokens=[1] * 240, prompt_len=40, limit=2**62, sampling=Sampling(), deadline=6.0)
+    policy = Deadlines(answer=256)
+    assert policy.worthwhile(request, 0.0, pace) and not policy.worthwhile(request, 0.5, pace)
+
+
+def test_deadlines_of_what_has_ended_are_not_kept() -> None:
+    scheduler = Scheduler(capacity(), secret=b"secret")
+    for _ in range(1000):
+        request = Request(tokens=[1, 2], prompt_len=2, limit=3, sampling=Sampling(), deadline=1e6)
+        scheduler.submit(request)
+        scheduler.finish(request, "cancelled")
+    assert len(scheduler._deadlines) <= 200 and scheduler.next_deadline is None
+
+
 @pytest.mark.anyio
 async def test_a_stream_ends_at_its_deadline_running_queued_or_paused() -> None:
     gate = Gate()
@@ -245,11 +287,11 @@ async def test_a_stream_ends_at_its_deadline_running_queued_or_paused() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("deadline", [0, -1.0, float("nan"), float("inf"), "1", True])
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan"), float("inf"), "1", True, pytest.param(10**400, id="huge")])
 async def test_what_is_no_deadline_is_refused(deadline: Any) -> None:
     async with serving() as engine:
         with pytest.raises(InvalidParams, match="^deadline: must be more than 0 seconds") as refused:
-            await engine.generate("a", greedy(1), deadline=deadline)
+            await engine.generate("a" * 900, greedy(1), deadline=deadline)
         assert refused.value.field == "deadline"
 
 
