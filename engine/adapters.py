@@ -111,7 +111,7 @@ class Adapters:
             _reject("name", name, "1 to 64 letters, digits, dots, dashes and underscores, other than the model's name")
         async with self._turn:
             self._check_count(name)
-            source = _Source(os.fspath(path), None if root is None else Path(root))
+            source = _source(os.fspath(path), root)
             loaded = await self._reader.ask(partial(device.read, source.path, source.root))
             self._check_count(name)
             if self._loop.closed:
@@ -300,6 +300,13 @@ class Adapters:
     def _join(self) -> None:
         for worker in self._workers:
             worker.close()
+
+
+def _source(path: str, root: str | os.PathLike[str] | None) -> _Source:
+    """A folder that stays the same when the process changes its own."""
+    if root is None:
+        return _Source(str(Path(path).absolute()), None)
+    return _Source(path, Path(root).absolute())
 
 
 def slots_of(device: AdapterDevice | None, config: EngineConfig) -> SlotTable:

@@ -18,7 +18,7 @@ from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, Reporting, Shaping
+from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, LogitsProcessor, Reporting, Shaping
 from headrace.engine.wearing import dressed, root_of, worn_by
 
 __all__ = ["make_generation", "make_pooling_request", "make_requests"]
@@ -76,7 +76,7 @@ def make_requests(
                 reporting=_reporting(params, choice, len(ids)),
                 grammar=grammar,
                 jumps=grammar is not None and shaping is None and _takes_runs(asking),
-                processor=asking.logits_processor,
+                processor=_processor(asking, worn),
                 stop_ids=stop_ids,
                 wears=worn,
                 root=root_of(worn, asking.sharing),
@@ -91,6 +91,15 @@ def make_requests(
             )
         )
     return requests
+
+
+def _processor(asking: Asking, worn: AdapterVersion | None) -> LogitsProcessor | None:
+    """The caller's hook, which is not told of the ids under which virtual tokens stand."""
+    given = asking.logits_processor
+    if given is None or worn is None or not worn.virtual_tokens:
+        return given
+    virtual = worn.virtual_tokens
+    return lambda tokens, logits_V: given(tokens[virtual:], logits_V)
 
 
 def _takes_runs(asking: Asking) -> bool:

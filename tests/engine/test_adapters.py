@@ -123,6 +123,14 @@ async def test_prompt_adapters_count_no_tokens_and_share_pages(model: Path, tmp_
         assert first.prompt_token_ids == PROMPT and first.usage.prompt_tokens == len(PROMPT)
         assert first.usage.completion_tokens == GREEDY.max_tokens
         assert again.usage.cached_tokens == 24 - 5
+        seen: list[list[int]] = []
+
+        def watch(tokens: list[int], logits: Any) -> Any:
+            seen.append(tokens)
+            return logits
+
+        await engine.generate(PROMPT, GREEDY, adapter="p", logits_processor=watch)
+        assert seen == [PROMPT + first.choices[0].token_ids[:count] for count in range(10)]
         stream = engine.stream(PROMPT, GREEDY, adapter="p")
         said = [(await anext(stream)).id for _ in range(4)]
         forked = [token.id async for token in stream.fork()]
@@ -154,12 +162,16 @@ async def test_choices_beams_and_hidden_states_wear_it_too(
 
 
 async def test_what_is_not_in_memory_is_read_again(
-    model: Path, reference: Callable[..., list[int]], tmp_path: Path
+    model: Path, reference: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One slot, and host memory for one adapter: every change of adapter reads files, which must be the same ones."""
     async with Engine(model, **OPTIONS | {"adapter_slots": 1, "adapter_host_memory": 1}) as engine:
         for seed in (1, 2):
-            await engine.adapters.load(f"a{seed}", lora_folder(tmp_path / str(seed), seed))
+            lora_folder(tmp_path / str(seed), seed)
+        monkeypatch.chdir(tmp_path)
+        await engine.adapters.load("a1", "1")
+        await engine.adapters.load("a2", "2", root=".")
+        monkeypatch.chdir("/")
         for seed in (1, 2, 1):
             assert await tokens_of(engine, f"a{seed}") == reference(seed)
         assert [info.where for info in engine.adapters.list()] == ["device", "disk"]
