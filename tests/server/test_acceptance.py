@@ -4,10 +4,11 @@ Each row also leaves a server that answers another request within a second and h
 body that names no path or address.
 
 Rows that are not here. On a real model, in test_sampling_fields.py: 20, 21, 24, 25 and 28. In test_vectors.py: 34.
-With adapters: 52 to 57. Tested with the engine: 31 and 32 (test_chat_template.py, test_tokenizer.py), 41, 42, 44, 46,
-58, 66 to 68. With the WebSocket endpoint (test_websocket.py): 59, 60. The rows of refusals, disconnects, failures and
-drain for the other forms of chats are in test_responses.py and test_messages.py. Row 62, a client host that dies
-without a word, is the same to the server as row 43.
+With adapters (test_adapters.py here, tests/adapters): 52 to 57. Tested with the engine: 31 and 32
+(test_chat_template.py, test_tokenizer.py), 41, 42, 44, 46, 58, 66 to 68. With the WebSocket endpoint
+(test_websocket.py): 59, 60. The rows of refusals, disconnects, failures and drain for the other forms of chats are in
+test_responses.py and test_messages.py. Row 62, a client host that dies without a word, is the same to the server as
+row 43.
 """
 
 from __future__ import annotations
