@@ -45,7 +45,8 @@ _SCHEMA = {
 _FORMAT = ResponseFormat.json_schema(_SCHEMA)
 _PENALTIES = {"frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.05}
 _FILTERS = {"top_k": 50, "top_p": 0.9}
-_IN_FORMAT = {"response_format": _FORMAT, "ignore_eos": False}
+_IN_FORMAT = {"response_format": _FORMAT, "ignore_eos": False, "stop": "\0"}
+"""The stop string, which never comes, keeps forced tokens from being taken at once: every step has all rows then."""
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "penalties": _PENALTIES,

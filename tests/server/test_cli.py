@@ -7,6 +7,7 @@ import io
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -223,8 +224,9 @@ class Terminal:
 
 
 def own_it() -> None:
-    """Make stdin the terminal that Ctrl-C comes from."""
+    """Make stdin the terminal that Ctrl-C comes from; a shell's background jobs start with it ignored."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "example.org", "::"])
