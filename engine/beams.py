@@ -54,7 +54,8 @@ class BeamGeneration(Generation):
     def start(self, prompt: list[int], requests: Sequence[Request]) -> None:
         """Take in the first beam, which the scheduler has accepted."""
         search = self._search
-        search.limit = min(search.limit, self._loop.most_tokens(len(prompt)) - len(prompt))
+        length = requests[0].prompt_len  # virtual tokens of an adapter take room, too
+        search.limit = min(search.limit, self._loop.most_tokens(length) - length)
         self._beams = requests
         super().start(prompt, requests)
 

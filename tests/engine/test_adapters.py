@@ -143,6 +143,9 @@ async def test_prompt_adapters_count_no_tokens_and_share_pages(model: Path, tmp_
             await engine.generate(PROMPT, GREEDY.model_copy(update={"prompt_logprobs": 1}), adapter="p")
         with pytest.raises(PromptTooLong):
             await engine.generate([1] * 253, GREEDY, adapter="p")
+        beams = SamplingParams(temperature=0, beam_width=2, ignore_eos=True)
+        searched = await engine.generate([1] * 240, beams, adapter="p")
+        assert searched.usage.completion_tokens == engine.info.max_context - (240 + 5)
         await engine.generate([1] * 253, GREEDY.model_copy(update={"max_tokens": 2}))
 
 
