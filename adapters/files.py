@@ -108,6 +108,15 @@ def _as_adapter_rejected(name: str) -> Iterator[None]:
         raise AdapterRejected(f"adapter {name!r}: the host has too little memory for it", field="path") from error
 
 
+@contextmanager
+def _short_of_memory() -> Iterator[None]:
+    """Name what torch raises where memory, or memory that can be pinned, is short."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise MemoryError(str(error)) from error
+
+
 def _open_folder(path: str | os.PathLike[str], root: Path | None) -> int:
     name = os.fspath(path)
     if "\0" in name or (root is not None and (name in ("", ".", "..") or "/" in name)):
@@ -159,7 +168,8 @@ class _Weights:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             refuse_file(WEIGHTS_FILE, f"the dtype of {key}", entry.dtype, ", ".join(_DTYPES))
-        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+        with _short_of_memory():
+            raw = torch.empty(entry.nbytes, dtype=torch.uint8)
         self._file.seek(entry.offset)
         if self._file.readinto(raw.numpy().data) != entry.nbytes:  # type: ignore[attr-defined]
             refuse_file(WEIGHTS_FILE, "the file's size", "shrinking", "what its header says")
@@ -181,7 +191,8 @@ def _read_updates(
 ) -> tuple[BlockLayout, Tensor]:
     pairs = _pairs(weights.entries, config, shape)
     layout = BlockLayout.of(shape, {place: pair.rank for place, pair in pairs.items()})
-    block = torch.zeros(layout.elements, dtype=dtype, pin_memory=pinned)
+    with _short_of_memory():
+        block = torch.zeros(layout.elements, dtype=dtype, pin_memory=pinned)
     for (layer, module), pair in pairs.items():
         row = module_row(layer, module) if layer >= 0 else {"embed": EMBED, "head": HEAD}[module]
         inputs, outputs = shape.size(module)

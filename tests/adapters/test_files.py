@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,29 @@ def test_what_overflows_once_scaled_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a", CONFIG | {"lora_alpha": 4000}, tensors)
     with pytest.raises(AdapterRejected, match="not finite"):
         read(folder)
+
+
+def test_an_update_too_large_for_the_host_is_refused(tmp_path: Path) -> None:
+    shape = replace(SHAPE, vocab_size=1 << 24)
+    name = "base_model.model.lm_head.lora_"
+    sizes = {"A": [1, shape.hidden_size], "B": [shape.vocab_size, 1]}
+    write_folder(tmp_path / "a", CONFIG | {"r": 1}, {})
+    header, end = {}, 0
+    for half, size in sizes.items():
+        start, end = end, end + 2 * size[0] * size[1]
+        header[f"{name}{half}.weight"] = {"dtype": "F16", "shape": size, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (tmp_path / "a" / "adapter_model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), limits[1]))
+    try:
+        with pytest.raises(AdapterRejected, match="too little memory"):
+            read_adapter(tmp_path / "a", shape, torch.float32, max_rank=8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_below_a_root_only_plain_names_and_no_links(tmp_path: Path) -> None:
