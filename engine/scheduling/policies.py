@@ -118,7 +118,7 @@ class FairShare(FirstCome):
     prompt_cost: Annotated[float, Field(ge=0.0)] = 1.0
     """What a computed token of a prompt counts."""
     output_cost: Annotated[float, Field(gt=0.0)] = 2.0
-    """What a generated token counts."""
+    """What a sampled token counts; those that a grammar forces behind it count nothing."""
 
     def __post_init__(self) -> None:
         """Start with nobody served."""
