@@ -176,6 +176,7 @@ def test_at_a_terminal_ctrl_c_stops_the_answer_and_arrow_up_brings_the_question_
         terminal.read_until(" ")
         terminal.type("\x03")
         assert "stopped, " in terminal.read_until("> ")
+        time.sleep(0.3)  # a prompt is shown a moment before it is read
         terminal.type("\x03")  # at the prompt it ends nothing
         terminal.read_until("> ")
         terminal.type("/set max_tokens 4\r")
