@@ -31,7 +31,7 @@ from headrace.server.protocol.ranking import BestOf
 from headrace.server.service import Service
 from headrace.server.sse import DATA, Framing, TokenEvents
 
-__all__ = ["GenerationRoute", "Reading", "ask_chat", "ask_completion", "chat_ask", "timeout_of"]
+__all__ = ["GenerationRoute", "Reading", "ask_chat", "ask_completion", "chat_ask", "take_body", "timeout_of"]
 
 
 class Reading(NamedTuple):
@@ -63,11 +63,8 @@ class GenerationRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         service: Service = scope["app"].state.service
-        service.check_accepting()  # before a body is read
-        service.limits.check_queue()
         try:
-            with service.limits.upload(scope[CALLER], announced(scope, service.settings)):
-                body = await read_json(scope, receive, service.settings)
+            body = await take_body(service, scope, receive)
         except ClientGone:
             return
         timeout, settings = timeout_of(scope), service.settings
@@ -78,6 +75,19 @@ class GenerationRoute:
         del body  # it may be large, and the answer long
         scope[EXCHANGE].figures = answering.figures
         await connection.run(answering.answer, answering.tick)
+
+
+async def take_body(service: Service, scope: Scope, receive: Receive) -> dict[str, Any]:
+    """The body of a request that the server has room for; what it has no room for is refused before it is read.
+
+    Raises:
+        ApiError: The server drains, its queue is full, or the body is not what may be sent.
+        ClientGone: The client went away meanwhile.
+    """
+    service.check_accepting()
+    service.limits.check_queue()
+    with service.limits.upload(scope[CALLER], announced(scope, service.settings)):
+        return await read_json(scope, receive, service.settings)
 
 
 def timeout_of(scope: Scope) -> float | None:

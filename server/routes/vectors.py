@@ -11,9 +11,8 @@ import orjson
 from anyio.lowlevel import checkpoint
 from starlette.types import Receive, Scope, Send
 
-from headrace.server.body import ClientGone, announced, read_json
+from headrace.server.body import ClientGone
 from headrace.server.connection import Connection
-from headrace.server.gate import CALLER
 from headrace.server.protocol.completions import prompts_of
 from headrace.server.protocol.vectors import (
     EmbeddingFields,
@@ -24,7 +23,7 @@ from headrace.server.protocol.vectors import (
     ranked,
     usage_of,
 )
-from headrace.server.routes.generation import timeout_of
+from headrace.server.routes.generation import take_body, timeout_of
 from headrace.server.service import Service
 from headrace.server.vectors import VectorAsk, Vectors, Worked
 
@@ -41,11 +40,8 @@ class VectorRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         service: Service = scope["app"].state.service
-        service.check_accepting()  # before a body is read
-        service.limits.check_queue()
         try:
-            with service.limits.upload(scope[CALLER], announced(scope, service.settings)):
-                body = await read_json(scope, receive, service.settings)
+            body = await take_body(service, scope, receive)
         except ClientGone:
             return
         ask, timeout = self._ask(service, body), timeout_of(scope)
