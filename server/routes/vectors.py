@@ -11,6 +11,7 @@ import orjson
 from anyio.lowlevel import checkpoint
 from starlette.types import Receive, Scope, Send
 
+from headrace.engine import Scores
 from headrace.server.body import ClientGone
 from headrace.server.connection import Connection
 from headrace.server.protocol.completions import prompts_of
@@ -100,14 +101,7 @@ def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
     documents = document_texts(fields.text_2, "text_2", service.settings.max_inputs)
 
     async def work(tenant: str) -> Worked:
-        found = await service.engine.score(
-            fields.text_1,
-            documents,
-            truncate=fields.truncates,
-            adapter=adapter,
-            tenant=tenant,
-            priority=fields.priority or 0,
-        )
+        found = await _score(service, fields.text_1, documents, fields, adapter, tenant)
         data = [
             {"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores.tolist())
         ]
@@ -137,14 +131,7 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
     documents = document_texts(fields.documents, "documents", service.settings.max_inputs)
 
     async def work(tenant: str) -> Worked:
-        found = await service.engine.score(
-            fields.query,
-            documents,
-            truncate=fields.truncates,
-            adapter=adapter,
-            tenant=tenant,
-            priority=fields.priority or 0,
-        )
+        found = await _score(service, fields.query, documents, fields, adapter, tenant)
         scores, results = found.scores.tolist(), []
         for place in ranked(scores, fields.top_n):
             result: dict[str, Any] = {"index": place, "relevance_score": scores[place]}
@@ -162,4 +149,18 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
         work=work,
         names=names,
         several=isinstance(fields.documents, list),
+    )
+
+
+async def _score(
+    service: Service,
+    query: str,
+    documents: list[str],
+    fields: ScoreFields | RerankFields,
+    adapter: str | None,
+    tenant: str,
+) -> Scores:
+    priority = fields.priority or 0
+    return await service.engine.score(
+        query, documents, truncate=fields.truncates, adapter=adapter, tenant=tenant, priority=priority
     )
