@@ -22,9 +22,10 @@ from anyio.lowlevel import checkpoint
 from headrace.adapters.bank import AdapterDevice
 from headrace.adapters.slots import AdapterVersion, Move, Replacing, Residency, SlotTable
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import AdapterRejected, EngineStopped, InvalidParams, RequestFailed, UnknownAdapter
+from headrace.engine.errors import AdapterRejected, EngineStopped, InvalidParams, RequestFailed
 from headrace.engine.loop import StepLoop
 from headrace.engine.threads import Poster, Worker
+from headrace.engine.wearing import find
 
 if TYPE_CHECKING:
     from headrace.adapters.loaded import LoadedAdapter
@@ -124,7 +125,7 @@ class Adapters:
         Raises:
             UnknownAdapter: None has that name.
         """
-        named = self._find(name)
+        named = find(name, self._names)
         del self._names[name], self.versions[name]
         named.version.pins -= named.pinned
         self._part(name, named.version)
@@ -144,7 +145,7 @@ class Adapters:
             UnknownAdapter: None has that name.
             InvalidParams: All slots but one are pinned.
         """
-        named = self._find(name)
+        named = find(name, self._names)
         if pinned and not named.pinned:
             self.check_pin(name)
         if pinned != named.pinned:
@@ -204,12 +205,6 @@ class Adapters:
             del self._sources[version][name]
         else:
             self._slots.retire(version)
-
-    def _find(self, name: str) -> _Named:
-        named = self._names.get(name)
-        if named is None:
-            raise UnknownAdapter(f"adapter: none is loaded under the name {name!r}", field="adapter", value=name)
-        return named
 
     def _info(self, name: str, named: _Named) -> AdapterInfo:
         version = named.version

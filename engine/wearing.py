@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from headrace.adapters.slots import AdapterVersion
 from headrace.engine.errors import InvalidParams, UnknownAdapter
 from headrace.engine.params import SamplingParams
 
-__all__ = ["dressed", "root_of", "worn_by"]
+__all__ = ["dressed", "find", "root_of", "worn_by"]
+
+T = TypeVar("T")
+
+
+def find(name: str, adapters: Mapping[str, T]) -> T:
+    """What stands under `name`.
+
+    Raises:
+        UnknownAdapter: No adapter is loaded under that name.
+    """
+    if name not in adapters:
+        raise UnknownAdapter(f"adapter: none is loaded under the name {name!r}", field="adapter", value=name)
+    return adapters[name]
 
 
 def worn_by(name: str | None, adapters: Mapping[str, AdapterVersion]) -> AdapterVersion | None:
@@ -17,11 +31,7 @@ def worn_by(name: str | None, adapters: Mapping[str, AdapterVersion]) -> Adapter
     Raises:
         UnknownAdapter: No adapter is loaded under that name.
     """
-    if name is None:
-        return None
-    if name not in adapters:
-        raise UnknownAdapter(f"adapter: none is loaded under the name {name!r}", field="adapter", value=name)
-    return adapters[name]
+    return None if name is None else find(name, adapters)
 
 
 def root_of(worn: AdapterVersion | None, sharing: str | None) -> bytes:
