@@ -42,9 +42,10 @@ wheel-import: types
 	$(say) 'import of the installed wheel: what it pulls in and how long it takes'
 	@$(WHEEL_ENV)/bin/python -I .ci/check_import.py
 
-unit: $(TEST_READY) ## the tests alone
+# A process a core, of one thread each; tests that share a slow reference stay in one process (pytest.mark.xdist_group).
+unit: $(TEST_READY) ## the tests alone; TESTS=path picks some
 	$(say) 'pytest'
-	@$(BIN)/python -m pytest -q $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses=8 --dist loadgroup $(TESTS)
 
 # About an hour of simulated chaos, every planted bug, and some minutes of real load; SEEDS and REQUESTS make it shorter.
 soak: SEEDS ?= 200000

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from headrace.engine import Engine, SamplingParams
 
+pytestmark = pytest.mark.xdist_group("precision")
+
 TEXT = (
     "The water wheel is one of the oldest machines. A stream is led through a channel, called the headrace, to the "
     "wheel, where its weight or its speed turns the paddles; the tailrace leads it back to the river. The Romans "

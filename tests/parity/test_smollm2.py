@@ -17,6 +17,8 @@ import torch
 
 from headrace.engine import Completion, Engine, EngineStats, SamplingParams
 
+pytestmark = pytest.mark.xdist_group("smollm2")
+
 CLOSE = 1e-3
 NEW_TOKENS = 16
 TEXT = (
