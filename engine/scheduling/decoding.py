@@ -1,18 +1,23 @@
-"""`plan_decodes`: plans the next token of every running request: the one loop of planning that each token passes.
+"""Plans the next token of every running request, and takes those that come: the two loops that each token passes.
 
-Owns nothing, and never plans a prompt. Nearly all requests need a place in the plan and nothing else, so the loop asks
-as little as it can of each. Next to read: scheduler.py.
+Owns nothing, and never plans a prompt. Nearly all requests need a place in the plan, and later a token, and nothing
+else (`Request.smooth`), so the loops ask as little as they can of each. Next to read: scheduler.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import repeat
 
 from headrace.engine.scheduling.growth import Growth
-from headrace.engine.scheduling.plan import StepPlan
-from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.plan import Emission, StepPlan
+from headrace.engine.scheduling.request import Request
 
-__all__ = ["plan_decodes"]
+__all__ = ["ordinary", "plan_decodes", "take_tokens"]
+
+# What an Emission's own constructor does, in half the time.
+_emission = partial(tuple.__new__, Emission)
 
 
 def plan_decodes(
@@ -30,26 +35,64 @@ def plan_decodes(
     Returns:
         Those that owe more, or are pooled: their tokens are prompts.
     """
-    decodes, rows, starts, step = plan.decodes, plan.rows, plan.starts, plan.step
-    is_running, prefills = State.RUNNING, []
+    decodes, starts, step = plan.decodes, plan.starts, plan.step
+    prefills = []
     for request in list(running):
-        start, known = request.planned, request.known
-        if known == start:
-            continue
-        if known - start > 1 or request.pooling is not None:
-            prefills.append(request)
-            continue
-        if known == request.limit or request.state is not is_running or request.leaving:
-            continue
-        is_full = start == len(request.pages) * page_size
-        if is_full or request.forked or request.unsent or request.processor is not None:
-            if not request.is_decodable or not growth.make_ready(plan, request, 1, now):
+        start = request.planned
+        if start >= request.smooth:
+            if request.known - start > 1 or (request.pooling is not None and request.known > start):
+                prefills.append(request)
                 continue
+            if not (start < request.known < request.limit and request.is_decodable):
+                continue
+            if not growth.make_ready(plan, request, 1, now):
+                continue
+            if not (request.forked or request.jumps or request.processor is not None):
+                request.smooth = min(len(request.pages) * page_size, request.limit - 2)
         decodes.append(request)
-        rows.append(request.row)
         starts.append(start)
-        request.ready, request.planned, request.known = start, known, known + 1
+        request.ready, request.planned, request.known = start, start + 1, start + 2
         request.latest_step = step
         request.in_flight += 1
+    plan.rows += [request.row for request in decodes]
     plan.tokens = len(decodes)
     return prefills
+
+
+def take_tokens(
+    plan: StepPlan, tokens: Sequence[int], vocab_size: int, page_size: int
+) -> tuple[list[Request], set[Request]]:
+    """Give a finished step's tokens to those of its decodes that only go on.
+
+    Args:
+        plan: The step's.
+        tokens: One for each of its works.
+        vocab_size: Other tokens mean something else.
+        page_size: Tokens in a page.
+
+    Returns:
+        Those of them whose latest page is full now, and the requests of all other works, which were given nothing.
+
+    Raises:
+        ValueError: The runner gave another number of tokens: a defect of it.
+    """
+    if len(tokens) != plan.size:
+        raise ValueError(f"{len(tokens)} tokens for {plan.size} works")
+    full: list[Request] = []
+    others = {work.request for work in plan.others}
+    for request, start, token in zip(plan.decodes, plan.starts, tokens, strict=False):
+        if start < request.smooth and 0 <= token < vocab_size and token not in request.stop_ids:
+            request.in_flight -= 1
+            request.computed = end = start + 1
+            request.tokens.append(token)
+            if not end % page_size:
+                full.append(request)
+        else:
+            others.add(request)
+    return full, others
+
+
+def ordinary(requests: Sequence[Request], tokens: Sequence[int]) -> list[Emission]:
+    """What it means for each of `requests` that it gained a token and goes on."""
+    nothing = repeat(None)
+    return list(map(_emission, zip(requests, tokens, nothing, nothing, nothing, nothing, strict=False)))

@@ -58,6 +58,8 @@ def _check_request(request: Request, size: int) -> None:
     assert request.planned <= len(request.pages) * size, "planned beyond the page table"
     assert request.in_flight >= request.discard >= 0, "more to discard than is in flight"
     assert request.registered * size <= request.planned, "a page is offered before it is full"
+    if request.smooth:
+        _check_smooth(request, size)
     if request.awaited >= 0:
         assert not request.in_flight and request.known == len(request.tokens) + 1, "awaits a token too many"
     if request.state is State.WAITING:
@@ -72,3 +74,10 @@ def _check_request(request: Request, size: int) -> None:
         assert request.failed != (request.finish_reason is not None), "finished without exactly one end"
     else:
         assert request.finish_reason is None and not request.failed, "an end without being finished"
+
+
+def _check_smooth(request: Request, size: int) -> None:
+    odd = request.leaving or request.discard or request.forked or request.jumps or request.unsent
+    assert not odd and request.state in (State.RUNNING, State.PAUSED), "a smooth request is out of the ordinary"
+    assert request.known == request.planned + 1, "a smooth request does not owe one token"
+    assert request.smooth <= min(len(request.pages) * size, request.limit - 2), "smooth beyond pages or limit"

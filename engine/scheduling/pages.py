@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from struct import Struct
 
 __all__ = ["PagePool"]
 
@@ -33,7 +34,8 @@ class PagePool:
         self.page_size = page_size
         self.refs = [0] * num_pages
         """Holders of each page."""
-        self._secret = secret
+        self._keyed = blake2b(key=secret, digest_size=_KEY_BYTES)
+        self._pack = Struct(f"{page_size}q").pack
         self._remember = remember
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -128,14 +130,16 @@ class PagePool:
         """
         size = self.page_size
         for start in range(len(keys) * size, len(tokens) - size + 1, size):
-            link = blake2b(keys[-1] if keys else root, key=self._secret, digest_size=_KEY_BYTES)
-            link.update(array("q", tokens[start : start + size]).tobytes())
-            keys.append(link.digest())
+            keys.append(self._link(keys[-1] if keys else root, self._pack(*tokens[start : start + size])))
 
     def key_of_rest(self, keys: Sequence[bytes], tokens: Sequence[int], root: bytes) -> bytes:
         """The key of a page that holds only the last of `tokens`, which follow the full pages with `keys`."""
-        link = blake2b(keys[-1] if keys else root, key=self._secret, digest_size=_KEY_BYTES)
-        link.update(array("q", tokens[len(keys) * self.page_size :]).tobytes())
+        return self._link(keys[-1] if keys else root, array("q", tokens[len(keys) * self.page_size :]).tobytes())
+
+    def _link(self, before: bytes, ids: bytes) -> bytes:
+        link = self._keyed.copy()
+        link.update(before)
+        link.update(ids)
         return link.digest()
 
     def match(self, keys: Iterable[bytes]) -> list[int]:

@@ -1,14 +1,15 @@
-"""Takes what a finished step tells beside its tokens to the requests that want it; other steps never come here."""
+"""Takes what a finished step tells beside its tokens to the requests that want it; most steps never come here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from headrace.engine.errors import NonFiniteLogits, RequestFailed
 from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Emission, StepPlan
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.shaping import ReportedTokens
 
-__all__ = ["accept_run", "forced_runs", "take_prompt_reports", "with_reports"]
+__all__ = ["accept_run", "failure_of", "forced_runs", "take_prompt_reports", "with_reports"]
 
 
 def take_prompt_reports(plan: StepPlan, tokens: ReportedTokens) -> None:
@@ -30,9 +31,11 @@ def with_reports(plan: StepPlan, tokens: ReportedTokens, emissions: Sequence[Emi
     ]
 
 
-def forced_runs(plan: StepPlan, tokens: ReportedTokens) -> dict[int, Sequence[int]]:
+def forced_runs(plan: StepPlan, tokens: Sequence[int]) -> dict[int, Sequence[int]]:
     """What grammars force behind the tokens of a step, by request."""
-    return {plan.works[index].request.id: run for index, run in tokens.forced.items()} if tokens.forced else {}
+    if not isinstance(tokens, ReportedTokens) or not tokens.forced:
+        return {}
+    return {plan.works[index].request.id: run for index, run in tokens.forced.items()}
 
 
 def accept_run(
@@ -59,3 +62,12 @@ def accept_run(
     request.unsent += ahead
     request.known += ahead
     return emissions
+
+
+def failure_of(token: int, vocab_size: int) -> RequestFailed:
+    """Why a request fails that was given `token`, which is none of the vocabulary."""
+    if token == NON_FINITE:
+        return NonFiniteLogits("the logits of this request were not finite")
+    if token == NOTHING_LEFT:
+        return RequestFailed("masks or grammar of this request leave no token to choose")
+    return RequestFailed(f"the device sampled token {token} of a vocabulary of {vocab_size}")

@@ -109,6 +109,9 @@ class Request:
     ready: int = 0
     """`planned` before the latest step that planned this request."""
     latest_step: int = -1
+    smooth: int = 0
+    """The token of each position before this one may be planned, and the next one taken, without another look: there
+    are pages up to here, the limit is further on, and nothing about the request is out of the ordinary."""
     keys: list[bytes] = field(default_factory=list)
     """Prefix hash of each full page of `tokens`."""
     registered: int = 0

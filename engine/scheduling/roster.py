@@ -117,6 +117,7 @@ class Roster:
         """Send `victim` back to wait, now or at its last commit; True if now."""
         self.preemptions += 1
         victim.preemptions += 1
+        victim.smooth = 0
         self._prefixes.withdraw(victim)
         if victim.state is State.RUNNING:
             self.running.remove(victim)
@@ -156,6 +157,7 @@ class Roster:
         elif not request.leaving:
             self.running.remove(request)
         request.state = State.FINISHED
+        request.smooth = 0
         self._policy.ended(request)
         if request.in_flight and not request.leaving:
             self.draining += 1

@@ -6,16 +6,15 @@ policy says who comes first. Never waits, never reads a clock, never sees a tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.adapters.slots import AdapterVersion, SlotTable
-from headrace.engine.errors import NonFiniteLogits, RequestFailed
+from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
 from headrace.engine.scheduling.deadlines import DeadlineQueue
-from headrace.engine.scheduling.decoding import plan_decodes
+from headrace.engine.scheduling.decoding import ordinary, plan_decodes, take_tokens
 from headrace.engine.scheduling.growth import Growth
 from headrace.engine.scheduling.host_pages import HostPages
 from headrace.engine.scheduling.pace import Pace
@@ -34,16 +33,13 @@ from headrace.engine.scheduling.plan import (
 )
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.prefix import Prefixes
-from headrace.engine.scheduling.reports import accept_run, forced_runs, take_prompt_reports, with_reports
+from headrace.engine.scheduling.reports import accept_run, failure_of, forced_runs, take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.engine.scheduling.swaps import Swaps
 
 __all__ = ["Scheduler"]
-
-# What an Emission's own constructor does, in half the time: every token passes here.
-_emission = partial(tuple.__new__, Emission)
 
 
 class Scheduler:
@@ -111,7 +107,7 @@ class Scheduler:
         request.limit = min(request.limit, self.capacity.check_length(request.prompt_len, room) + 1 - room)
         self._admission.check_deadline(request)
         if request.leader is not None:
-            request.leader.forked = True  # what it writes to next may be shared from now on
+            request.leader.forked, request.leader.smooth = True, 0  # what it writes to next may be shared from now on
         self._roster.take_in(request)
         self._deadlines.add(request)
 
@@ -259,31 +255,37 @@ class Scheduler:
             One emission for each request that gained a token, ended or failed; tokens of requests that had already
             ended are dropped here.
         """
-        size, finished = self.capacity.page_size, State.FINISHED
-        emissions: list[Emission] = []
         self.swaps.host.settled(plan)
-        runs: Mapping[int, Sequence[int]] = {}
         if isinstance(tokens, ReportedTokens):
             take_prompt_reports(plan, tokens)
-            runs = forced_runs(plan, tokens)
-        for (request, start, count, samples), token in zip(plan.shares(), tokens, strict=True):
+        full, others = take_tokens(plan, tokens, self.capacity.vocab_size, self.capacity.page_size)
+        for request in full:
+            self.prefixes.offer(request)
+        emissions = self._take_others(plan, tokens, others) if others else ordinary(plan.decodes, tokens)
+        return with_reports(plan, tokens, emissions) if isinstance(tokens, ReportedTokens) else emissions
+
+    def _take_others(self, plan: StepPlan, tokens: Sequence[int], others: set[Request]) -> list[Emission]:
+        """Commit the works of `others`; the emissions of all, in order."""
+        emissions, usual, runs = [], ordinary(plan.decodes, tokens), forced_runs(plan, tokens)
+        for index, ((request, start, count, samples), token) in enumerate(zip(plan.shares(), tokens, strict=True)):
+            if request not in others:
+                emissions.append(usual[index])
+                continue
             request.in_flight -= 1
             if request.discard:
                 request.discard -= 1
-            elif request.state is not finished:
+            elif request.state is not State.FINISHED:
                 request.computed = start + count
-                full = (request.registered + 1) * size
-                if request.planned >= full and len(request.tokens) >= full:
-                    self.prefixes.offer(request)
+                self.prefixes.offer(request)
                 if token == CHOSEN_LATER and samples:
                     request.awaited = plan.step
                 elif samples and request.jumps:
                     emissions += accept_run(request, start + count, token, runs.get(request.id, ()), self._accept)
                 elif samples or (request.pooling is not None and request.computed == request.prompt_len):
                     emissions.append(self._accept(request, token))
-            if not request.in_flight and request.row >= 0 and (request.leaving or request.state is finished):
+            if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
                 self._roster.let_go(request)
-        return with_reports(plan, tokens, emissions) if isinstance(tokens, ReportedTokens) else emissions
+        return emissions
 
     def supply(self, request: Request, step: int, chosen: tuple[int, Report | None] | RequestFailed) -> list[Emission]:
         """Take in what the host chose for `request` after `step`, or why it could not; dropped if nobody awaits it."""
@@ -333,21 +335,17 @@ class Scheduler:
                 self.pause(request)
             else:
                 self.finish(request, "length")
-        return _emission((request, token, request.finish_reason, None, None, None))
+        return Emission(request, token, request.finish_reason)
 
     def _end_without(self, request: Request, token: int) -> Emission:
         """The end of a request that was not given a token of the vocabulary, or was only pooled."""
+        if request.pooling is not None and token not in (NON_FINITE, NOTHING_LEFT):
+            self.finish(request, "stop")
+            return Emission(request, None, request.finish_reason)
         if token == NON_FINITE:
             for page in request.pages:  # whoever read them would fail in the same way
                 self.pool.forget(page)
-            return self._fail_one(request, NonFiniteLogits("the logits of this request were not finite"))
-        if token == NOTHING_LEFT:
-            return self._fail_one(request, RequestFailed("masks or grammar of this request leave no token to choose"))
-        if request.pooling is not None:
-            self.finish(request, "stop")
-            return Emission(request, None, request.finish_reason)
-        what = f"the device sampled token {token} of a vocabulary of {self.capacity.vocab_size}"
-        return self._fail_one(request, RequestFailed(what))
+        return self._fail_one(request, failure_of(token, self.capacity.vocab_size))
 
     def _fail_one(self, request: Request, error: RequestFailed) -> Emission:
         request.failed = True
