@@ -17,22 +17,18 @@ class Alarm:
     4 µs, and each streamed event has one.
     """
 
-    __slots__ = ("_make_future", "_sleeping")
+    __slots__ = ("_make_future", "sleeping")
 
     def __init__(self) -> None:
         """Nobody sleeps."""
         self._make_future: Any = None
         """Of the event loop, once somebody has slept; `anyio.Event` where the loop has no futures."""
-        self._sleeping: Any = None
-
-    @property
-    def set(self) -> bool:
-        """Whether a task sleeps."""
-        return self._sleeping is not None
+        self.sleeping: Any = None
+        """What the task that sleeps waits for; None where none does. A plain field, since every token looks at it."""
 
     def ring(self) -> None:
         """Wake the task that sleeps, if one does."""
-        sleeping = self._sleeping
+        sleeping = self.sleeping
         if sleeping is None:
             return
         if isinstance(sleeping, anyio.Event):
@@ -45,8 +41,8 @@ class Alarm:
         if self._make_future is None:
             loop: Any = current_token().native_token
             self._make_future = getattr(loop, "create_future", anyio.Event)
-        self._sleeping = sleeping = self._make_future()
+        self.sleeping = sleeping = self._make_future()
         try:
             await (sleeping.wait() if isinstance(sleeping, anyio.Event) else sleeping)
         finally:
-            self._sleeping = None
+            self.sleeping = None

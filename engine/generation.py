@@ -6,6 +6,7 @@ Owns the unread items and the stop strings of one caller's request; never talks 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -20,6 +21,9 @@ from headrace.engine.scheduling.request import Request
 from headrace.engine.text import Detokenizer, StopMatcher
 
 __all__ = ["Control", "Generation", "StopText", "StopWatch", "as_headrace"]
+
+# What its own constructor does, in half the time: every token passes here.
+_delivered = partial(tuple.__new__, Delivered)
 
 
 class Control(Protocol):
@@ -197,7 +201,7 @@ class Generation:
             if matched and (self._control.finish(emission.request, "stop") or reason is not None):
                 reason = "stop"  # unless its deadline passed meanwhile: then that end follows
                 stop = self._stop_texts[choice].stop
-        item = Delivered(choice, emission.token, text, reason, emission.report, stop)
+        item = _delivered((choice, emission.token, text, reason, emission.report, stop, None))
         if self._watch is None:
             unread = self.mailbox.put(item)
         else:

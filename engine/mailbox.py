@@ -33,13 +33,15 @@ class Mailbox(Generic[T]):
     @property
     def awaited(self) -> bool:
         """A task waits for items."""
-        return self._alarm.set
+        return self._alarm.sleeping is not None
 
     def put(self, item: T) -> int:
         """Add an item and wake the reader; how many are unread now."""
-        self._items.append(item)
-        self._alarm.ring()
-        return len(self._items)
+        items = self._items
+        items.append(item)
+        if self._alarm.sleeping is not None:
+            self._alarm.ring()
+        return len(items)
 
     def close(self, error: BaseException | None = None) -> None:
         """Nothing more will come; the reader gets what is left, then `error` if there is one. Only the first counts."""

@@ -9,7 +9,7 @@ import anyio
 
 __all__ = ["Pacer"]
 
-_WINDOW = 0.05
+_WINDOW = 0.01  # seconds: whoever waits for the same window is woken at once, and holds the event loop that long
 
 
 class _Window:
