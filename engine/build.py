@@ -25,6 +25,7 @@ from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
 from headrace.engine.model.weights import Source
 from headrace.engine.opened import CrossEncoder, Opened
 from headrace.engine.prompts import TokenizerLike
+from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.stats import EngineInfo
 from headrace.engine.text import TokenTable
 from headrace.engine.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ def open_engine(config: EngineConfig) -> Opened:
     embedding = None
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
-    info = _info(device, name, spec.architecture)
+    info = _info(device, name, spec.architecture, embedding)
     return Opened(
         device.runner,
         tokenizer,
@@ -102,7 +103,7 @@ def _open_encoder(config: EngineConfig, path: Path) -> Opened:
         embedding = read_embedding(path, spec.hidden_size, ("mean", "cls", "last"), default="mean")
     else:
         scoring = CrossEncoder(tokenizer.encode_pair, spec.has_sigmoid)
-    info = _info(device, path.name, spec.architecture)
+    info = _info(device, path.name, spec.architecture, embedding)
     return Opened(
         device.runner,
         tokenizer,
@@ -116,7 +117,7 @@ def _open_encoder(config: EngineConfig, path: Path) -> Opened:
     )
 
 
-def _info(device: Device, model: str, architecture: str) -> EngineInfo:
+def _info(device: Device, model: str, architecture: str, embedding: Embedding | None) -> EngineInfo:
     return EngineInfo.of(
         device.capacity,
         model=model,
@@ -124,6 +125,7 @@ def _info(device: Device, model: str, architecture: str) -> EngineInfo:
         dtype=device.dtype,
         device=device.name,
         page_bytes=device.page_bytes,
+        embedding_size=0 if embedding is None else embedding.size,
     )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from anyio import Event
+
 from headrace.engine.adapters import Adapters
 from headrace.engine.asking import Asking, check_abilities, check_generates, check_hooks
 from headrace.engine.collect import collect, streamed_params
@@ -244,6 +246,7 @@ class Engine(Life):
         tenant: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        started: Event | None = None,
     ) -> Embeddings:
         """Turn texts into vectors, at most two for each row at a time; other arguments as `stream`.
 
@@ -255,6 +258,7 @@ class Engine(Life):
             dimensions: Keep only so many elements, the first ones, before normalising.
             truncate: Cut what is longer than the context instead of refusing it.
             adapter: Of all prompts, or a sequence with one for each.
+            started: Set when a step takes up the first of them.
 
         Returns:
             Vectors, float32 [prompts, dimensions] in the order of the prompts, and the tokens they took.
@@ -265,7 +269,7 @@ class Engine(Life):
         """
         options = EmbedOptions(pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate)
         who = Who(None, tenant, cache_salt, priority)
-        return await embed(self._pooling(), prompts, options, who, adapter)
+        return await embed(self._pooling(started), prompts, options, who, adapter)
 
     async def score(
         self,
@@ -277,6 +281,7 @@ class Engine(Life):
         tenant: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        started: Event | None = None,
     ) -> Scores:
         """How well documents answer a query, at most two for each row at a time; other arguments as `stream`.
 
@@ -287,13 +292,14 @@ class Engine(Life):
             query: A text; for models that embed, any prompt.
             documents: A text, or any iterable of them; for models that embed, of any prompts.
             truncate: Cut what is longer than the context, documents at their end, instead of refusing it.
+            started: Set when a step takes up the first text.
 
         Raises:
             InvalidParams: The model does neither, or an argument is of the wrong kind.
             HeadraceError: The first document that failed, its message naming `documents[index]`.
         """
         who = Who(adapter, tenant, cache_salt, priority)
-        return await score(self._pooling(), query, documents, who, truncate=truncate)
+        return await score(self._pooling(started), query, documents, who, truncate=truncate)
 
     async def hidden_states(
         self,
@@ -321,9 +327,9 @@ class Engine(Life):
         states: Tensor = (await self._pooling().pool(Text(prompt, Pooling("all")), who))[0]
         return states
 
-    def _pooling(self) -> PoolingIntake:
+    def _pooling(self, started: Event | None = None) -> PoolingIntake:
         self._serving()  # which a drain refuses, unlike what follows for calls that have begun
-        return PoolingIntake(partial(self._serving, draining=True), self._helper, self.adapters)
+        return PoolingIntake(partial(self._serving, draining=True), self._helper, self.adapters, started)
 
     # -- looking in -------------------------------------------------------------------------------------------------
 

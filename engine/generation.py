@@ -155,6 +155,10 @@ class Generation:
         self._choice_of = {request.id: choice for choice, request in enumerate(requests)}
         self.admitted.set()
 
+    def take_up(self, now: float) -> None:
+        """The first step with it was launched."""
+        self.taken_up = now
+
     def skip(self, ids: Sequence[int]) -> None:
         """Look for stop strings behind the first tokens of the only choice, which have been shown."""
         for token in ids:

@@ -292,7 +292,7 @@ class StepLoop:
         for work in plan.works[-len(plan.new_rows) :]:  # requests that just got their rows are planned last
             generation = self._generations.get(work.request.id)
             if generation is not None and generation.taken_up is None:
-                generation.taken_up = now
+                generation.take_up(now)
 
     async def _complete(self, oldest: _InFlight) -> None:
         """Wait for a step and commit it."""

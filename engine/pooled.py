@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import anyio
+
 from headrace.engine.adapters import Adapters
 from headrace.engine.asking import Asking
 from headrace.engine.errors import EngineStopped, PromptTooLong
@@ -182,9 +184,16 @@ def _truncated(ids: list[int], tokenizer: TokenizerLike, most: int) -> list[int]
 class _Pooling(Generation):
     """A request that is pooled: one choice without a token, and what came of its hidden states."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, started: anyio.Event | None) -> None:
         super().__init__(control, 1, window=1)
         self.value: Any = None
+        self._started = started
+
+    def take_up(self, now: float) -> None:
+        """Say so to whoever wants to know."""
+        super().take_up(now)
+        if self._started is not None:
+            self._started.set()
 
     def deliver(self, emission: Emission) -> None:
         """Keep what came."""
@@ -214,6 +223,8 @@ class PoolingIntake(NamedTuple):
     """Tokenises what is long."""
     adapters: Adapters
     """What prompts may wear."""
+    started: anyio.Event | None = None
+    """Set when a step takes up the first text."""
 
     async def pool(self, asked: _Asked, who: Who) -> tuple[Any, Usage]:
         """Prefill a text: what came of its hidden states, and the tokens it took.
@@ -225,7 +236,7 @@ class PoolingIntake(NamedTuple):
             EngineCrashed: Its step loop died.
         """
         loop, opened = self.serving()
-        generation = _Pooling(loop)
+        generation = _Pooling(loop, self.started)
         loop.expect(generation)
         try:
             asked.check(opened)

@@ -33,9 +33,21 @@ class EngineInfo:
     """Bytes of one page, over all layers."""
     max_rows: int
     max_batched_tokens: int
+    embedding_size: int = 0
+    """Elements of a vector of `embed`; 0 where the model gives none."""
 
     @classmethod
-    def of(cls, capacity: Capacity, *, model: str, architecture: str, dtype: str, device: str, page_bytes: int) -> Self:
+    def of(
+        cls,
+        capacity: Capacity,
+        *,
+        model: str,
+        architecture: str,
+        dtype: str,
+        device: str,
+        page_bytes: int,
+        embedding_size: int = 0,
+    ) -> Self:
         """A model on a device that holds `capacity`."""
         return cls(
             model=model,
@@ -49,6 +61,7 @@ class EngineInfo:
             page_bytes=page_bytes,
             max_rows=capacity.max_rows,
             max_batched_tokens=capacity.max_batched_tokens,
+            embedding_size=embedding_size,
         )
 
 

@@ -244,6 +244,6 @@ class ScriptedEngine(Engine):
     def _open(self) -> Opened:
         capacity = self._capacity
         names = {"model": "scripted", "architecture": "scripted", "dtype": "none", "device": "none"}
-        info = EngineInfo.of(capacity, **names, page_bytes=capacity.page_size)
+        info = EngineInfo.of(capacity, **names, page_bytes=capacity.page_size, embedding_size=_VECTOR)
         embedding = Embedding(_VECTOR, ("last", "mean"), "last", normalize=True)
         return Opened(self._make_runner(), ByteTokenizer(), capacity, info, frozenset(("pooling",)), embedding)

@@ -294,8 +294,7 @@ class Answering:
         if not self._streams or any(stream.queued for stream in self._streams):
             left = settings.queue_timeout - waited
             if left <= 0:
-                pause = {"retry-after": f"{self._service.limits.retry_after():.0f}"}
-                self.end(ApiError(503, "queue_timeout", "the request waited too long", headers=pause))
+                self.end(self._service.limits.waited_too_long())
             return min(1.0, max(left, 0.0) + 0.001)
         if self._ask.streams:  # a long prefill: the client sees that it is alive
             await self._outlet.start(self._opening)

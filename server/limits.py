@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError
+from headrace.server.room import Room
 from headrace.server.settings import KeyLimits, ServerSettings
 
 __all__ = ["Limits", "Permit"]
@@ -29,8 +30,6 @@ class _Account:
     tokens: float = 0.0
     """Tokens that may still be used; negative where they were overdrawn."""
     refilled: float = 0.0
-    uploading: int = 0
-    """Bytes of bodies that are being read."""
 
 
 @dataclass(slots=True)
@@ -40,17 +39,24 @@ class Permit:
     account: _Account
     weight: int
     limits: Limits
+    places: int
+    """That it takes in the queue."""
     tokens: int = 0
+    """Of the prompt, that wait."""
+    charged: int = 0
+    """Of the prompt, that the key was charged with."""
     waiting: bool = True
     ended: bool = False
 
-    def add_prompt(self, tokens: int) -> None:
-        """Count the prompt, once its length is known.
+    def add_prompt(self, tokens: int, charged: int | None = None) -> None:
+        """Count the prompt, once its length is known; `charged` where the key is to pay for fewer.
 
         Raises:
             ApiError: Too many prompt tokens wait.
         """
         self.limits.add_prompt(self, tokens)
+        self.charged = tokens if charged is None else charged
+        self.account.tokens -= self.charged
 
     def started(self) -> None:
         """The first token is there: the request no longer waits."""
@@ -67,7 +73,7 @@ class Permit:
         if not self.ended:
             self.ended = True
             if refund:
-                self.account.tokens += self.tokens
+                self.account.tokens += self.charged
             if self.waiting:
                 self.waiting = False
                 self.limits.left_queue(self, departed=False)
@@ -95,9 +101,21 @@ class Limits:
         self._queue = _Queue()
         self._accounts: dict[str, _Account] = {}
         self._own = dict(settings.key_limits)
-        self._uploading = 0
+        self._uploads = self._room(settings.max_upload_bytes, settings.max_body_bytes, "sends")
+        self._answers = self._room(settings.max_answer_bytes, 0, "asks for")
         self.live = 0
         """Admitted requests that have not ended."""
+
+    def _room(self, most: int, one: int, what: str) -> Room:
+        def key_full() -> ApiError:
+            return self._too_many(f"this key {what} too much at once", self.retry_after())
+
+        return Room(most, one, self.overloaded, key_full)
+
+    @property
+    def queued(self) -> int:
+        """Choices and texts that wait for a step."""
+        return self._queue.choices
 
     def set_limits(self, name: str, limits: KeyLimits) -> None:
         """Change what a key may use from now on; requests that run are left alone."""
@@ -114,13 +132,14 @@ class Limits:
         """What a key may use."""
         return self._own.get(name, self._settings.default_limits)
 
-    def admit(self, caller: Caller, weight: int, priority: int = 0) -> Permit:
+    def admit(self, caller: Caller, weight: int, priority: int = 0, *, places: int | None = None) -> Permit:
         """Take a request in.
 
         Args:
             caller: Who asks.
             weight: Prompts times choices.
             priority: Lower is served first.
+            places: That it takes in the queue, as far as there may be so many; None for as many as its weight.
 
         Raises:
             ApiError: 429 where the key has used up what it may, 503 where too much waits, 400 where one request asks
@@ -141,11 +160,12 @@ class Limits:
             if account.tokens <= 0:
                 pause = (1.0 - account.tokens) * 60.0 / max(limits.tokens_per_minute, 1)
                 raise self._too_many(f"this key may use {limits.tokens_per_minute} tokens a minute", pause)
-        self.check_queue(weight)
-        self._queue.choices += weight
+        places = weight if places is None else min(places, self._settings.max_queue)
+        self.check_queue(places)
+        self._queue.choices += places
         account.live += weight
         self.live += 1
-        return Permit(account, weight, self)
+        return Permit(account, weight, self, places)
 
     def check_queue(self, weight: int = 1) -> None:
         """Refuse where so many more choices would be too many to wait.
@@ -156,42 +176,32 @@ class Limits:
         if self._queue.choices + weight > self._settings.max_queue:
             raise self.overloaded()
 
-    @contextmanager
-    def upload(self, caller: Caller, size: int) -> Iterator[None]:
+    def upload(self, caller: Caller, size: int) -> AbstractContextManager[None]:
         """Hold room for a body of `size` bytes while it is read; one key may hold half of all there is.
 
         Raises:
             ApiError: 429 where the key has too little left, 503 where the server has.
         """
-        account, size = self._account(caller.name), max(size, _SMALLEST_UPLOAD)
-        settings = self._settings
-        if account.uploading + size > max(settings.max_upload_bytes // 2, settings.max_body_bytes, size):
-            raise self._too_many("this key sends too much at once", self.retry_after())
-        if self._uploading + size > max(settings.max_upload_bytes, settings.max_body_bytes, size):
-            raise self.overloaded()
-        account.uploading += size
-        self._uploading += size
-        try:
-            yield
-        finally:
-            account.uploading -= size
-            self._uploading -= size
+        return self._uploads.hold(caller.name, max(size, _SMALLEST_UPLOAD))
+
+    def answer(self, caller: Caller, size: int) -> AbstractContextManager[None]:
+        """Hold room for an answer of `size` bytes until it is sent; as `upload`."""
+        return self._answers.hold(caller.name, size)
 
     def add_prompt(self, permit: Permit, tokens: int) -> None:
         """Count a permit's prompt tokens, as `Permit.add_prompt`."""
         if self._queue.tokens and self._queue.tokens + tokens > self._settings.max_queue_tokens:
             raise self.overloaded()
         permit.tokens += tokens
-        permit.account.tokens -= tokens
         self._queue.tokens += tokens
 
     def left_queue(self, permit: Permit, departed: bool = True) -> None:
         """A permit no longer waits; `departed` if that is because it was served."""
-        self._queue.choices -= permit.weight
+        self._queue.choices -= permit.places
         self._queue.tokens -= permit.tokens
         if departed:
-            self._queue.departures.append((self._clock(), permit.weight))
-            self._queue.departed += permit.weight
+            self._queue.departures.append((self._clock(), permit.places))
+            self._queue.departed += permit.places
             self._forget_old()
 
     def release(self, permit: Permit) -> None:
@@ -203,6 +213,11 @@ class Limits:
         """The refusal where too much waits; says when it will be less."""
         pause = f"{self.retry_after():.0f}"
         return ApiError(503, "server_overloaded", "too many requests wait", headers={"retry-after": pause})
+
+    def waited_too_long(self) -> ApiError:
+        """What the client of a request is told that no step took up in time."""
+        pause = {"retry-after": f"{self.retry_after():.0f}"}
+        return ApiError(503, "queue_timeout", "the request waited too long", headers=pause)
 
     def retry_after(self) -> float:
         """Seconds in which what waits now should have left the queue, as fast as the last seconds went."""

@@ -78,6 +78,8 @@ class ServerSettings(_Frozen):
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20
     max_upload_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
     """Of all bodies that are being read, by their announced lengths; one key may have half of it at once."""
+    max_answer_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
+    """Of all vectors and scores that are being computed or not yet read; one key may have half of it at once."""
     max_url_bytes: Annotated[int, Field(ge=64)] = 8192
     max_header_bytes: Annotated[int, Field(ge=1024)] = 32_768
     """All header lines of a request together."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import orjson
+from anyio import Event
 from anyio.lowlevel import checkpoint
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +30,9 @@ from headrace.server.service import Service
 from headrace.server.vectors import VectorAsk, Vectors, Worked
 
 __all__ = ["VectorRoute", "ask_embeddings", "ask_ranks", "ask_scores"]
+
+_FLOAT_BYTES, _BASE64_BYTES, _NUMBER_BYTES = 4, 6, 14  # of an element as it is computed, and as it is shown
+_ENTRY_BYTES = 128  # of an entry of an answer, besides its vector
 
 
 class VectorRoute:
@@ -61,7 +65,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
     adapter = service.adapter_of(fields.model, fields.adapter)
     texts = prompts_of(fields.input, service.settings.max_inputs, "input")
 
-    async def work(tenant: str) -> Worked:
+    async def work(tenant: str, started: Event) -> Worked:
         found = await service.engine.embed(
             texts,
             dimensions=fields.dimensions,
@@ -69,24 +73,34 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
             adapter=adapter,
             tenant=tenant,
             priority=fields.priority or 0,
+            started=started,
         )
-        data = []
+        parts = [b'{"object":"list","data":[']
         for index, vector in enumerate(found.vectors):
             if fields.encoding_format == "base64":
                 shown: Any = base64.b64encode(vector.astype("<f4").tobytes()).decode()
             else:
                 shown = vector
             one = {"object": "embedding", "index": index, "embedding": shown}
-            data.append(orjson.dumps(one, option=orjson.OPT_SERIALIZE_NUMPY))
+            separator = b"," if index else b""
+            parts.append(separator + orjson.dumps(one, option=orjson.OPT_SERIALIZE_NUMPY))
             await checkpoint()  # thousands of numbers each
         used = found.usage.prompt_tokens
-        rest = orjson.dumps({"model": fields.model, "usage": usage_of(used)})[1:]
-        return Worked(b'{"object":"list","data":[%b],%b' % (b",".join(data), rest), found.usage)
+        parts.append(b"]," + orjson.dumps({"model": fields.model, "usage": usage_of(used)})[1:])
+        return Worked(parts, found.usage)
 
     names = {"prompt": "input", "prompts": "input", "pooling": "model"}
     several = isinstance(fields.input, list) and isinstance(fields.input[0], str | list)
+    elements = min(fields.dimensions or 2**31, service.engine.info.embedding_size)
+    shown_bytes = _BASE64_BYTES if fields.encoding_format == "base64" else _NUMBER_BYTES
     return VectorAsk(
-        texts=texts, adapter=adapter, priority=fields.priority or 0, work=work, names=names, several=several
+        texts=texts,
+        adapter=adapter,
+        priority=fields.priority or 0,
+        work=work,
+        size=len(texts) * (_ENTRY_BYTES + elements * (_FLOAT_BYTES + shown_bytes)),
+        names=names,
+        several=several,
     )
 
 
@@ -100,14 +114,14 @@ def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
     adapter = service.adapter_of(fields.model, fields.adapter)
     documents = document_texts(fields.text_2, "text_2", service.settings.max_inputs)
 
-    async def work(tenant: str) -> Worked:
-        found = await _score(service, fields.text_1, documents, fields, adapter, tenant)
+    async def work(tenant: str, started: Event) -> Worked:
+        found = await _score(service, fields.text_1, documents, fields, adapter, tenant, started)
         data = [
             {"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores.tolist())
         ]
         head = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": service.now()}
         whole = head | {"model": fields.model, "data": data, "usage": usage_of(found.usage.prompt_tokens)}
-        return Worked(orjson.dumps(whole), found.usage)
+        return Worked([orjson.dumps(whole)], found.usage)
 
     names = {"query": "text_1", "documents": "text_2", "prompt": "text_2", "pooling": "model"}
     return VectorAsk(
@@ -115,6 +129,7 @@ def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
         adapter=adapter,
         priority=fields.priority or 0,
         work=work,
+        size=len(documents) * _ENTRY_BYTES,
         names=names,
         several=isinstance(fields.text_2, list),
     )
@@ -130,8 +145,8 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
     adapter = service.adapter_of(fields.model, fields.adapter)
     documents = document_texts(fields.documents, "documents", service.settings.max_inputs)
 
-    async def work(tenant: str) -> Worked:
-        found = await _score(service, fields.query, documents, fields, adapter, tenant)
+    async def work(tenant: str, started: Event) -> Worked:
+        found = await _score(service, fields.query, documents, fields, adapter, tenant, started)
         scores, results = found.scores.tolist(), []
         for place in ranked(scores, fields.top_n):
             result: dict[str, Any] = {"index": place, "relevance_score": scores[place]}
@@ -139,7 +154,7 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
                 result["document"] = {"text": documents[place]}
             results.append(result)
         whole = {"id": f"rerank-{secrets.token_hex(16)}", "model": fields.model, "results": results}
-        return Worked(orjson.dumps(whole | {"usage": usage_of(found.usage.prompt_tokens)}), found.usage)
+        return Worked([orjson.dumps(whole | {"usage": usage_of(found.usage.prompt_tokens)})], found.usage)
 
     names = {"prompt": "documents", "pooling": "model"}
     return VectorAsk(
@@ -147,6 +162,7 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
         adapter=adapter,
         priority=fields.priority or 0,
         work=work,
+        size=len(documents) * _ENTRY_BYTES + sum(map(len, documents)),
         names=names,
         several=isinstance(fields.documents, list),
     )
@@ -159,8 +175,14 @@ async def _score(
     fields: ScoreFields | RerankFields,
     adapter: str | None,
     tenant: str,
+    started: Event,
 ) -> Scores:
-    priority = fields.priority or 0
     return await service.engine.score(
-        query, documents, truncate=fields.truncates, adapter=adapter, tenant=tenant, priority=priority
+        query,
+        documents,
+        truncate=fields.truncates,
+        adapter=adapter,
+        tenant=tenant,
+        priority=fields.priority or 0,
+        started=started,
     )

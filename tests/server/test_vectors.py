@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -183,3 +185,87 @@ def test_a_request_ends_in_its_time_and_when_the_server_drains() -> None:
         asking.join()
         check_error(answers[0], 503, "server_shutting_down")
         gate.set()
+
+
+@contextmanager
+def asking(server: Serving, body: dict[str, Any], key: str = "one") -> Iterator[list[Any]]:
+    """A request for vectors in a thread of its own; its answer is in the list once the block has ended."""
+    answers: list[Any] = []
+    headers = {"authorization": f"Bearer {KEYS[key]}"}
+    thread = threading.Thread(
+        target=lambda: answers.append(server.post(body, "/v1/embeddings", headers=headers, timeout=30))
+    )
+    thread.start()
+    try:
+        yield answers
+    finally:
+        thread.join()
+
+
+KEYS = {"one": "a-key-of-tests", "other": "another-key-of-tests"}
+TWO_ROWS = replace(CAPACITY, max_rows=2)
+
+
+@contextmanager
+def held_up(**settings: Any) -> Iterator[tuple[Serving, threading.Event]]:
+    """A server for two keys whose device has two rows and ends no step before the event is set."""
+    gate = threading.Event()
+    engine = scripted(lambda: ScriptedRunner(TWO_ROWS, gate=lambda: gate.wait(10) and None), capacity=TWO_ROWS)
+    with serving(engine, ServerSettings(api_keys=KEYS, **settings)) as server:
+        try:
+            yield server, gate
+        finally:
+            gate.set()
+
+
+def ask(server: Serving, body: dict[str, Any], key: str = "one") -> Any:
+    return server.post(body, "/v1/embeddings", headers={"authorization": f"Bearer {KEYS[key]}"})
+
+
+def test_38_what_no_step_takes_up_in_time_is_refused_and_not_charged() -> None:
+    limits = {"other": KeyLimits(tokens_per_minute=100)}
+    with held_up(queue_timeout=0.6, key_limits=limits) as (server, gate):
+        with asking(server, {"input": ["ab", "cd"]}) as answers:
+            until(lambda: server.engine.stats().running == 1)
+            waited = ask(server, {"input": "e" * 320}, "other")
+            check_error(waited, 503, "queue_timeout")
+            assert 1 <= int(waited.headers["retry-after"]) <= 30
+            gate.set()
+        assert answers[0].status_code == 200  # it ran all the while
+        assert server.engine.stats().prompt_tokens == 4  # what was refused was never prefilled
+        assert ask(server, {"input": "e" * 90}, "other").status_code == 200
+
+
+def test_texts_that_wait_have_places_in_the_queue() -> None:
+    with held_up(max_queue=6) as (server, gate), asking(server, {"input": ["a"] * 40}) as answers:
+        until(lambda: server.engine.stats().running == 1)
+        until(lambda: not server.service.limits.queued)  # they run: the rest is let in as they end
+        with asking(server, {"input": ["b"] * 40}, "other") as more:  # four of which wait in the engine
+            until(lambda: server.service.limits.queued == 4)
+            check_error(ask(server, {"input": ["c"] * 3}, "other"), 503, "server_overloaded")
+            gate.set()
+        assert more[0].status_code == answers[0].status_code == 200
+
+
+def test_answers_have_room_of_which_a_key_gets_half() -> None:
+    body = {"input": ["a"] * 8, "encoding_format": "float"}
+    with held_up(max_answer_bytes=6000) as (server, gate):
+        with asking(server, body) as answers:
+            until(lambda: server.service.running)
+            check_error(ask(server, body), 429, "rate_limit_exceeded")
+            check_error(ask(server, {"input": ["a"] * 40}, "other"), 503, "server_overloaded")
+            gate.set()
+        assert answers[0].status_code == 200
+        assert ask(server, body).status_code == 200
+
+
+def test_a_key_is_charged_about_right_while_its_vectors_are_computed() -> None:
+    limits = {"one": KeyLimits(tokens_per_minute=100)}
+    with held_up(key_limits=limits) as (server, gate):
+        with asking(server, {"input": "a" * 200}) as first:
+            until(lambda: server.engine.stats().running == 1)
+            with asking(server, {"input": "b" * 100}) as second:  # the first counts for 50 as yet
+                until(lambda: len(server.service.running) == 2)
+                gate.set()
+        assert first[0].status_code == second[0].status_code == 200
+        check_error(ask(server, {"input": "a"}), 429, "rate_limit_exceeded")  # a token of this tokenizer is a byte
