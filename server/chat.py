@@ -20,12 +20,11 @@ from rich.text import Text
 
 from headrace.engine import Engine, Rejected, RequestFailed, SamplingParams
 from headrace.server.opening import opened
+from headrace.server.printable import printable
 
 __all__ = ["run_chat"]
 
 _PROMPT: Final = "> "
-_COMMANDING: Final = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
-"""Control characters, with which a text could command a terminal; all but tabs and line feeds."""
 _SETTABLE: Final = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "seed",
@@ -34,7 +33,7 @@ _SETTABLE: Final = (
 
 def run_chat(
     model: str, *, system: str, temperature: float, max_tokens: int, adapters: Mapping[str, str] = MappingProxyType({})
-) -> None:
+) -> bool:
     """Read lines and show answers until /exit or the end of input; Ctrl-C stops an answer, never the chat.
 
     Args:
@@ -43,6 +42,9 @@ def run_chat(
         temperature: To begin with.
         max_tokens: Of each answer, to begin with.
         adapters: Folders of the adapters to choose from, by their names.
+
+    Returns:
+        Whether all lines of a pipe were done; a person at a terminal has seen what was not.
     """
     console = Console(highlight=False)
     with (
@@ -53,6 +55,7 @@ def run_chat(
             portal.call(engine.adapters.load, name, folder)
         chat = _Chat(portal, engine, console, system, {"temperature": temperature, "max_tokens": max_tokens})
         chat.run()
+        return not chat.failed
 
 
 class _Ended(Exception):
@@ -69,6 +72,9 @@ class _Chat:
         self._engine = engine
         self._console = console
         self._terminal = sys.stdin.isatty() and console.is_terminal
+        self._errors = console if self._terminal else Console(stderr=True, highlight=False)
+        self.failed = False
+        """A line was refused that nobody sees who could type another."""
         self._system = system
         self._sampling = sampling
         self._params = SamplingParams(**sampling)
@@ -200,14 +206,15 @@ class _Chat:
 
     def _show(self, text: str) -> None:
         """Write a piece of an answer as it is, which no console does; a terminal gets it without commands."""
-        self._console.file.write(text.translate(_COMMANDING) if self._terminal else text)
+        self._console.file.write(printable(text) if self._terminal else text)
         self._console.file.flush()
 
     def _tell(self, text: str) -> None:
         self._console.print(Text(text, style="dim"), soft_wrap=True)
 
     def _refuse(self, text: str) -> None:
-        self._console.print(Text(text, style="red"), soft_wrap=True)
+        self.failed = self.failed or not self._terminal
+        self._errors.print(Text(text, style="red"), soft_wrap=True)
 
 
 class _Answer:

@@ -53,7 +53,8 @@ def chat(
 ) -> None:
     """Chat in the terminal: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat.
 
-    From a pipe each line is a turn, and the answers alone are printed.
+    From a pipe each line is a turn, and the answers alone are printed; what is refused goes to stderr, and the exit
+    code is 1.
     """
     from headrace.server.chat import run_chat
 
@@ -63,7 +64,10 @@ def chat(
         if not separator:
             raise typer.BadParameter(f"--adapter {entry}: give NAME=FOLDER")
         adapters[name] = folder
-    run_chat(chosen_model(model), system=system, temperature=temperature, max_tokens=max_tokens, adapters=adapters)
+    if not run_chat(
+        chosen_model(model), system=system, temperature=temperature, max_tokens=max_tokens, adapters=adapters
+    ):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from headrace.engine import Engine, EngineStats, InvalidParams, SamplingParams
 from headrace.server.opening import opened
+from headrace.server.printable import printable
 
 __all__ = ["demo_adapters", "demo_model", "is_demo_model", "run_demo"]
 
@@ -131,7 +132,7 @@ async def _run_chat(engine: Engine, chat: _Chat, prompt: str | list[dict[str, st
             if chat.first is None:
                 chat.first = chat.latest
                 chat.cached, chat.prompt = stream.usage.cached_tokens, stream.usage.prompt_tokens
-            chat.text += piece.text
+            chat.text += printable(piece.text)
             chat.tokens += len(piece.tokens)
         chat.finish_reason = stream.finish_reasons[0]
 

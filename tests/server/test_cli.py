@@ -26,6 +26,8 @@ from serving import speaking
 from headrace.engine import Engine, SamplingParams
 from headrace.server.chat import _Chat
 from headrace.server.cli import main
+from headrace.server.demo import _Chat as _DemoChat
+from headrace.server.demo import _panel, _run_chat
 from headrace.server.serve_cli import _adapters, _named
 
 
@@ -68,8 +70,9 @@ def test_a_demo_whose_prompts_do_not_fit_is_one_line(
 def test_a_chat_outlives_a_refusal(
     base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "chat", str(base_model), typed="Hi\nAgain\n\n") == 0
-    assert capsys.readouterr().out.count("no chat template") == 2
+    assert run(monkeypatch, "chat", str(base_model), typed="Hi\nAgain\n\n") == 1
+    shown = capsys.readouterr()
+    assert shown.err.count("no chat template") == 2 and not shown.out
 
 
 def test_the_demo_asks_a_base_model_in_plain_text(
@@ -87,6 +90,20 @@ def test_adapters_are_named_once_and_the_demos_model_brings_its_own() -> None:
     for given in (["a"], ["a="], ["a=x", "a=y"]):
         with pytest.raises(typer.BadParameter, match="NAME=FOLDER"):
             _adapters(given, None)
+
+
+def test_the_demo_shows_no_command_to_the_terminal() -> None:
+    engine = speaking("a\x1b[2Jb\x07\u009b1m\n\tc", prompt_len=len("Hi"))
+    shown = io.StringIO()
+
+    async def main() -> None:
+        async with engine:
+            chat = _DemoChat("?")
+            await _run_chat(engine, chat, "Hi", 64)
+            Console(file=shown, force_terminal=True, color_system=None).print(_panel(chat, 60, 12))
+
+    anyio.run(main)
+    assert "a[2Jb1m" in shown.getvalue() and not set("\x1b\x07\u009b") & set(shown.getvalue())
 
 
 def test_the_demo_wears_the_adapters_of_the_examples(
@@ -136,18 +153,18 @@ def test_commands_of_a_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, caps
         "/help", "/dance", "/system You are terse.", "/adapter nobody", "/adapter none", "/set temperature 0",
         "/set temperature cold", "/set max_tokens 2", "/set beam_width 3", "", "Hi", "/clear", "Hi", "/exit", "Never",
     ]  # fmt: skip
-    assert run(monkeypatch, "chat", str(smollm2), typed="\n".join(lines)) == 0
-    shown = capsys.readouterr().out.splitlines()
+    assert run(monkeypatch, "chat", str(smollm2), typed="\n".join(lines)) == 1
+    shown, refused = (text.splitlines() for text in capsys.readouterr())
     for place, command in enumerate(("/help", "/system", "/adapter", "/set", "/clear", "/exit")):
         assert shown[place].startswith(command)
     rest = shown[6:]
-    assert rest[0] == "/dance: there is no such command; /help lists them"
-    assert rest[1] == "system message: You are terse."
-    assert rest[2].startswith("nobody: there is no such adapter") and rest[3].startswith("adapter: none")
-    assert rest[4].startswith("temperature 0.0, ")
-    assert rest[5].startswith("temperature: ") and "'cold'" in rest[5]
-    assert "max_tokens 2" in rest[6] and rest[7].startswith("beam_width: what can be set is ")
-    first, forgotten, again = rest[8:]
+    assert rest[0] == "system message: You are terse." and rest[1].startswith("adapter: none")
+    assert rest[2].startswith("temperature 0.0, ") and "max_tokens 2" in rest[3]
+    assert refused[0] == "/dance: there is no such command; /help lists them"
+    assert refused[1].startswith("nobody: there is no such adapter")
+    assert refused[2].startswith("temperature: ") and "'cold'" in refused[2]
+    assert refused[3].startswith("beam_width: what can be set is ")
+    first, forgotten, again = rest[4:]
     assert first == again and first and forgotten.startswith("forgotten")
 
 
