@@ -23,7 +23,7 @@ from headrace.engine.scheduling.shaping import GrammarState
 from headrace.engine.threads import Poster, Worker
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 __all__ = ["CompiledGrammar", "Grammars"]
 
@@ -51,16 +51,16 @@ _Waiting = tuple[Callable[[], bool], Done]
 class CompiledGrammar:
     """A grammar that any number of rows may begin, in one thread."""
 
-    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, executor: Callable[[], LLExecutor]) -> None:
+    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, many: Callable[[], _Many]) -> None:
         """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one.
 
         Args:
             fresh: Compiles the grammar again.
             matcher: What it gave.
-            executor: The engine's threads for the masks of many rows, started when first asked for.
+            many: The engine's threads for many rows at once, started when first asked for.
         """
         self._fresh = fresh
-        self._executor = executor
+        self._many = many
         self._lexers = [_Lexer(matcher)]
 
     def begin(self, tokens: Sequence[int]) -> _Matcher:
@@ -72,28 +72,13 @@ class CompiledGrammar:
             lexers.append(lexer)
         return _Matcher(self, lexer, tokens)
 
-    def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
-        """Write the masks of many rows, in several threads, which run beside the interpreter."""
-        import numpy as np  # beside the first device that keeps masks, and not with this module
+    def advance_all(self, states: Sequence[tuple[GrammarState, int]]) -> None:
+        """Let many rows go on with a token each, beside the interpreter."""
+        self._many().advance([(state, token) for state, token in states if isinstance(state, _Matcher)])
 
-        words_RW = np.asarray(masks)
-        matchers = []
-        for state, row in states:
-            if forced := state.forced():
-                words_RW[row] = 0
-                words_RW[row].view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
-            elif isinstance(state, _Matcher):
-                matchers.append((state, row))
-        if matchers:
-            self._executor().unsafe_compute_mask_ptr(
-                [(state.matcher, row) for state, row in matchers],
-                words_RW.ctypes.data,
-                words_RW.strides[0],
-                len(words_RW),
-            )
-        for state, row in matchers:
-            if state.matcher.is_error():
-                words_RW[row] = np.frombuffer(state.allowed() or bytes(words_RW.strides[0]), words_RW.dtype)
+    def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
+        """Write the masks of many rows, which are found in several threads, beside the interpreter."""
+        self._many().fill([(state, row) for state, row in states if isinstance(state, _Matcher)], masks)
 
     def alone(self, lexer: _Lexer) -> LLMatcher:
         """A matcher for the one row that found no room left for states in the lexer that it shares."""
@@ -115,23 +100,27 @@ class _Matcher:
 
     def __init__(self, grammar: CompiledGrammar, lexer: _Lexer, tokens: Sequence[int]) -> None:
         self._grammar: CompiledGrammar | None = grammar
-        self._lexer = lexer
+        self.lexer = lexer
         self.matcher = lexer.matcher.deep_copy()
         self._tokens = list(tokens)
         self.matcher.consume_tokens(self._tokens)
         lexer.rows.add(self)
-        self._forced: list[int] | None = None
-        """Known until it is no longer so."""
+        self.known: list[int] | None = None
+        """What is forced; None until that has been found."""
 
     def advance(self, token: int) -> None:
-        self._tokens.append(token)
+        self.note(token)
         self.matcher.consume_token(token)
-        self._forced = self._forced[1:] or None if self._forced and self._forced[0] == token else None
+
+    def note(self, token: int) -> None:
+        """Keep what follows from a token for all but the matcher."""
+        self._tokens.append(token)
+        self.known = self.known[1:] or None if self.known and self.known[0] == token else None
 
     def forced(self) -> Sequence[int]:
-        if self._forced is None:
-            self._forced = [] if self.matcher.is_error() else self.matcher.compute_ff_tokens()
-        return self._forced
+        if self.known is None:
+            self.known = [] if self.matcher.is_error() else self.matcher.compute_ff_tokens()
+        return self.known
 
     def allowed(self) -> bytes:
         if forced := self.forced():
@@ -141,9 +130,55 @@ class _Matcher:
             return mask
         if self._grammar is None:
             return b""
-        self.matcher, self._grammar = self._grammar.alone(self._lexer), None
+        self.matcher, self._grammar, self.known = self._grammar.alone(self.lexer), None, None
         self.matcher.consume_tokens(self._tokens)
         return self.allowed()
+
+
+class _Many:
+    """What an engine does for the rows of many states at once, in threads that need no interpreter."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        """Start the threads; `tokens` are those of the vocabulary."""
+        import numpy as np  # beside the first device that keeps masks, and not with this module
+        from llguidance import LLExecutor
+
+        self._executor = LLExecutor(min(_MASK_THREADS, os.cpu_count() or 1))
+        of_byte = {piece: token for token, piece in enumerate(tokens) if len(piece) == 1}
+        ids = np.array(list(of_byte.values()), np.int64)
+        self._words, inverse = np.unique(ids // 32, return_inverse=True)
+        """Of a mask: those that hold bits of tokens of one byte, no byte twice."""
+        self._bits = np.zeros(len(self._words), np.uint32)
+        np.bitwise_or.at(self._bits, inverse, np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32)))
+
+    def advance(self, states: Sequence[tuple[_Matcher, int]]) -> None:
+        """Go on with a token each; what fails is seen in the masks."""
+        for state, token in states:
+            state.note(token)
+        self._executor.consume_token_par([(state.matcher, token) for state, token in states])
+
+    def fill(self, states: Sequence[tuple[_Matcher, int]], masks: memoryview) -> None:
+        """Find masks: all at once where several bytes may follow, which tells of most rows that nothing is forced."""
+        import numpy as np
+
+        words_RW = np.asarray(masks).view(np.uint32)
+        unknown = sorted((each for each in states if not each[0].known), key=lambda each: id(each[0].lexer))
+        if unknown:  # rows of one lexer side by side, so that few threads wait for one another
+            pointer, line = words_RW.ctypes.data, words_RW.strides[0]
+            self._executor.unsafe_compute_mask_ptr(
+                [(state.matcher, row) for state, row in unknown], pointer, line, len(words_RW)
+            )
+            found = words_RW[np.array([row for _, row in unknown])[:, None], self._words] & self._bits
+            for (state, row), several in zip(unknown, (np.bitwise_count(found).sum(1) > 1).tolist(), strict=True):
+                if state.matcher.is_error():
+                    words_RW[row] = np.frombuffer(state.allowed() or bytes(line), words_RW.dtype)
+                elif several:
+                    state.known = []
+        forced = [(row, tokens[0]) for state, row in states if (tokens := state.forced())]
+        if forced:
+            rows, ids = np.array(forced).T
+            words_RW[rows] = 0
+            words_RW[rows, ids // 32] = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
 
 
 def _only(token: int) -> bytes:
@@ -168,7 +203,8 @@ class Grammars:
         self._kept: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
         self._tokens_lock = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
-        self._executor: LLExecutor | None = None
+        self._pieces: Sequence[bytes] = ()
+        self._many: _Many | None = None
 
     def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
         """Compile `wanted` and call `done`, here or later on the event loop, with the grammar or a typed error.
@@ -260,17 +296,13 @@ class Grammars:
         if time.monotonic() > deadline:
             raise _rejected(f"it takes longer than {_SECONDS:g} s to compile", wanted, _SECONDS)
         matcher.reset()
-        return CompiledGrammar(
-            lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher, self._mask_threads
-        )
+        return CompiledGrammar(lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher, self._many_rows)
 
-    def _mask_threads(self) -> LLExecutor:
+    def _many_rows(self) -> _Many:
         """In the one thread that finds masks."""
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(min(_MASK_THREADS, os.cpu_count() or 1))
-        return self._executor
+        if self._many is None:
+            self._many = _Many(self._pieces)
+        return self._many
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
         with self._tokens_lock:
@@ -278,6 +310,7 @@ class Grammars:
                 from llguidance import LLTokenizer, TokenizerWrapper
 
                 vocabulary = _Vocabulary(opened)
+                self._pieces = vocabulary.tokens
                 self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
             return self._ll_tokenizer
 

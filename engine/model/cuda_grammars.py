@@ -38,22 +38,16 @@ class _Row:
     """Tokens behind its last that were not sampled."""
     failed: bool = False
 
-    def last_token(self) -> int | None:
-        """The token that its state does not know yet; waits for its step."""
-        if self.last is None:
-            return None
-        (tokens_of, work), self.last = self.last, None
-        tokens = tokens_of()
-        return None if tokens is None or tokens[work] < 0 else tokens[work]
-
-    def advanced(self, token: int | None) -> GrammarState:
-        """Where the row stands after all tokens that it has."""
+    def go_on(self, token: int | None) -> tuple[GrammarState, int] | None:
+        """Where the row stands, and a token that it has still to go on with, if there is one."""
         if self.state is None:
             self.state = self.grammar.begin(self.completion)
-        given, self.given = self.given, []
-        for each in given if token is None else (token, *given):
+        if not self.given:
+            return None if token is None else (self.state, token)
+        for each in self.given if token is None else (token, *self.given):
             self.state.advance(each)
-        return self.state
+        self.given = []
+        return None
 
 
 class GrammarRows:
@@ -126,19 +120,42 @@ class GrammarRows:
 
     def _find(self, rows: Sequence[int], masks_RW: NDArray[np.int32]) -> None:
         """The masks of some rows; no token is allowed where the grammar failed, which is that row's own trouble."""
-        ready: list[tuple[GrammarState, int]] = []
+        due: list[tuple[GrammarState, int]] = []
+        for row, token in self._last_tokens(rows).items():
+            found = self._rows[row]
+            try:
+                if not found.failed and (one := found.go_on(token)) is not None:
+                    due.append(one)
+            except Exception:
+                found.failed = True
+        ready = [(state, row) for row in rows if (state := self._rows[row].state) and not self._rows[row].failed]
+        if ready:
+            grammar = self._rows[ready[0][1]].grammar
+            try:
+                if due:
+                    grammar.advance_all(due)
+                grammar.fill(ready, masks_RW.data)
+            except Exception:
+                for _, row in ready:
+                    self._rows[row].failed = True
         for row in rows:
             found = self._rows[row]
-            token = found.last_token()
-            if not found.failed:
-                try:
-                    state = found.advanced(token)
-                    if found.jumps and len(forced := state.forced()) > 1:
-                        self.forced[row] = forced[1:]
-                    ready.append((state, row))
-                except Exception:
-                    found.failed = True
             if found.failed:
                 masks_RW[row] = 0
-        if ready:
-            self._rows[ready[0][1]].grammar.fill(ready, masks_RW.data)
+            elif found.jumps and found.state is not None and len(forced := found.state.forced()) > 1:
+                self.forced[row] = forced[1:]
+
+    def _last_tokens(self, rows: Sequence[int]) -> dict[int, int | None]:
+        """The token of each row that its state does not know yet, None where there is none; waits for their steps."""
+        tokens: dict[int, int | None] = {}
+        known: dict[TokensOf, Sequence[int] | None] = {}
+        for row in rows:
+            found = self._rows[row]
+            tokens[row] = None
+            if found.last is not None:
+                (tokens_of, work), found.last = found.last, None
+                if tokens_of not in known:
+                    known[tokens_of] = tokens_of()
+                ids = known[tokens_of]
+                tokens[row] = None if ids is None or ids[work] < 0 else ids[work]
+        return tokens

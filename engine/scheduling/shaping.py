@@ -89,6 +89,10 @@ class Grammar(Protocol):
         """The state after the tokens of a completion, none for a new one."""
         ...
 
+    def advance_all(self, states: Sequence[tuple[GrammarState, int]]) -> None:
+        """Let many states, of this grammar and others of the same engine, go on with an allowed token each."""
+        ...
+
     def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
         """Find what `allowed` gives for many states at once, of this grammar and others of the same engine.
 

@@ -75,6 +75,10 @@ class RandomGrammar:
         bits[generator.integers(0, self._vocabulary, many)] = True
         return np.packbits(bits, bitorder="little").tobytes()
 
+    def advance_all(self, states: Sequence[tuple[GrammarState, int]]) -> None:
+        for state, token in states:
+            state.advance(token)
+
     def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
         for state, row in states:
             np.asarray(masks)[row] = np.frombuffer(state.allowed(), np.int32)
