@@ -2,7 +2,7 @@
 
 A sampled token is the largest `logit / temperature + Gumbel noise` (Gumbel-max), so it depends on its own row's logits
 and parameters and on nothing else; and where those logits differ in their last bits, as they do in reduced precision
-between batches of other sizes, it is the same one but for near ties.
+between batches of other sizes, or on a GPU, whose noise is the same, it is the same one but for near ties.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Choosing", "sample", "uniforms"]
+from headrace.ops.cpu_noise import RARE, RARELY, gumbel, words, words_of
+
+__all__ = ["Choosing", "sample"]
 
 NON_FINITE = -1
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_NOISE_RANGE = 42.0  # more than between the largest and the smallest that 52 bits can give
+_NOISE_RANGE = 26.0  # more than between the largest and the smallest that 32 bits can give
+_FEW = 3000  # tokens: if no more may win, noise is drawn for those alone
 _FIRST_SORTED = 512  # most top-p sets are this small: sort no more of the vocabulary than is needed
 
 
@@ -35,26 +35,6 @@ class Choosing(NamedTuple):
     seed: int
     position: int
     """Place of the new token in its sequence."""
-
-
-def uniforms(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in (0, 1), one for each id, that depend on the arguments alone.
-
-    They are the outputs number `ids` of SplitMix64 (Steele et al., 2014) in the state that seed and position make.
-    """
-    state = _mix((_mix(seed & _MASK) + position) & _MASK)
-    values = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(state)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
-    return ((values >> np.uint64(12)).astype(np.float64) + 0.5) / float(1 << 52)  # exact, and never 0 or 1
-
-
-def _mix(value: int) -> int:
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def sample(logits_RV: Tensor, rows: Sequence[Choosing]) -> list[int]:
@@ -78,18 +58,30 @@ def sample(logits_RV: Tensor, rows: Sequence[Choosing]) -> list[int]:
 
 
 def _sample_row(logits_V: Tensor, row: Choosing) -> int:
+    temperature = min(max(row.temperature, 1e-6), 1e30)
     if 0 < row.top_k < len(logits_V):
         # On the logits: at high temperatures float32 makes distinct ones equal in probability.
         logits_V = torch.where(logits_V >= torch.topk(logits_V, row.top_k).values[-1], logits_V, -math.inf)
-    # Between these bounds float32 can divide by it; past them nothing changes any more.
-    scaled_V = (logits_V - logits_V.max()) / min(max(row.temperature, 1e-6), 1e30)
-    may_win_V = scaled_V > -_NOISE_RANGE
+    scaled_V = logits_V * (1.0 / temperature)
+    if not math.isfinite(float(scaled_V.max())):
+        scaled_V = (logits_V - logits_V.max()) / temperature
+    most = scaled_V.max()
+    may_win_V = scaled_V >= most - _NOISE_RANGE
     if row.top_p < 1.0 or row.min_p > 0.0:
         probs_V = torch.softmax(scaled_V, dim=-1)
         may_win_V &= probs_V >= _least_probability(probs_V, row)
-    ids = may_win_V.nonzero()[:, 0].numpy()
-    scores = scaled_V.numpy()[ids] - np.log(-np.log(uniforms(row.seed, row.position, ids)))
-    return int(ids[scores.argmax()])
+    scaled, may_win = scaled_V.numpy(), may_win_V.numpy()
+    if np.count_nonzero(may_win) > _FEW:
+        words_V = words(row.seed, row.position, len(scaled))
+        best = int(scaled.argmax())
+        reached = scaled[best] + gumbel(words_V[best : best + 1])[0]
+        # Of most tokens the word tells without a logarithm that their noise is too small.
+        (ids,) = np.nonzero(((scaled >= reached - RARE) | (words_V < RARELY)) & may_win)
+        words_N = words_V[ids]
+    else:
+        (ids,) = np.nonzero(may_win)
+        words_N = words_of(row.seed, row.position, ids)
+    return int(ids[(scaled[ids] + gumbel(words_N)).argmax()])
 
 
 def _least_probability(probs_V: Tensor, row: Choosing) -> float:

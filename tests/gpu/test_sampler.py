@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from headrace.engine import SamplingParams
 from headrace.engine.scheduling.request import Sampling
+from headrace.ops.cpu_noise import gumbel, words
 
 MANY = {"cpu": 3000, "cuda": 20000}
 
@@ -99,6 +100,23 @@ def test_one_seed_at_many_positions_is_as_random_as_many_seeds(device: str) -> N
     pairs = [first * 80 + second for first, second in zip(chosen[::2], chosen[1::2], strict=True)]
     once_V = probabilities(line_V, sampling)
     check_frequencies(pairs, torch.outer(once_V, once_V).flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_seed_chooses_on_the_device_what_it_chooses_on_a_cpu(device: str, dtype: torch.dtype) -> None:
+    """But for ties: of the best two with their noise, or of a token and the bound of a filter."""
+    generator = random.Random(8)
+    for vocabulary in (97, 5000, 49152):
+        logits_NV = (torch.randn(120, vocabulary, generator=torch.Generator().manual_seed(8)) * 2).to(dtype)
+        samplings = [random_sampling(generator) for _ in range(120)]
+        positions = [generator.randrange(1, 100_000) for _ in range(120)]
+        found, wanted = (choose(on, logits_NV, samplings, positions) for on in (device, "cpu"))
+        assert sum(one != other for one, other in zip(found, wanted, strict=True)) <= 1
+        for at, sampling in enumerate(samplings):
+            if sampling.temperature and (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0):
+                noise_V = torch.from_numpy(gumbel(words(sampling.seed, positions[at], vocabulary))).double()
+                scores_V = logits_NV[at].double() / sampling.temperature + noise_V
+                assert scores_V[found[at]] >= scores_V.max() - 1e-4
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from headrace.ops.cpu_sample import Choosing, sample, uniforms
+from headrace.ops.cpu_noise import gumbel as noise
+from headrace.ops.cpu_noise import words, words_of
+from headrace.ops.cpu_sample import Choosing, sample
 
 INF, NAN = math.inf, math.nan
 GREEDY = Choosing(0.0, 0, 1.0, 0.0, 0, 0)
@@ -30,12 +32,24 @@ def one(logits: Sequence[float], row: Choosing) -> int:
     return sample(torch.tensor([logits]), [row])[0]
 
 
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Philox 4x32-7 on four words and a key of two, as its authors describe it."""
+    (a, b, c, d), (low, high) = counter, key
+    for _ in range(7):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (second >> 32) ^ b ^ low, second & (2**32 - 1), (first >> 32) ^ d ^ high, first & (2**32 - 1)
+        low, high = (low + 0x9E3779B9) % 2**32, (high + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
 def uniform(seed: int, position: int, token: int = 0) -> float:
-    return float(uniforms(seed, position, np.array([token]))[0])
+    key = [seed % 2**32, (seed >> 32) % 2**32]
+    word = philox([token // 4096 * 1024 + token % 1024, position % 2**32, 0, 0], key)[token // 1024 % 4]
+    return (word + 0.5) / 2**32
 
 
 def gumbel(row: Choosing, token: int) -> float:
-    return -math.log(-math.log(uniform(row.seed, row.position, token)))
+    return -math.log(-math.log1p(-uniform(row.seed, row.position, token)))
 
 
 # -- what is kept and what is chosen ----------------------------------------------------------------------------------
@@ -68,7 +82,8 @@ def expected(logits: Sequence[float], row: Choosing, tokens: set[int]) -> set[in
     """The largest logit with its noise, and those so near that float32 may take them for it."""
     most = max(logits)
     scores = {token: (logits[token] - most) / row.temperature + gumbel(row, token) for token in tokens}
-    return {token for token, score in scores.items() if score >= max(scores.values()) - 100 * NEAR}
+    best = max(scores.values())
+    return {token for token, score in scores.items() if score >= best - 100 * NEAR}
 
 
 # Few distinct values make ties; float32 values, as the logits are.
@@ -178,6 +193,30 @@ def test_a_broken_row_is_told_and_its_neighbours_are_not_touched(broken: list[fl
 
 # -- noise ------------------------------------------------------------------------------------------------------------
 
+
+def test_random_words_are_those_of_philox_with_seed_and_position() -> None:
+    """The slow one gives the numbers that its authors publish; ids come in blocks of four quarters."""
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0]
+    assert philox(*pi) == [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]
+    assert philox([0] * 4, [0] * 2) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    for seed, position, count in [(0, 0, 9000), (-1, 77, 5000), (2**62 + 12345, 2**31, 4096), (-(2**63), 1, 10)]:
+        found = words(seed, position, count)
+        for token in {0, 1, 9, 1023, 1024, 3071, 4095, 4096, 8999} & set(range(count)):
+            assert found[token] + 0.5 == uniform(seed, position, token) * 2**32, (seed, token)
+        some = np.arange(0, count, 7)
+        assert (words_of(seed, position, some) == found[some]).all()
+
+
+def test_noise_is_that_of_float64_and_falls_as_words_rise() -> None:
+    steps = [np.arange(2000), np.geomspace(1, 2**32 - 1, 4000).astype(np.int64), 2**32 - 1 - np.arange(2000)]
+    drawn = np.unique(np.concatenate(steps)).astype(np.uint32)
+    exact = -np.log(-np.log1p(-(drawn.astype(np.float64) + 0.5) / 2**32))
+    found = noise(drawn)
+    assert np.isfinite(found).all() and (np.diff(found) <= 1e-6).all()
+    few = drawn < 2**32 * 0.999  # beyond, float32 has no room left, where noise is so small that it never wins
+    assert np.abs(found - exact)[few].max() < 5e-5 and found.max() - found.min() < 26
+
+
 BOUND = 40.0
 """No chance: chi-square with 7 degrees of freedom passes it once in 10^6, and all draws here are fixed."""
 
@@ -205,7 +244,7 @@ def test_uniform_numbers_are_spread_evenly_and_do_not_follow_each_other(keys: li
     numbers = [uniform(*key) for key in keys]
     assert all(0.0 < number < 1.0 for number in numbers) and len(set(numbers)) == len(numbers)
     assert chi_square(Counter(int(number * 8) for number in numbers), [1 / 8] * 8) < BOUND
-    low_bits = Counter(int(number * 2**52) % 8 for number in numbers)
+    low_bits = Counter(int(number * 2**32) % 8 for number in numbers)
     assert chi_square(low_bits, [1 / 8] * 8) < BOUND
     for lag in (1, 2, 16):
         pairs = [(number - 0.5) * (later - 0.5) * 12 for number, later in zip(numbers, numbers[lag:], strict=False)]

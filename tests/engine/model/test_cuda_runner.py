@@ -304,7 +304,7 @@ def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, launch_ahead: int, room: str
 ) -> None:
     """Twice: the second time on cached pages, in rows whose last requests asked for something else."""
-    cases, again = mixed(launch_ahead, 16, greedy=False)
+    cases, again = mixed(launch_ahead, 16)
     cramped = {"kv_memory": kv_bytes(zoo.folder("speaking"), 10), "max_batched_tokens": 40} if room != "room" else {}
 
     async def run(**options: Any) -> tuple[list[Answer], int]:
