@@ -135,6 +135,14 @@ class ScriptedRunner:
         """Have room for any number of pages; moving one takes no time."""
         return 0.0
 
+    most_pages = 1 << 20
+
+    def resize(self, num_pages: int) -> None:
+        """Have so many pages; new ones are poisoned."""
+        with self._lock:
+            del self._cells[num_pages:]
+            self._cells += [[_POISON] * self.capacity.page_size for _ in range(num_pages - len(self._cells))]
+
     def close(self) -> None:
         """Forget everything."""
         self.closed = True

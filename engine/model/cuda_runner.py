@@ -320,13 +320,13 @@ class CudaRunner:
         if decodes is not None:
             self._decode(decodes, copies)
             lines = self._sampler.lines(decodes.rows, 0)
+        if decodes is None:
+            self._rows.flush(applied_by_graph=False)
+            CudaOps.copy_pages(self._kv, copies)
         if not prefills:
             result.ids[:count].copy_(self._ids[:count], non_blocking=True)
             step.places = _NOWHERE if decodes is None else decodes.back
             return lines
-        if decodes is None:
-            self._rows.flush(applied_by_graph=False)
-            CudaOps.copy_pages(self._kv, copies)
         sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
         step.pooled = result.keep(pooled, plan.works)
         result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)

@@ -19,7 +19,7 @@ _KEY_BYTES = 16
 
 
 class PagePool:
-    """A fixed number of pages of `page_size` tokens, reference-counted and shared by prefix."""
+    """Pages of `page_size` tokens, reference-counted and shared by prefix."""
 
     def __init__(self, num_pages: int, page_size: int, *, secret: bytes, remember: bool = True) -> None:
         """Start with every page free.
@@ -66,15 +66,48 @@ class PagePool:
         """Give one page with one holder, evicting the least recently used cached page if none is free; None if full."""
         if self._free:
             page = self._free.pop()
-        elif remembered := self._cached or self._kept:
-            page, _ = remembered.popitem(last=False)
-            if self.on_evict is not None and page not in self._partly:
-                self.on_evict(page, self._key_of[page])
-            self.forget(page)
+        elif self._cached or self._kept:
+            page = self._evict()
         else:
             return None
         self.refs[page] = 1
         return page
+
+    def _evict(self) -> int:
+        """Forget the prefix that is the first to go; its page, which is nobody's then."""
+        page, _ = (self._cached or self._kept).popitem(last=False)
+        if self.on_evict is not None and page not in self._partly:
+            self.on_evict(page, self._key_of[page])
+        self.forget(page)
+        return page
+
+    def shrink(self, num_pages: int) -> dict[int, int]:
+        """Have pages 0 .. num_pages alone, of which no more may be held; evicts what has no room among them.
+
+        Returns:
+            Page from `num_pages` on -> the page that is in its place from now on, for those that hold something.
+        """
+        while self.num_pages - len(self._free) > num_pages:
+            self._free.append(self._evict())
+        free = set(self._free)
+        self._free = [page for page in self._free if page < num_pages]
+        moved = {page: self._free.pop() for page in range(num_pages, self.num_pages) if page not in free}
+        for page, target in moved.items():
+            self.refs[target] = self.refs[page]
+        del self.refs[num_pages:]
+        self.num_pages = num_pages
+        self._key_of = {moved.get(page, page): key for page, key in self._key_of.items()}
+        self._page_of = {key: page for page, key in self._key_of.items()}
+        self._cached = OrderedDict.fromkeys(moved.get(page, page) for page in self._cached)
+        self._kept = OrderedDict.fromkeys(moved.get(page, page) for page in self._kept)
+        self._partly = {moved.get(page, page) for page in self._partly}
+        return moved
+
+    def grow(self, num_pages: int) -> None:
+        """Have pages 0 .. num_pages, at least as many as now; the new ones are free."""
+        self._free[:0] = range(num_pages - 1, self.num_pages - 1, -1)
+        self.refs += [0] * (num_pages - self.num_pages)
+        self.num_pages = num_pages
 
     def share(self, page: int) -> None:
         """Add a holder to a held or cached page."""

@@ -272,6 +272,7 @@ class Swapping(Protocol):
         ...
 
 
+@runtime_checkable
 class Resizable(Protocol):
     """What a runner can do besides if its pages may become fewer or more while it lives."""
 

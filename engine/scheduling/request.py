@@ -54,6 +54,8 @@ class Request:
     prompt_len: int
     limit: int
     """`len(tokens)` at which the request ends with `length`."""
+    asked: int = 0
+    """What `limit` was before the context and the pool lowered it."""
     sampling: Sampling
     shaping: Shaping | None = None
     reporting: Reporting | None = None

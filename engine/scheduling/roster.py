@@ -10,9 +10,10 @@ from bisect import insort
 from collections.abc import Sequence
 
 from headrace.adapters.slots import SlotTable
+from headrace.engine.errors import RequestFailed
 from headrace.engine.scheduling.invariants import check_scheduler
 from headrace.engine.scheduling.pages import PagePool
-from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.scheduling.plan import Capacity, Emission
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.request import Request, State
@@ -127,6 +128,12 @@ class Roster:
             return False
         self._requeue(victim)
         return True
+
+    def fail(self, request: Request, error: RequestFailed) -> Emission:
+        """End `request` with `error`."""
+        request.failed = True
+        self.end(request)
+        return Emission(request, None, None, error)
 
     def spoil(self, pages: set[int], failed: set[Request]) -> None:
         """Let those start over that hold one of `pages`, which a failed step wrote, or that branched off its requests.

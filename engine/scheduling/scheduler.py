@@ -7,6 +7,7 @@ policy says who comes first. Never waits, never reads a clock, never sees a tens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.adapters.slots import AdapterVersion, SlotTable
@@ -15,8 +16,10 @@ from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
 from headrace.engine.scheduling.deadlines import DeadlineQueue
 from headrace.engine.scheduling.decoding import ordinary, plan_decodes, take_tokens
+from headrace.engine.scheduling.failures import Failures
 from headrace.engine.scheduling.growth import Growth
 from headrace.engine.scheduling.host_pages import HostPages
+from headrace.engine.scheduling.overview import Overview
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.plan import (
@@ -35,6 +38,7 @@ from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.reports import accept_run, failure_of, forced_runs, take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.resizing import Resizing
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.engine.scheduling.swaps import Swaps
@@ -42,7 +46,7 @@ from headrace.engine.scheduling.swaps import Swaps
 __all__ = ["Scheduler"]
 
 
-class Scheduler:
+class Scheduler(Overview):
     """Continuous batching over paged memory.
 
     One rule: a request owes `known - planned` tokens. Decodes (which owe one) are planned first, then running
@@ -83,11 +87,15 @@ class Scheduler:
         """What steps take; whoever runs them says so."""
         self.slots = SlotTable() if slots is None else slots
         self.swaps = Swaps(host or HostPages(0), self.pool, self.prefixes, self.pace)
-        self._roster = Roster(capacity, self.pool, self.prefixes, self._policy, self.swaps, self.slots)
+        super().__init__(Roster(capacity, self.pool, self.prefixes, self._policy, self.swaps, self.slots))
         self._admission = Admission(
             self._roster, self.pool, self.prefixes, self._policy, self.swaps, self.pace, self.slots
         )
         self._growth = Growth(self._roster, self.pool, self._policy)
+        self._failures = Failures(capacity, self._roster, self.swaps)
+        self._resizing = Resizing(self._roster, self.pool, self.swaps, self._policy)
+        self.asleep = False
+        """Whether it has no pages, and plans nothing."""
         self._deadlines = DeadlineQueue()
         self._lapsed: list[Emission] = []
         self._itl_target = itl_target
@@ -104,6 +112,7 @@ class Scheduler:
             Overloaded: Its deadline cannot be met, as the policy sees it.
         """
         room = 1 if request.pooling is None else 0
+        request.asked = request.limit
         request.limit = min(request.limit, self.capacity.check_length(request.prompt_len, room) + 1 - room)
         self._admission.check_deadline(request)
         if request.leader is not None:
@@ -142,8 +151,13 @@ class Scheduler:
         self._now = now
         while (request := self._deadlines.overdue(now)) is not None:
             self._lapse(request)
+        if self.asleep:
+            return None
         plan = StepPlan(self._step)
-        prefills = plan_decodes(plan, self._roster.running, self._growth, self.capacity.page_size, now)
+        running = self._roster.running
+        if self._failures.is_cautious:
+            running = running[: self._failures.most_rows]
+        prefills = plan_decodes(plan, running, self._growth, self.capacity.page_size, now)
         if prefills or self._roster.waiting:
             self._plan_prefills(plan, prefills)
         if not plan.size:
@@ -159,17 +173,20 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request]) -> None:
         """Plan prompts with what the decodes of `plan` leave of the budget: those that are begun, then new ones."""
-        budget = self.pace.budget(plan.tokens, self.capacity, self._itl_target)
+        budget = min(self._failures.most_tokens, self.pace.budget(plan.tokens, self.capacity, self._itl_target))
         for request in sorted(prefills, key=self._standing):
-            if plan.tokens < budget and self._roster.waiting:
+            if self._has_room(plan, budget) and self._roster.waiting:
                 self._admit(plan, budget, before=request)
-            if plan.tokens < budget and request.plannable:
+            if self._has_room(plan, budget) and request.plannable:
                 plan.tokens += self._plan_tokens(plan, request, budget - plan.tokens)
         if plan.new_rows:  # some overtook: a plan ends with the rows that are new in it
             new = {row.row for row in plan.new_rows}
             plan.others.sort(key=lambda work: work.row in new)
-        if plan.tokens < budget and self._roster.waiting:
+        if self._has_room(plan, budget) and self._roster.waiting:
             self._admit(plan, budget)
+
+    def _has_room(self, plan: StepPlan, budget: int) -> bool:
+        return plan.tokens < budget and plan.size < self._failures.most_rows
 
     def _plan_tokens(self, plan: StepPlan, request: Request, most: int) -> int:
         """Plan up to `most` of what `request` owes, as far as pages can be had; how many were planned."""
@@ -201,7 +218,7 @@ class Scheduler:
         for request, pages in self._admission.candidates(plan.step, self._now, before):
             self._take_row(plan, request, pages)
             plan.tokens += self._plan_tokens(plan, request, budget - plan.tokens)
-            if plan.tokens == budget:
+            if not self._has_room(plan, budget):
                 break
         for request in self._admission.hopeless:
             self._lapse(request)
@@ -256,6 +273,8 @@ class Scheduler:
             ended are dropped here.
         """
         self.swaps.host.settled(plan)
+        if self._failures.is_cautious:
+            self._failures.went_well()
         if isinstance(tokens, ReportedTokens):
             take_prompt_reports(plan, tokens)
         full, others = take_tokens(plan, tokens, self.capacity.vocab_size, self.capacity.page_size)
@@ -293,35 +312,22 @@ class Scheduler:
             return []
         request.awaited = -1
         if isinstance(chosen, RequestFailed):
-            return [self._fail_one(request, chosen)]
+            return [self._roster.fail(request, chosen)]
         token, report = chosen
         request.unsent = 1
         return [self._accept(request, token)._replace(report=report)]
 
     def fail(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
-        """Take in a step that raised: its requests fail with `error`, sharers of its pages start over."""
-        size = self.capacity.page_size
-        emissions = []
-        spoilt = {page for _, page in plan.fetches}
-        self.swaps.fail(plan, self._roster.requests.values())
-        failed: set[Request] = set()
-        for work in plan.works:
-            request = work.request
-            spoilt.update(request.pages[work.start // size :])
-            request.in_flight -= 1
-            request.discard = max(request.discard - 1, 0)
-            failed.update((request, request.leader or request))
-            if request.state is not State.FINISHED:
-                emissions.append(self._fail_one(request, error))
-            elif not request.in_flight:
-                self._roster.let_go(request)
-        self._roster.spoil(spoilt, failed)
-        return emissions
+        """Take in a step that raised: its requests fail with `error`, sharers of its pages start over.
+
+        Where it found no memory, its requests start over in smaller steps instead, unless it was as small as can be.
+        """
+        return self._failures.take_in(plan, error)
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
         """Take in that the device could not be given `version`: requests that wait for it fail with `error`."""
         waiting = [request for request in self._roster.requests.values() if request.wears is version]
-        return [self._fail_one(request, error) for request in waiting if request.state is State.WAITING]
+        return [self._roster.fail(request, error) for request in waiting if request.state is State.WAITING]
 
     def _accept(self, request: Request, token: int) -> Emission:
         """Append a sampled token and see whether it is the last; a pooled request ends without one."""
@@ -345,53 +351,47 @@ class Scheduler:
         if token == NON_FINITE:
             for page in request.pages:  # whoever read them would fail in the same way
                 self.pool.forget(page)
-        return self._fail_one(request, failure_of(token, self.capacity.vocab_size))
+        return self._roster.fail(request, failure_of(token, self.capacity.vocab_size))
 
-    def _fail_one(self, request: Request, error: RequestFailed) -> Emission:
-        request.failed = True
-        self._roster.end(request)
-        return Emission(request, None, None, error)
 
-    # -- looking in -----------------------------------------------------------------------------------------------
+    # -- memory ---------------------------------------------------------------------------------------------------
 
     @property
-    def requests(self) -> dict[int, Request]:
-        """Every request that still holds something or waits, by its id."""
-        return self._roster.requests
+    def least_pages(self) -> int:
+        """Of `resize`, so that every request that has been taken in can go on."""
+        return self._resizing.least_pages
 
-    @property
-    def preemptions(self) -> int:
-        """How often a request lost its row and pages to another."""
-        return self._roster.preemptions
+    def resize(self, num_pages: int) -> list[StepPlan]:
+        """Have so many pages; nothing is in flight. No token is lost, and limits follow what the pages can hold.
 
-    @property
-    def num_swapped(self) -> int:
-        """Requests, waiting or paused, whose pages the host keeps."""
-        return sum(1 for request in self._roster.requests.values() if request.places)
+        Args:
+            num_pages: At least `least_pages`. The runner has more before this is called, and fewer afterwards.
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that hold neither row nor pages and are not paused."""
-        return len(self._roster.waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that are planned."""
-        return len(self._roster.running)
-
-    @property
-    def num_paused(self) -> int:
-        """Requests whose reader is behind."""
-        return len(self._roster.paused)
-
-    def live_tokens(self) -> int:
-        """Distinct tokens whose keys and values requests hold now; a page that several share counts once."""
-        return self._roster.live_tokens()
-
-    def check(self) -> None:
-        """Assert every invariant of requests, rows and pages (invariants.py lists them).
-
-        Raises:
-            AssertionError: One does not hold: a defect of headrace.
+        Returns:
+            Plans without works: to be carried out, in order, before pages go.
         """
-        self._roster.check()
+        self.capacity = replace(self.capacity, num_pages=num_pages)
+        self._resizing.set_limits(self.capacity)
+        return [] if self.asleep else self._fit(num_pages)
+
+    def fall_asleep(self, *, forget: bool) -> list[StepPlan]:
+        """Give up every page and plan nothing until `wake_up`; nothing is in flight. Requests wait, new ones, too.
+
+        Args:
+            forget: Keep nothing in host memory either: what comes next has other weights.
+
+        Returns:
+            As `resize`.
+        """
+        self.asleep = True
+        return self._fit(0, forget=forget)
+
+    def wake_up(self) -> None:
+        """Have pages again, and plan."""
+        self.asleep = False
+        self._fit(self.capacity.num_pages)
+
+    def _fit(self, num_pages: int, *, forget: bool = False) -> list[StepPlan]:
+        plans = self._resizing.fit(num_pages, self._step, self._now, forget=forget)
+        self._step += len(plans)
+        return plans

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from simulation.device import RigRunner
 
-from headrace.engine.errors import HeadraceError, RequestFailed
+from headrace.engine.errors import HeadraceError, OutOfMemory, RequestFailed
 from headrace.engine.scheduling.host_pages import HostPages
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policy import Policy
@@ -257,7 +257,8 @@ class Rig:
         """Plan and launch one step if there is room in the pipeline.
 
         Args:
-            fault: "step" makes the step raise when it is waited for and leave poison; "launch" keeps it off the device.
+            fault: "step" makes the step raise when it is waited for and leave poison; "memory" makes it find none;
+                "launch" keeps it off the device.
         """
         if len(self.flights) >= self.depth or (self.flights and self.flights[-1].step is None):
             return None  # what was not launched must fail before anything is planned on top of it
@@ -271,7 +272,8 @@ class Rig:
         if plan is None:
             self._note(lambda: "plan       nothing")
             waits = any(request.awaited == step for request, step in self.awaited)
-            assert self.flights or waits or not ready, "there is work and nothing in flight, but nothing is planned"
+            idle = not ready or self.scheduler.asleep
+            assert self.flights or waits or idle, "there is work and nothing in flight, but nothing is planned"
             self._settled()
             return None
         flight = Flight(plan, None)
@@ -286,7 +288,7 @@ class Rig:
         self.copies += len(plan.copies)
         if fault != "launch":
             if fault:
-                self.faults[plan.step] = RuntimeError("scripted")
+                self.faults[plan.step] = MemoryError("scripted") if fault == "memory" else RuntimeError("scripted")
             flight.step = self.runner.launch(plan)
         self._settled()
         return plan
@@ -305,6 +307,9 @@ class Rig:
             if flight.step is None:
                 raise RuntimeError("never launched")
             tokens = flight.step.wait()
+        except MemoryError:
+            self._note(lambda step: f"no memory  step {step}", plan.step)
+            emissions = self.scheduler.fail(plan, OutOfMemory("scripted"))
         except RuntimeError:
             self._note(lambda step: f"fail       step {step}", plan.step)
             emissions = self.scheduler.fail(plan, RequestFailed("scripted"))
@@ -329,6 +334,39 @@ class Rig:
         for emission in self.scheduler.supply(request, step, RequestFailed("scripted") if fails else (token, None)):
             self._take(emission)
         self._settled()
+
+    def resize(self, pages: int) -> None:
+        """Let what is in flight end, then have so many pages, or as many as requests need at least."""
+        while self.flights:
+            self.complete()
+        pages = max(pages, self.scheduler.least_pages)
+        self._note(lambda number: f"resize     to {number} pages", pages)
+        self.runner.resize(max(pages, self.scheduler.pool.num_pages))
+        self._move(self.scheduler.resize(pages))
+        self.runner.resize(self.scheduler.pool.num_pages)
+        self._settled()
+
+    def sleep(self, *, forget: bool = False) -> None:
+        """Let what is in flight end, then give up all pages until `wake`."""
+        while self.flights:
+            self.complete()
+        self._note(lambda: "sleep")
+        self._move(self.scheduler.fall_asleep(forget=forget))
+        self.runner.resize(0)
+        self._settled()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._note(lambda: "wake")
+        self.runner.resize(self.scheduler.capacity.num_pages)
+        self.scheduler.wake_up()
+        self._settled()
+
+    def _move(self, plans: Sequence[StepPlan]) -> None:
+        for plan in plans:
+            self._note(_say_plan, plan, "")
+            self._check_roots(plan)
+            self.scheduler.commit(plan, self.runner.launch(plan).wait())
 
     def turn(self) -> bool:
         """One turn of a step loop: launch as far ahead as allowed, complete one step; False if nothing was done."""
@@ -370,7 +408,7 @@ class Rig:
         """Assert that every request has ended, rightly, and every page and row is back."""
         scheduler = self.scheduler
         assert not self.flights and not scheduler.requests, "something is left"
-        assert scheduler.pool.held == 0 and scheduler.pool.available == self.capacity.num_pages
+        assert scheduler.pool.held == 0 and scheduler.pool.available == scheduler.pool.num_pages
         for request in self.requests:
             while request.keepers > 0:
                 self.let_go(request)
@@ -412,7 +450,7 @@ class Rig:
         """What holds between any two actions."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         scheduler.check()
-        assert pool.held + pool.available == self.capacity.num_pages
+        assert pool.held + pool.available == pool.num_pages
         assert scheduler.live_tokens() <= pool.held * pool.page_size
         for request in self.live():
             assert request.id not in self.ends, f"r{request.id} lives on after its end"
@@ -437,6 +475,7 @@ class Rig:
         for request in self.live(State.RUNNING):
             if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
                 short = request.planned == len(request.pages) * self.capacity.page_size or request.forked
+                short = short or self.scheduler._failures.is_cautious
                 assert request.leaving or short, f"r{request.id}: a decode with a page to write to was left out"
 
     def _check_pages(self, plan: StepPlan) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from simulation.rig import Rig, capacity
 
 from headrace.engine.errors import NonFiniteLogits, RequestFailed
-from headrace.engine.scheduling.plan import NON_FINITE
+from headrace.engine.scheduling.plan import NON_FINITE, StepPlan
 from headrace.engine.scheduling.request import State
+from headrace.engine.testing import ScriptedStep
 
 SHARED = [position * 5 % 97 for position in range(16)]
 
@@ -142,3 +145,61 @@ def test_pages_behind_logits_that_were_not_finite_are_not_found_again() -> None:
     rig.run()
     rig.check_empty()
     assert again.cached == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_steps_that_find_no_memory_are_tried_again_and_nobody_fails(depth: int) -> None:
+    rig = rig_of(depth)
+    requests = [rig.submit([*SHARED, name], 8)[0] for name in range(4)]
+    for _ in range(2):
+        rig.launch("memory")
+        rig.turn()
+    rig.run()
+    rig.check_empty()
+    assert {rig.ends[request.id] for request in requests} == {"length"}
+    assert rig.scheduler._failures.retries > 0
+
+
+def test_steps_are_half_as_large_after_each_that_found_no_memory_until_one_request_fails_alone() -> None:
+    rig = rig_of(1, budget=32)
+    requests = [rig.submit([name, *SHARED, name], 80)[0] for name in range(4)]
+    sizes = []
+    while not rig.ends:
+        plan = rig.launch("memory")
+        assert plan is not None
+        sizes.append((plan.size, plan.tokens))
+        rig.complete()
+    assert sizes[0] == (2, 32) and sizes[-1] == (1, 4)
+    assert all(later[1] <= -(-earlier[1] // 2) for earlier, later in itertools.pairwise(sizes))
+    assert rig.ends == {requests[0].id: "OutOfMemory"}
+    rig.run()
+    rig.check_empty()
+    assert [rig.ends[request.id] for request in requests[1:]] == ["length"] * 3
+    assert not rig.scheduler._failures.is_cautious  # they were many steps
+
+
+def test_one_that_never_finds_memory_is_the_only_one_to_fail() -> None:
+    rig = rig_of(2, rows=8)
+    requests = [rig.submit([name, *SHARED], 6)[0] for name in range(6)]
+    doomed = requests[3]
+    launch = rig.launch
+
+    def unlucky(fault: str = "") -> StepPlan | None:
+        before = rig.runner.launch
+
+        def launched(plan: StepPlan) -> ScriptedStep:
+            if any(work.request is doomed for work in plan.works):
+                rig.faults[plan.step] = MemoryError("scripted")
+            return before(plan)
+
+        rig.runner.launch = launched  # type: ignore[method-assign]
+        try:
+            return launch(fault)
+        finally:
+            rig.runner.launch = before  # type: ignore[method-assign]
+
+    rig.launch = unlucky  # type: ignore[method-assign]
+    rig.run()
+    rig.check_empty()
+    ends = {request.id: "OutOfMemory" if request is doomed else "length" for request in requests}
+    assert rig.ends == ends
