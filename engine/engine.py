@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
@@ -19,13 +20,13 @@ from headrace.engine.adapters import Adapters
 from headrace.engine.asking import Asking, check_abilities, check_generates, check_hooks
 from headrace.engine.collect import collect, streamed_params
 from headrace.engine.config import EngineConfig
+from headrace.engine.elastic import Elastic
 from headrace.engine.embeddings import Embeddings, EmbedOptions, embed
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
 from headrace.engine.generation import Generation, as_headrace
 from headrace.engine.grammars import CompiledGrammar
 from headrace.engine.hooks import StopWhen
-from headrace.engine.life import Life
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.messages import Message
 from headrace.engine.params import SamplingParams
@@ -48,7 +49,7 @@ __all__ = ["Engine", "Message", "Prompt"]
 _DEFAULT_PARAMS = SamplingParams()
 
 
-class Engine(Life):
+class Engine(Elastic):
     """An inference engine that lives in the caller's event loop: `async with Engine("path/to/model") as engine`.
 
     All methods are called on that event loop's thread. Several engines may be open at once.
@@ -382,7 +383,8 @@ class Engine(Life):
         Raises:
             EngineStopped: The engine is not open.
         """
-        return self._serving()[1].info
+        loop, opened = self._serving()
+        return replace(opened.info, num_pages=loop.scheduler.capacity.num_pages)
 
     def stats(self) -> EngineStats:
         """One snapshot of queues, pages, counts and rates.

@@ -20,7 +20,8 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from headrace.adapters.slots import AdapterVersion, Move
-from headrace.engine.errors import EngineCrashed, HeadraceError, OutOfMemory, RequestFailed
+from headrace.engine.changes import Changes
+from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, OutOfMemory, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.generation import Generation
 from headrace.engine.hooks import HookThread
@@ -31,7 +32,7 @@ from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
 from headrace.engine.stats import EngineStats, Meter
 from headrace.engine.threads import Worker
 
-__all__ = ["StepLoop"]
+__all__ = ["StepLoop", "as_failure"]
 
 _SLICE = 32  # readers woken at once: they run for some 10 µs each before anything else does
 
@@ -95,6 +96,8 @@ class StepLoop:
         self._launched: deque[_InFlight] = deque()
         self.carry_out: Callable[[list[Move]], None] = _no_moves
         """Fills and empties the slots of adapters."""
+        self.changes = Changes()
+        """What is done to the runner once no step is in flight, before the next is planned."""
         self._emissions: Sequence[Emission] = ()
         """What was committed and is still to be delivered."""
 
@@ -190,6 +193,7 @@ class StepLoop:
                 raise
         finally:
             self._end_all()
+            self.changes.drop(self.crashed or EngineStopped("the engine closed"))
             self._idle.set()
 
     def close(self) -> None:
@@ -227,12 +231,20 @@ class StepLoop:
             generated_tokens=meter.generated_tokens,
             preemptions=scheduler.preemptions,
             swaps=scheduler.swaps.count,
+            memory_retries=scheduler.failures.retries,
+            sleep_level=scheduler.sleep_level,
             steps=meter.steps,
             steps_in_flight=meter.launched_steps - meter.steps,
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
             busy_seconds=meter.busy_seconds(now),
         )
+
+    async def carry_out_moves(self, plans: Sequence[StepPlan]) -> None:
+        """Within a change: have plans without works carried out."""
+        for plan in plans:
+            self._launched.append(_InFlight(plan, self._launch(plan)))
+            await self._complete(self._launched[0])
 
     async def _run(self) -> None:
         launched = self._launched
@@ -247,6 +259,8 @@ class StepLoop:
                 await self._complete(launched[0])
             elif self._closing:
                 return
+            elif self.changes:
+                await self.changes.carry_out_next()
             else:
                 await self._sleep()
 
@@ -267,6 +281,8 @@ class StepLoop:
     def _may_launch(self) -> bool:
         """Whether another step may go ahead; none may build on one that the device never got."""
         launched = self._launched
+        if self.changes:
+            return False
         return len(launched) < self._launch_ahead and not (launched and isinstance(launched[-1].step, _FailedLaunch))
 
     async def _let_steps_end(self) -> None:
@@ -304,14 +320,16 @@ class StepLoop:
         except EngineCrashed:
             raise
         except Exception as error:
-            emissions = self.scheduler.fail(oldest.plan, _as_failure(error))
+            emissions = self.scheduler.fail(oldest.plan, as_failure(error))
         else:
             emissions = self.scheduler.commit(oldest.plan, tokens)
             if isinstance(tokens, ReportedTokens) and tokens.choices:
                 self._choose_later(oldest.plan, tokens.choices)
         generated = sum(emission.token is not None for emission in emissions)
         seconds = self.meter.committed(self._clock(), generated)
-        self.scheduler.pace.observe(sum(work.num_tokens for work in oldest.plan.others if work.num_tokens > 1), seconds)
+        if oldest.plan.size:
+            prefilled = sum(work.num_tokens for work in oldest.plan.others if work.num_tokens > 1)
+            self.scheduler.pace.observe(prefilled, seconds)
         self._emissions = [*self._emissions, *emissions]  # while the step was waited for, an adapter may have failed
 
     def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
@@ -322,7 +340,7 @@ class StepLoop:
                 self._hooks.submit(choice, partial(self._chosen, request, plan.step))
 
     def _chosen(self, request: Request, step: int, chosen: tuple[int, Report | None] | None, error: Any) -> None:
-        failure = error if isinstance(error, RequestFailed) else _as_failure(error)
+        failure = error if isinstance(error, RequestFailed) else as_failure(error)
         emissions = self.scheduler.supply(request, step, failure if chosen is None else chosen)
         self.meter.generated_tokens += sum(emission.token is not None for emission in emissions)
         self._deliver(emissions)
@@ -368,7 +386,7 @@ def _no_moves(moves: list[Move]) -> None:
     assert not moves, "a slot is to be filled where there are none"
 
 
-def _as_failure(error: Exception) -> RequestFailed:
+def as_failure(error: Exception) -> RequestFailed:
     """The typed error that a failed step means for its requests."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         failure: RequestFailed = OutOfMemory("the device had no memory for this step")

@@ -94,6 +94,10 @@ class EngineStats:
     preemptions: int
     swaps: int
     """Preemptions whose pages went to host memory, to come back."""
+    memory_retries: int
+    """Steps that found no memory, and whose requests were tried again in smaller ones."""
+    sleep_level: int
+    """0 while the engine is awake; else requests wait, and there are no pages."""
     steps: int
     """Committed steps; grows while anything runs, so a readiness check can see a stall."""
     steps_in_flight: int

@@ -143,6 +143,12 @@ class ScriptedRunner:
             del self._cells[num_pages:]
             self._cells += [[_POISON] * self.capacity.page_size for _ in range(num_pages - len(self._cells))]
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Have no pages; there are no weights to keep."""
+        self.resize(0)
+
+    wake = resize
+
     def close(self) -> None:
         """Forget everything."""
         self.closed = True

@@ -170,9 +170,11 @@ class Service:
         if self.draining:
             return "draining"
         try:
-            age = self.engine.step_age
+            age, sleeps = self.engine.step_age, self.engine.sleep_level > 0
         except HeadraceError as error:
             return type(error).__name__
+        if sleeps:
+            return "asleep"
         if age > self.settings.ready_stall:
             return f"no step has ended for {age:.0f} seconds"
         return None

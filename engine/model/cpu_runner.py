@@ -6,7 +6,7 @@ step can be launched before this one is done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -57,21 +57,23 @@ class CpuRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        load: Callable[[], Decoder],
         ops: Mapping[int | None, CpuOps],
         capacity: Capacity,
         threads: int,
         bank: CpuBank | None = None,
     ) -> None:
-        """Allocate the paged cache and start the thread.
+        """Load the model, allocate the paged cache and start the thread.
 
         Args:
-            decoder: The model.
-            ops: The operations it was made with, for each attention window.
+            load: Reads the model, now and after a sleep without weights.
+            ops: The operations it is made with, for each attention window.
             capacity: Pages, rows and tokens.
             threads: Threads of one operation.
             bank: What rows may wear; None where they wear nothing.
         """
+        decoder = load()
+        self._load: Callable[[], Decoder] | None = load
         self._decoder: Decoder | None = decoder
         self._ops = ops
         self._any = ops[decoder.spec.windows[0]]  # all share one cache layout
@@ -95,6 +97,20 @@ class CpuRunner:
         self._kv = self._any.resized(self._kv, num_pages)
         return_freed_memory()
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the memory of the pages, and that of the weights unless they are kept where they are."""
+        self._kv = self._any.resized(self._kv, 1)
+        if not keep_weights:
+            self._decoder = None
+        return_freed_memory()
+
+    def wake(self, num_pages: int) -> None:
+        """Have the weights, and so many pages."""
+        if self._decoder is None:
+            assert self._load is not None
+            self._decoder = self._load()
+        self._kv = self._any.allocate_kv(self._decoder.spec.num_layers, num_pages)
+
     def open_host_pool(self, places: int) -> float:
         """Have room for so many pages beside the cache; seconds that moving one takes."""
         self._host = HostPool(self._kv.pages_LPsKTD, places, pinned=False)
@@ -104,7 +120,7 @@ class CpuRunner:
         """Join the thread and drop the model and the cache."""
         self._thread.close()
         self._rows.options.close()
-        self._decoder = self._host = None
+        self._decoder = self._host = self._load = None
         del self._kv, self._ops, self._any
         return_freed_memory()
 

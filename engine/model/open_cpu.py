@@ -13,6 +13,7 @@ from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_runner import CpuRunner, cpu_ops
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
+from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import Source, load_weights
@@ -83,10 +84,16 @@ def _make_runner(
     dtype: torch.dtype,
     bank: CpuBank | None,
 ) -> CpuRunner:
-    weights = load_weights(
-        source, spec, dtype=dtype, device="cpu", keep_packed=config.dtype == "auto", seed=config.seed
-    )
-    return CpuRunner(Decoder(spec, weights, ops), ops, capacity, config.cpu_threads or _default_threads(), bank)
+    dropped = source.path if isinstance(source, GgufFile) else source  # an open file is closed by then
+    sources = iter([source])
+
+    def load() -> Decoder:
+        packed = config.dtype == "auto"
+        read_from = next(sources, dropped)
+        weights = load_weights(read_from, spec, dtype=dtype, device="cpu", keep_packed=packed, seed=config.seed)
+        return Decoder(spec, weights, ops)
+
+    return CpuRunner(load, ops, capacity, config.cpu_threads or _default_threads(), bank)
 
 
 def _default_threads() -> int:

@@ -29,7 +29,7 @@ class Failures:
         self.retries = 0
         """Steps that found no memory, and whose requests were tried again."""
         self.is_cautious = False
-        """Whether steps must be smaller than the device was opened for."""
+        """Whether a step found no memory of late: steps may have to be smaller than the device was opened for."""
         self.most_rows = capacity.max_rows
         """Requests in a step."""
         self.most_tokens = capacity.max_batched_tokens
@@ -64,13 +64,14 @@ class Failures:
             self._allow(2 * self.most_rows, 2 * self.most_tokens)
 
     def _can_shrink(self, plan: StepPlan) -> bool:
-        """Make the next steps at most half as large as `plan`; False if it was one request's smallest."""
+        """Make the next steps at most half of `plan`; False if it was as small as can be, and not the first."""
         if not plan.size:
             return True
-        if plan.size == 1 and plan.tokens <= self._capacity.page_size:
+        if plan.size == 1 and plan.tokens <= self._capacity.page_size and self.is_cautious:
             self._allow(self._capacity.max_rows, self._capacity.max_batched_tokens)  # it was this one's fault
             return False
         self._allow(min(self.most_rows, plan.size // 2), min(self.most_tokens, plan.tokens // 2))
+        self.is_cautious = True
         self.retries += 1
         return True
 

@@ -1,4 +1,7 @@
-"""`Overview`: what may be asked of a scheduler between its changes; changes nothing itself. Next to read: scheduler.py."""
+"""`Overview`: what may be asked of a scheduler between its changes; changes nothing itself.
+
+Next to read: scheduler.py.
+"""
 
 from __future__ import annotations
 

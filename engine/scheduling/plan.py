@@ -29,6 +29,7 @@ __all__ = [
     "Resizable",
     "RowOptions",
     "Runner",
+    "Sleeping",
     "Step",
     "StepPlan",
     "Swapping",
@@ -288,5 +289,30 @@ class Resizable(Protocol):
 
         Raises:
             Exception: The device has not so much memory, as an out-of-memory error; all is as it was.
+        """
+        ...
+
+
+@runtime_checkable
+class Sleeping(Protocol):
+    """What a runner can do besides if it can do without its memory for a while. No step is in flight."""
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the memory of all pages, and that of the weights; blocks. May be called again, to keep less.
+
+        Args:
+            keep_weights: In host memory, if they are not there anyway.
+
+        Raises:
+            Exception: The host has not so much memory, as an out-of-memory error; `wake` still works.
+        """
+        ...
+
+    def wake(self, num_pages: int) -> None:
+        """Have the weights again, from wherever they are, and so many empty pages; blocks.
+
+        Raises:
+            ModelRejected: The model's files cannot be used any more; it sleeps on.
+            Exception: The device has not so much memory, as an out-of-memory error; it sleeps on.
         """
         ...

@@ -92,10 +92,10 @@ class Scheduler(Overview):
             self._roster, self.pool, self.prefixes, self._policy, self.swaps, self.pace, self.slots
         )
         self._growth = Growth(self._roster, self.pool, self._policy)
-        self._failures = Failures(capacity, self._roster, self.swaps)
+        self.failures = Failures(capacity, self._roster, self.swaps)
         self._resizing = Resizing(self._roster, self.pool, self.swaps, self._policy)
-        self.asleep = False
-        """Whether it has no pages, and plans nothing."""
+        self.sleep_level = 0
+        """Beyond 0, it has no pages and plans nothing."""
         self._deadlines = DeadlineQueue()
         self._lapsed: list[Emission] = []
         self._itl_target = itl_target
@@ -151,12 +151,12 @@ class Scheduler(Overview):
         self._now = now
         while (request := self._deadlines.overdue(now)) is not None:
             self._lapse(request)
-        if self.asleep:
+        if self.sleep_level:
             return None
         plan = StepPlan(self._step)
         running = self._roster.running
-        if self._failures.is_cautious:
-            running = running[: self._failures.most_rows]
+        if self.failures.is_cautious:
+            running = running[: self.failures.most_rows]
         prefills = plan_decodes(plan, running, self._growth, self.capacity.page_size, now)
         if prefills or self._roster.waiting:
             self._plan_prefills(plan, prefills)
@@ -173,7 +173,7 @@ class Scheduler(Overview):
 
     def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request]) -> None:
         """Plan prompts with what the decodes of `plan` leave of the budget: those that are begun, then new ones."""
-        budget = min(self._failures.most_tokens, self.pace.budget(plan.tokens, self.capacity, self._itl_target))
+        budget = min(self.failures.most_tokens, self.pace.budget(plan.tokens, self.capacity, self._itl_target))
         for request in sorted(prefills, key=self._standing):
             if self._has_room(plan, budget) and self._roster.waiting:
                 self._admit(plan, budget, before=request)
@@ -186,7 +186,7 @@ class Scheduler(Overview):
             self._admit(plan, budget)
 
     def _has_room(self, plan: StepPlan, budget: int) -> bool:
-        return plan.tokens < budget and plan.size < self._failures.most_rows
+        return plan.tokens < budget and plan.size < self.failures.most_rows
 
     def _plan_tokens(self, plan: StepPlan, request: Request, most: int) -> int:
         """Plan up to `most` of what `request` owes, as far as pages can be had; how many were planned."""
@@ -273,8 +273,8 @@ class Scheduler(Overview):
             ended are dropped here.
         """
         self.swaps.host.settled(plan)
-        if self._failures.is_cautious:
-            self._failures.went_well()
+        if self.failures.is_cautious:
+            self.failures.went_well()
         if isinstance(tokens, ReportedTokens):
             take_prompt_reports(plan, tokens)
         full, others = take_tokens(plan, tokens, self.capacity.vocab_size, self.capacity.page_size)
@@ -322,7 +322,7 @@ class Scheduler(Overview):
 
         Where it found no memory, its requests start over in smaller steps instead, unless it was as small as can be.
         """
-        return self._failures.take_in(plan, error)
+        return self.failures.take_in(plan, error)
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
         """Take in that the device could not be given `version`: requests that wait for it fail with `error`."""
@@ -372,23 +372,23 @@ class Scheduler(Overview):
         """
         self.capacity = replace(self.capacity, num_pages=num_pages)
         self._resizing.set_limits(self.capacity)
-        return [] if self.asleep else self._fit(num_pages)
+        return [] if self.sleep_level else self._fit(num_pages)
 
-    def fall_asleep(self, *, forget: bool) -> list[StepPlan]:
+    def fall_asleep(self, level: int) -> list[StepPlan]:
         """Give up every page and plan nothing until `wake_up`; nothing is in flight. Requests wait, new ones, too.
 
         Args:
-            forget: Keep nothing in host memory either: what comes next has other weights.
+            level: From 2 on, nothing is kept in host memory either: it was made with weights that may change.
 
         Returns:
             As `resize`.
         """
-        self.asleep = True
-        return self._fit(0, forget=forget)
+        self.sleep_level = level
+        return self._fit(0, forget=level > 1)
 
     def wake_up(self) -> None:
         """Have pages again, and plan."""
-        self.asleep = False
+        self.sleep_level = 0
         self._fit(self.capacity.num_pages)
 
     def _fit(self, num_pages: int, *, forget: bool = False) -> list[StepPlan]:

@@ -112,7 +112,9 @@ def _of_engine(info: EngineInfo, stats: EngineStats) -> Iterator[Metric]:
     pages.add_metric(["free"], stats.pages - stats.pages_held - stats.pages_cached)
     yield pages
     slots = stats.pages_held * info.page_size
-    yield _gauge("kv_usage", "Share of the pages that requests hold, from 0 to 1.", stats.pages_held / stats.pages)
+    yield _gauge(
+        "kv_usage", "Share of the pages that requests hold, from 0 to 1.", stats.pages_held / max(1, stats.pages)
+    )
     yield _gauge("kv_live_tokens", "Distinct tokens in held pages.", stats.live_tokens)
     efficiency = stats.live_tokens / slots if slots else 1.0
     yield _gauge(

@@ -615,3 +615,13 @@ def test_answers_name_the_system_that_gave_them() -> None:
         with serving(FakeEngine()) as other:
             answer = other.client.post("/v1/completions", json={"model": "fake", "prompt": "x"}).json()
         assert answer["system_fingerprint"] != answers[0]["system_fingerprint"]
+
+
+def test_a_server_is_not_ready_while_its_engine_sleeps() -> None:
+    with serving(scripted()) as server:
+        server.portal.call(server.engine.sleep)
+        answer = server.client.get("/health/ready")
+        assert answer.status_code == 503 and "asleep" in answer.text
+        shows(server, {"ready": 0, "kv_usage": 0})
+        server.portal.call(server.engine.wake)
+        assert server.client.get("/health/ready").status_code == 200

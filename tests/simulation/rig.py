@@ -272,7 +272,7 @@ class Rig:
         if plan is None:
             self._note(lambda: "plan       nothing")
             waits = any(request.awaited == step for request, step in self.awaited)
-            idle = not ready or self.scheduler.asleep
+            idle = not ready or self.scheduler.sleep_level
             assert self.flights or waits or idle, "there is work and nothing in flight, but nothing is planned"
             self._settled()
             return None
@@ -351,7 +351,7 @@ class Rig:
         while self.flights:
             self.complete()
         self._note(lambda: "sleep")
-        self._move(self.scheduler.fall_asleep(forget=forget))
+        self._move(self.scheduler.fall_asleep(1 + forget))
         self.runner.resize(0)
         self._settled()
 
@@ -475,7 +475,7 @@ class Rig:
         for request in self.live(State.RUNNING):
             if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
                 short = request.planned == len(request.pages) * self.capacity.page_size or request.forked
-                short = short or self.scheduler._failures.is_cautious
+                short = short or self.scheduler.failures.is_cautious
                 assert request.leaving or short, f"r{request.id}: a decode with a page to write to was left out"
 
     def _check_pages(self, plan: StepPlan) -> None:

@@ -36,7 +36,6 @@ from headrace.engine import (
     Engine,
     EngineCrashed,
     HeadraceError,
-    OutOfMemory,
     RequestFailed,
     ResponseFormat,
     SamplingParams,
@@ -435,8 +434,8 @@ def test_shaping_without_memory_costs_the_requests_of_its_step(
         async with engine_on(zoo, "exact", max_rows=3, prefix_cache=False) as engine:
             before = await answers(engine, cases) if fails != "memory" else None
             hit = failing(gpu, fails, torch.OutOfMemoryError("no memory"), LAUNCHER)
-            with pytest.raises(OutOfMemory):
-                await engine.generate([5], SamplingParams(repetition_penalty=5.0, max_tokens=8))
+            await engine.generate([5], SamplingParams(repetition_penalty=5.0, max_tokens=8))
+            assert engine.stats().memory_retries == 1
             assert hit == ([LAUNCHER] if before else [])
             after = await answers(engine, cases)
             assert before in (None, after)
@@ -594,9 +593,7 @@ TOP = Sampling(temperature=1.0, top_k=5, seed=9)
 @pytest.mark.parametrize("launch_ahead", [1, 4])
 @pytest.mark.parametrize("kernel", ["prefill", "_choose_kernel", "_prepare_kernel"])
 @pytest.mark.parametrize("skip", [0, 1])
-def test_a_step_without_memory_costs_its_own_requests(
-    zoo: Zoo, gpu: Gpu, kernel: str, launch_ahead: int, skip: int
-) -> None:
+def test_a_step_without_memory_is_tried_again(zoo: Zoo, gpu: Gpu, kernel: str, launch_ahead: int, skip: int) -> None:
     """In the launcher's thread: in a prefill, at its end, or while a graph is captured for filters that appear late."""
     asked = [(ids, [Sampling(), TOP][at % 2]) for at, ids in enumerate(prompts(16, 40, 7, 33, 90, 12, 64, 50))]
 
@@ -604,8 +601,8 @@ def test_a_step_without_memory_costs_its_own_requests(
         options = {"max_rows": 4, "max_batched_tokens": 16, "launch_ahead": launch_ahead}
         async with engine_on(zoo, "exact", **options) as engine:
             hit = failing(gpu, kernel, torch.OutOfMemoryError("no memory"), LAUNCHER, skip)
-            check_outcomes(await outcomes(engine, asked, 12), asked, OutOfMemory)
-            assert hit == [LAUNCHER]
+            check_outcomes(await outcomes(engine, asked, 12), asked)
+            assert hit == [LAUNCHER] and engine.stats().memory_retries == 1
             check_outcomes(await outcomes(engine, asked, 12), asked)
             await at_rest(engine)
 
@@ -660,7 +657,9 @@ def test_a_plan_that_was_made_for_nothing_serves_no_batch(
             short = prompts(3, 5, 6, 8, 10, 12)
             outputs = await together(engine, short, greedy(8))
             monkeypatch.setattr(graphs, "PlannedDecode", Planned)
-            assert await outcomes(engine, [(draw(70, 1), Sampling())], 4) == [OutOfMemory]
+            await together(engine, prompts(70), greedy(4))
+            assert engine.stats().memory_retries == 1 and engine._loop is not None
+            engine._loop.scheduler.failures._allow(256, 8192)  # which many steps more would come to
             outputs += await together(engine, short, greedy(8))
             assert [output.tokens for output in outputs[:6]] == [output.tokens for output in outputs[6:]]
             outputs += await one_by_one(engine, prompts(70), 4)

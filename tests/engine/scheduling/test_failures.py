@@ -157,7 +157,7 @@ def test_steps_that_find_no_memory_are_tried_again_and_nobody_fails(depth: int) 
     rig.run()
     rig.check_empty()
     assert {rig.ends[request.id] for request in requests} == {"length"}
-    assert rig.scheduler._failures.retries > 0
+    assert rig.scheduler.failures.retries > 0
 
 
 def test_steps_are_half_as_large_after_each_that_found_no_memory_until_one_request_fails_alone() -> None:
@@ -175,7 +175,7 @@ def test_steps_are_half_as_large_after_each_that_found_no_memory_until_one_reque
     rig.run()
     rig.check_empty()
     assert [rig.ends[request.id] for request in requests[1:]] == ["length"] * 3
-    assert not rig.scheduler._failures.is_cautious  # they were many steps
+    assert not rig.scheduler.failures.is_cautious  # they were many steps
 
 
 def test_one_that_never_finds_memory_is_the_only_one_to_fail() -> None:
