@@ -353,7 +353,6 @@ class Scheduler(Overview):
                 self.pool.forget(page)
         return self._roster.fail(request, failure_of(token, self.capacity.vocab_size))
 
-
     # -- memory ---------------------------------------------------------------------------------------------------
 
     @property
