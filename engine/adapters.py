@@ -68,7 +68,14 @@ class _Source:
 class Adapters:
     """The adapters of one engine, as `engine.adapters`. All methods are called on the event loop's thread."""
 
-    def __init__(self, device: AdapterDevice | None, config: EngineConfig, model: str, loop: StepLoop) -> None:
+    def __init__(
+        self,
+        device: AdapterDevice | None,
+        config: EngineConfig,
+        model: str,
+        loop: StepLoop,
+        make_worker: Callable[..., Worker] = Worker,
+    ) -> None:
         """Start with none; `device` is None where the engine was opened for none, `model` is the base model's name."""
         self._device = device
         self._loop = loop
@@ -86,7 +93,8 @@ class Adapters:
         self._workers: tuple[Worker, ...] = ()
         if device is not None:
             post = Poster()
-            self._reader, self._mover = Worker("headrace-adapter-reader", post), Worker("headrace-adapter-mover", post)
+            self._reader = make_worker("headrace-adapter-reader", post)
+            self._mover = make_worker("headrace-adapter-mover", post)
             self._workers = (self._reader, self._mover)
             loop.carry_out = self._carry_out
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -374,7 +373,8 @@ class Engine(Elastic):
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        return self._serving()[0].meter.step_age(time.perf_counter())
+        loop, _ = self._serving()
+        return loop.meter.step_age(loop.now)
 
     @property
     def info(self) -> EngineInfo:

@@ -6,6 +6,8 @@ Owns the model's opening, the threads and the end of everything; never sees a re
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -36,6 +38,10 @@ class Life:
     def __init__(self, config: EngineConfig) -> None:
         """Hold nothing yet."""
         self.config = config
+        # what an engine takes of the machine besides its event loop: the simulation has its own
+        self._make_worker: Callable[..., Worker] = Worker
+        self._make_hooks: Callable[[Poster, float], HookThread] = HookThread
+        self._clock: Callable[[], float] = time.perf_counter
         self._entered = False
         self._opened: Opened | None = None
         self._adapters: Adapters | None = None
@@ -55,10 +61,10 @@ class Life:
             raise RuntimeError("an Engine is opened once; make another for another opening")
         self._entered = True
         self._post = Poster()
-        self._helper = Worker("headrace-helper", self._post, cheapest_first=True)
-        self._waiter = Worker("headrace-waiter", self._post)
+        self._helper = self._make_worker("headrace-helper", self._post, cheapest_first=True)
+        self._waiter = self._make_worker("headrace-waiter", self._post)
         self._grammars = Grammars(self._post)
-        self._hooks = HookThread(self._post, self.config.hook_seconds)
+        self._hooks = self._make_hooks(self._post, self.config.hook_seconds)
         try:
             opened = await self._helper.run(self._open_and_keep)
             host = await self._helper.run(partial(_open_host_pool, opened, self.config.swap_memory))
@@ -77,8 +83,9 @@ class Life:
             itl_target=None if self.config.itl_target_ms is None else self.config.itl_target_ms / 1000,
         )
         runner = opened.runner
-        self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, launch_ahead=self.config.launch_ahead)
-        self._adapters = Adapters(opened.adapters, self.config, opened.info.model, self._loop)
+        ahead = self.config.launch_ahead
+        self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, launch_ahead=ahead, clock=self._clock)
+        self._adapters = Adapters(opened.adapters, self.config, opened.info.model, self._loop, self._make_worker)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._stopped = anyio.Event()

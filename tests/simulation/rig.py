@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from simulation.device import RigRunner
+from simulation.watch import StepWatch
 
 from headrace.engine.errors import HeadraceError, OutOfMemory, RequestFailed
 from headrace.engine.scheduling.host_pages import HostPages
@@ -21,9 +21,9 @@ from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling, State, branch, goes_on
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.testing import ScriptedStep, scripted_token, scripted_vector
+from headrace.engine.testing import scripted_token, scripted_vector
 
-__all__ = ["Flight", "Rig", "capacity", "reference"]
+__all__ = ["Rig", "capacity", "reference", "say_commit", "say_plan"]
 
 _TRACE = 40
 _TURNS = 10_000  # of one rig: more means that it goes round in circles
@@ -59,16 +59,6 @@ def _vector(request: Request) -> NDArray[np.float32]:
     return vector
 
 
-@dataclass(slots=True)
-class Flight:
-    """A launched, uncommitted step; `step` is None where the launch itself failed."""
-
-    plan: StepPlan
-    step: ScriptedStep | None
-    touched: dict[int, tuple[Request, set[int]]] = field(default_factory=dict)
-    """Request id -> the request and the pages that this step reads or writes for it."""
-
-
 _SCRIPT: Any = object()
 """Stands for a grammar: what it forces is what the device's script says anyway."""
 
@@ -100,11 +90,12 @@ class Rig:
         """Seconds; whoever drives the rig moves it on."""
         self.faults: dict[int, Exception | int] = {-1: 0}  # the runner would replace an empty mapping by its own
         self.runner = RigRunner(capacity, self.faults)
-        self.flights: deque[Flight] = deque()
         self.requests: list[Request] = []
         self.prompts: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         """Request id -> its one end: a finish reason or the name of its error."""
+        self._watch = StepWatch(self.scheduler, self.ends)
+        self.flights = self._watch.flights
         self.awaited: list[tuple[Request, int]] = []
         """Requests whose tokens the host still has to choose, and after which step."""
         self.heard: dict[int, int] = {}
@@ -112,11 +103,7 @@ class Rig:
         self.computed_tokens = 0
         self.copies = 0
         self._turns = 0
-        self._roots: dict[int, bytes] = {}
-        """Page -> the root of what was last written to it."""
-        self._host_roots: dict[int, bytes] = {}
         self._events: deque[tuple[Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
-        self._guard_allocations()
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
@@ -262,7 +249,7 @@ class Rig:
         """
         if len(self.flights) >= self.depth or (self.flights and self.flights[-1].step is None):
             return None  # what was not launched must fail before anything is planned on top of it
-        owed = {r.id: r.known - r.planned for r in self.live(State.RUNNING) if r.is_decodable}
+        owed = self._watch.owed()
         ready = self.live(State.WAITING, State.RUNNING)
         plan = self.scheduler.plan(self.now)
         for emission in self.scheduler.take_lapsed():
@@ -276,14 +263,8 @@ class Rig:
             assert self.flights or waits or idle, "there is work and nothing in flight, but nothing is planned"
             self._settled()
             return None
-        flight = Flight(plan, None)
-        for work in plan.works:
-            flight.touched[work.request.id] = (work.request, set(work.request.pages))
-        self._note(_say_plan, plan, fault)
-        self._check_plan(plan, owed)
-        self._check_pages(plan)
-        self._check_roots(plan)
-        self.flights.append(flight)
+        self._note(say_plan, plan, fault)
+        flight = self._watch.planned(plan, owed, self.now)
         self.computed_tokens += plan.tokens
         self.copies += len(plan.copies)
         if fault != "launch":
@@ -317,7 +298,7 @@ class Rig:
         else:
             if bad is not None:
                 tokens[bad[0] % len(tokens)] = bad[1]  # type: ignore[index]  # of lists alone
-            self._note(_say_commit, plan, tokens)
+            self._note(say_commit, plan, tokens)
             emissions = self.scheduler.commit(plan, tokens)
             self.awaited += [(r, plan.step) for r, *_ in plan.works if r.awaited == plan.step]
         for emission in emissions:
@@ -364,8 +345,8 @@ class Rig:
 
     def _move(self, plans: Sequence[StepPlan]) -> None:
         for plan in plans:
-            self._note(_say_plan, plan, "")
-            self._check_roots(plan)
+            self._note(say_plan, plan, "")
+            self._watch.check_roots(plan)
             self.scheduler.commit(plan, self.runner.launch(plan).wait())
 
     def turn(self) -> bool:
@@ -406,19 +387,9 @@ class Rig:
 
     def check_empty(self) -> None:
         """Assert that every request has ended, rightly, and every page and row is back."""
-        scheduler = self.scheduler
-        assert not self.flights and not scheduler.requests, "something is left"
-        assert scheduler.pool.held == 0 and scheduler.pool.available == scheduler.pool.num_pages
-        for request in self.requests:
-            while request.keepers > 0:
-                self.let_go(request)
-        assert not scheduler.pool._keepers and not scheduler.pool._kept, "a page is kept for nobody"
-        assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_paused) == (0, 0, 0)
-        assert scheduler.num_swapped == 0
-        assert not scheduler.prefixes.promises and scheduler.live_tokens() == 0
+        self._watch.check_empty(self.requests)
         for request in self.requests:
             assert request.id in self.ends, f"r{request.id} has no end"
-            assert not request.pages and request.row < 0 and not request.in_flight
             self.check_output(request)
 
     def check_output(self, request: Request) -> None:
@@ -448,86 +419,7 @@ class Rig:
 
     def _settled(self) -> None:
         """What holds between any two actions."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        scheduler.check()
-        assert pool.held + pool.available == pool.num_pages
-        assert scheduler.live_tokens() <= pool.held * pool.page_size
-        for request in self.live():
-            assert request.id not in self.ends, f"r{request.id} lives on after its end"
-
-    def _check_plan(self, plan: StepPlan, owed: dict[int, int]) -> None:
-        """Budgets, decodes first, and nothing for requests that have ended or are paused."""
-        works = plan.works
-        assert works and len(works) <= self.capacity.max_rows
-        assert plan.tokens == sum(work.num_tokens for work in works) <= self.capacity.max_batched_tokens
-        assert len({work.row for work in works}) == len({work.request.id for work in works}) == len(works)
-        new = {row.row for row in plan.new_rows}
-        decodes = [owed.get(work.request.id) == 1 and work.row not in new for work in works]
-        assert decodes == sorted(decodes, reverse=True), "a decode comes after a prefill"
-        for work in works:
-            request = work.request
-            assert request.id not in self.ends, f"r{request.id} is planned after its end"
-            assert request.deadline is None or request.deadline > self.now, f"r{request.id} is planned too late"
-            assert request.state is State.RUNNING and work.row == request.row and work.num_tokens > 0
-            assert work.start + work.num_tokens == request.planned <= len(request.pages) * self.capacity.page_size
-            assert work.samples == (request.planned == request.known - work.samples and request.pooling is None)
-        planned = {work.request.id for work in works}
-        for request in self.live(State.RUNNING):
-            if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
-                short = request.planned == len(request.pages) * self.capacity.page_size or request.forked
-                short = short or self.scheduler.failures.is_cautious
-                assert request.leaving or short, f"r{request.id}: a decode with a page to write to was left out"
-
-    def _check_pages(self, plan: StepPlan) -> None:
-        """Nobody writes a page that another request holds, or that a step in flight uses for another request."""
-        size, refs = self.capacity.page_size, self.scheduler.pool.refs
-        destinations: set[int] = set()
-        for source, destination in plan.copies:
-            assert source not in destinations, "a copy reads what another of the same plan writes: their order matters"
-            destinations.add(destination)
-        in_use = [(flight, *entry) for flight in self.flights for entry in flight.touched.values()]
-        for _, other, touched in in_use:
-            if other.forked:  # the page it copied from is its own no longer
-                touched.intersection_update(other.pages)
-        for request, _, start, count, _ in plan.works:
-            pages = request.pages[start // size : (start + count - 1) // size + 1]
-            for page in pages:
-                assert refs[page] == 1, f"r{request.id} writes page {page}, which {refs[page]} requests hold"
-            for flight, other, touched in in_use:
-                assert other is request or touched.isdisjoint(pages), (
-                    f"r{request.id} writes a page of r{other.id} that step {flight.plan.step} still uses"
-                )
-
-    def _check_roots(self, plan: StepPlan) -> None:
-        """Nobody reads what was written for another tenant or adapter, in host memory or not."""
-        roots, host = self._roots, self._host_roots
-        host.update({place: roots[page] for page, place in plan.spills})
-        for source, target in plan.copies:
-            roots[target] = roots[source]
-        roots.update({page: host[place] for place, page in plan.fetches})
-        size = self.capacity.page_size
-        for request, _, start, count, _ in plan.works:
-            pages = request.pages[: (start + count - 1) // size + 1]
-            for page in pages[: -(-start // size)]:
-                assert roots[page] == request.root, f"r{request.id} reads page {page} of {roots[page]!r}"
-            roots.update(dict.fromkeys(pages[start // size :], request.root))
-
-    def _guard_allocations(self) -> None:
-        """Make the pool assert that it hands out no page that a step in flight uses, but those copied away from."""
-        pool = self.scheduler.pool
-        allocate = pool.allocate
-
-        def guarded() -> int | None:
-            page = allocate()
-            for flight in self.flights:
-                for other, touched in flight.touched.values():
-                    copied_away = other.forked and other.row >= 0 and page not in other.pages
-                    assert page not in touched or copied_away, (
-                        f"page {page} of r{other.id} is handed out while step {flight.plan.step} uses it"
-                    )
-            return page
-
-        pool.allocate = guarded  # type: ignore[method-assign]
+        self._watch.settled()
 
     def _take(self, emission: Emission) -> None:
         """See that an emission is right and comes before its request's end."""
@@ -567,7 +459,7 @@ def _say_submit(ids: list[int], length: int, limit: int, priority: int, root: by
     return f"submit     {names}: prompt of {length}, ends at {limit}, priority {priority}, root {root!r}"
 
 
-def _say_plan(plan: StepPlan, fault: str) -> str:
+def say_plan(plan: StepPlan, fault: str) -> str:
     new = {row.row for row in plan.new_rows}
     works = " ".join(
         f"{'+' if work.row in new else ''}r{work.request.id}[{work.start}:{work.start + work.num_tokens}]"
@@ -579,7 +471,7 @@ def _say_plan(plan: StepPlan, fault: str) -> str:
     return f"plan       step {plan.step}{f' ({fault} will fail)' if fault else ''}: {works}{moved}"
 
 
-def _say_commit(plan: StepPlan, tokens: Sequence[int]) -> str:
+def say_commit(plan: StepPlan, tokens: Sequence[int]) -> str:
     got = " ".join(
         f"r{work.request.id}={token}" for work, token in zip(plan.works, tokens, strict=True) if work.samples
     )

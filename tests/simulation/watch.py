@@ -1,0 +1,156 @@
+"""`StepWatch`: what must hold of every plan while others are in flight; looks at a scheduler and never changes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+
+from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.testing import ScriptedStep
+
+__all__ = ["Flight", "StepWatch"]
+
+
+@dataclass(slots=True)
+class Flight:
+    """A planned, uncommitted step; `step` is None where the launch itself failed."""
+
+    plan: StepPlan
+    step: ScriptedStep | None = None
+    touched: dict[int, tuple[Request, set[int]]] = field(default_factory=dict)
+    """Request id -> the request and the pages that this step reads or writes for it."""
+
+
+class StepWatch:
+    """The steps in flight of one scheduler, and what was written for whom."""
+
+    def __init__(self, scheduler: Scheduler, ended: Container[int]) -> None:
+        """Watch `scheduler`; `ended` has the ids of requests that have been given their end."""
+        self.flights: deque[Flight] = deque()
+        self._scheduler = scheduler
+        self._capacity = scheduler.capacity
+        self._ended = ended
+        self._roots: dict[int, bytes] = {}
+        """Page -> the root of what was last written to it."""
+        self._host_roots: dict[int, bytes] = {}
+        self._guard_allocations()
+
+    def owed(self) -> dict[int, int]:
+        """Request id -> tokens that it owes, of those that may decode: to be asked before a plan."""
+        return {r.id: r.known - r.planned for r in self._live(State.RUNNING) if r.is_decodable}
+
+    def planned(self, plan: StepPlan, owed: dict[int, int], now: float) -> Flight:
+        """See that `plan` may be launched, and count it as in flight."""
+        flight = Flight(plan)
+        for work in plan.works:
+            flight.touched[work.request.id] = (work.request, set(work.request.pages))
+        self._check_plan(plan, owed, now)
+        self._check_pages(plan)
+        self.check_roots(plan)
+        self.flights.append(flight)
+        return flight
+
+    def check_roots(self, plan: StepPlan) -> None:
+        """Nobody reads what was written for another tenant or adapter, in host memory or not."""
+        roots, host = self._roots, self._host_roots
+        host.update({place: roots[page] for page, place in plan.spills})
+        for source, target in plan.copies:
+            roots[target] = roots[source]
+        roots.update({page: host[place] for place, page in plan.fetches})
+        size = self._capacity.page_size
+        for request, _, start, count, _ in plan.works:
+            pages = request.pages[: (start + count - 1) // size + 1]
+            for page in pages[: -(-start // size)]:
+                assert roots[page] == request.root, f"r{request.id} reads page {page} of {roots[page]!r}"
+            roots.update(dict.fromkeys(pages[start // size :], request.root))
+
+    def settled(self) -> None:
+        """See that what holds between any two events does."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        scheduler.check()
+        assert pool.held + pool.available == pool.num_pages
+        assert scheduler.live_tokens() <= pool.held * pool.page_size
+        for request in self._live(State.WAITING, State.RUNNING, State.PAUSED):
+            assert request.id not in self._ended, f"r{request.id} lives on after its end"
+
+    def check_empty(self, requests: Iterable[Request]) -> None:
+        """See that nothing is left of `requests`, which are all there ever were; lets go of what somebody keeps."""
+        scheduler = self._scheduler
+        assert not self.flights and not scheduler.requests, "something is left"
+        assert scheduler.pool.held == 0 and scheduler.pool.available == scheduler.pool.num_pages
+        for request in requests:
+            while request.keepers > 0:
+                scheduler.let_go(request)
+        assert not scheduler.pool._keepers and not scheduler.pool._kept, "a page is kept for nobody"
+        assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_paused) == (0, 0, 0)
+        assert scheduler.num_swapped == 0
+        assert not scheduler.prefixes.promises and scheduler.live_tokens() == 0
+        for request in requests:
+            assert not request.pages and request.row < 0 and not request.in_flight
+
+    def _live(self, *states: State) -> list[Request]:
+        return [request for request in self._scheduler.requests.values() if request.state in states]
+
+    def _check_plan(self, plan: StepPlan, owed: dict[int, int], now: float) -> None:
+        """Budgets, decodes first, and nothing for requests that have ended or are paused."""
+        works = plan.works
+        assert works and len(works) <= self._capacity.max_rows
+        assert plan.tokens == sum(work.num_tokens for work in works) <= self._capacity.max_batched_tokens
+        assert len({work.row for work in works}) == len({work.request.id for work in works}) == len(works)
+        new = {row.row for row in plan.new_rows}
+        decodes = [owed.get(work.request.id) == 1 and work.row not in new for work in works]
+        assert decodes == sorted(decodes, reverse=True), "a decode comes after a prefill"
+        size = self._capacity.page_size
+        for work in works:
+            request = work.request
+            assert request.id not in self._ended, f"r{request.id} is planned after its end"
+            assert request.deadline is None or request.deadline > now, f"r{request.id} is planned too late"
+            assert request.state is State.RUNNING and work.row == request.row and work.num_tokens > 0
+            assert work.start + work.num_tokens == request.planned <= len(request.pages) * size
+            assert work.samples == (request.planned == request.known - work.samples and request.pooling is None)
+        planned = {work.request.id for work in works}
+        for request in self._live(State.RUNNING):
+            if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
+                short = request.planned == len(request.pages) * size or request.forked
+                short = short or self._scheduler.failures.is_cautious
+                assert request.leaving or short, f"r{request.id}: a decode with a page to write to was left out"
+
+    def _check_pages(self, plan: StepPlan) -> None:
+        """Nobody writes a page that another request holds, or that a step in flight uses for another request."""
+        size, refs = self._capacity.page_size, self._scheduler.pool.refs
+        destinations: set[int] = set()
+        for source, destination in plan.copies:
+            assert source not in destinations, "a copy reads what another of the same plan writes: their order matters"
+            destinations.add(destination)
+        in_use = [(flight, *entry) for flight in self.flights for entry in flight.touched.values()]
+        for _, other, touched in in_use:
+            if other.forked:  # the page it copied from is its own no longer
+                touched.intersection_update(other.pages)
+        for request, _, start, count, _ in plan.works:
+            pages = request.pages[start // size : (start + count - 1) // size + 1]
+            for page in pages:
+                assert refs[page] == 1, f"r{request.id} writes page {page}, which {refs[page]} requests hold"
+            for flight, other, touched in in_use:
+                assert other is request or touched.isdisjoint(pages), (
+                    f"r{request.id} writes a page of r{other.id} that step {flight.plan.step} still uses"
+                )
+
+    def _guard_allocations(self) -> None:
+        """Make the pool assert that it hands out no page that a step in flight uses, but those copied away from."""
+        pool = self._scheduler.pool
+        allocate = pool.allocate
+
+        def guarded() -> int | None:
+            page = allocate()
+            for flight in self.flights:
+                for other, touched in flight.touched.values():
+                    copied_away = other.forked and other.row >= 0 and page not in other.pages
+                    assert page not in touched or copied_away, (
+                        f"page {page} of r{other.id} is handed out while step {flight.plan.step} uses it"
+                    )
+            return page
+
+        pool.allocate = guarded  # type: ignore[method-assign]
