@@ -194,6 +194,8 @@ class Generation:
 
     def deliver(self, emission: Emission) -> None:
         """Put a commit's result where the reader finds it."""
+        if self.finished:  # another choice failed in the same step
+            return
         if emission.error is not None:
             self.fail(emission.error)
             return

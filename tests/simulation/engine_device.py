@@ -1,0 +1,244 @@
+"""The device under a simulated engine: a `RigRunner` that takes time, wears adapters and fails; decides nothing.
+
+Whatever it computes depends on all that it reads back through the block table: the tokens, the seed of the choice and
+the adapter that was worn when each was written. Anything stale, lost or of somebody else shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from simulation.device import RigRunner
+from simulation.machine import Machine
+
+from headrace.adapters.bank import AdapterDevice
+from headrace.adapters.loaded import LoadedAdapter
+from headrace.engine.errors import AdapterRejected, EngineCrashed
+from headrace.engine.opened import Opened
+from headrace.engine.scheduling.plan import CHOSEN_LATER, NON_FINITE, Capacity, StepPlan
+from headrace.engine.scheduling.shaping import Report, ReportedTokens
+from headrace.engine.testing import ScriptedEngine, ScriptedStep, scripted_token
+
+__all__ = ["FIRST", "LETTERS", "Disk", "Faults", "SimulatedEngine", "SimulatedRunner", "chosen", "written"]
+
+FIRST, LETTERS = 97, 26
+"""All that is ever generated: small letters."""
+_MIXED = 1000
+
+
+def written(token: int, adapter: int) -> int:
+    """What a cell holds of a token that was computed with an adapter; 0 for none."""
+    return token + _MIXED * adapter
+
+
+def chosen(seed: int, values: Sequence[int]) -> int:
+    """The token of a choice of that seed after cells of those values."""
+    return FIRST + scripted_token([seed, *values], LETTERS)
+
+
+@dataclass
+class Faults:
+    """How often what goes wrong: probabilities of a step, or of an adapter's move."""
+
+    slow: float = 0.0
+    hung: float = 0.0
+    step: float = 0.0
+    launch: float = 0.0
+    memory: float = 0.0
+    """Out of memory, when a step is launched or later."""
+    row: float = 0.0
+    """One row that is not finite."""
+    move: float = 0.0
+    """An adapter that does not come to the device, or is not read."""
+    crash: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Adapter:
+    """Stands for weights."""
+
+    number: int
+    virtual_tokens: int
+    nbytes: int = 64
+
+    @property
+    def digest(self) -> bytes:
+        return b"adapter %d" % self.number
+
+
+class Disk:
+    """Adapter folders: `/a3` holds adapter 3, until it holds another."""
+
+    def __init__(self, machine: Machine, faults: Faults, chance: random.Random) -> None:
+        self.folders = {f"/a{number}": number for number in range(1, 7)}
+        self._machine = machine
+        self._faults = faults
+        self._chance = chance
+
+    def read(self, path: str, root: Path | None) -> LoadedAdapter:
+        """As `AdapterDevice.read`."""
+        number = self.folders.get(path, 0)
+        if not number or self._chance.random() < self._faults.move:
+            raise AdapterRejected("path: cannot be read", field="path", value=path, limit="a folder")
+        return cast(LoadedAdapter, _Adapter(number, virtual_tokens=2 if number == 6 else 0))
+
+
+class SimulatedStep:
+    """A launched step, done when its time has come."""
+
+    def __init__(self, runner: SimulatedRunner, plan: StepPlan, inner: ScriptedStep, ends: float) -> None:
+        self.slots = {runner.worn[work.row] for work in plan.works}
+        self._runner = runner
+        self._inner = inner
+        self._ends = ends
+
+    @property
+    def seconds(self) -> float:
+        """Until it is done."""
+        return max(0.0, self._ends - self._runner.machine.loop.now)
+
+    def wait(self) -> Sequence[int]:
+        first = self._runner.launched_steps.popleft()
+        self._runner.machine.require(first is self, "steps are waited for out of order")
+        return self._inner.wait()
+
+
+class SimulatedRunner(RigRunner):
+    """Steps that take their time, one after another, and fail as `faults` say."""
+
+    def __init__(self, capacity: Capacity, machine: Machine, faults: Faults, chance: random.Random) -> None:
+        super().__init__(capacity, {-1: 0})
+        self.machine = machine
+        self.launched_steps: deque[SimulatedStep] = deque()
+        self.slots: dict[int, _Adapter] = {}
+        self.happened: list[str] = []
+        """Faults, since somebody looked."""
+        self.step_seconds = chance.choice([0.001, 0.02])
+        self.rates = faults
+        self._chance = chance
+        self.worn = [-1] * capacity.max_rows
+        """The slot of what each row wears."""
+        self._processors: dict[int, Any] = {}
+        self._choices: dict[int, Callable[[], tuple[int, Report | None]]] = {}
+        self._free_at = 0.0
+
+    def launch(self, plan: StepPlan) -> Any:
+        chance, rates = self._chance, self.rates
+        self.machine.require(not self.closed, "a step is launched on a closed device")
+        if chance.random() < rates.crash:
+            raise self._fault(EngineCrashed("scripted"))
+        if chance.random() < rates.launch:
+            raise self._fault(chance.choice([RuntimeError("scripted"), MemoryError()]))
+        if chance.random() < rates.step + rates.memory:
+            memory = chance.random() * (rates.step + rates.memory) < rates.memory
+            self._faults[plan.step] = self._fault(MemoryError() if memory else RuntimeError("scripted"))  # type: ignore[index]
+        elif chance.random() < rates.row:
+            self.happened.append("a bad row")
+            self._faults[plan.step] = chance.choice([NON_FINITE, self.capacity.vocab_size])  # type: ignore[index]
+        for row in plan.new_rows:
+            self.worn[row.row] = row.slot
+        self._processors.update((options.row, options.processor) for options in plan.options)
+        self._choices = {}
+        inner = super().launch(plan)
+        self._faults.pop(plan.step, None)  # type: ignore[attr-defined]  # its traceback would keep whoever waited
+        if self._choices:
+            pooled = getattr(inner._tokens, "pooled", None)
+            inner._tokens = ReportedTokens(inner._tokens, {}, {}, pooled, self._choices)
+        step = SimulatedStep(self, plan, inner, self._takes())
+        self.launched_steps.append(step)
+        return step
+
+    def open_host_pool(self, places: int) -> float:
+        return self._chance.choice([0.0, 0.001, 1.0])
+
+    def close(self) -> None:
+        self.machine.require(not self.launched_steps, "the device is closed under a step in flight")
+        self.machine.require(not self.closed, "the device is closed twice")
+        super().close()
+
+    def _takes(self) -> float:
+        """When the step that is launched now will be done."""
+        chance, rates = self._chance, self.rates
+        seconds = self.step_seconds * (0.2 + chance.random())
+        if chance.random() < rates.hung:
+            self.happened.append("a step hangs")
+            seconds = 600.0
+        elif chance.random() < rates.slow:
+            seconds *= 100
+        self._free_at = max(self._free_at, self.machine.loop.now) + seconds
+        return self._free_at
+
+    def _fault(self, error: Exception) -> Exception:
+        self.happened.append(type(error).__name__)
+        return error
+
+    def _write(self, plan: StepPlan) -> None:
+        super()._write(plan)
+        for work in plan.works:
+            slot = self.worn[work.row]
+            if slot < 0:
+                continue
+            self.machine.require(slot in self.slots, f"r{work.request.id} wears what is not on the device")
+            for page, cell in self._cell_places(work)[work.start :]:
+                if self._cells[page][cell] >= 0:
+                    self._cells[page][cell] = written(self._cells[page][cell], self.slots[slot].number)
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        sampled = []
+        for index, work in enumerate(plan.works):
+            token = 0
+            if work.samples:
+                known = (self._seeds[work.row], self._read(work))
+                token = chosen(*known)
+                if work.row in self._hosted:
+                    token = CHOSEN_LATER
+                    self._choices[index] = partial(self._by_host, self._processors[work.row], *known)
+                self._tokens[work.row][work.start + work.num_tokens] = token
+            sampled.append(token)
+        return sampled
+
+    @staticmethod
+    def _by_host(processor: Any, seed: int, values: list[int]) -> tuple[int, Report | None]:
+        processor([value % _MIXED for value in values], None)
+        return chosen(seed, values), None
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
+        """As `AdapterBank.put`."""
+        self._check_unused(slot)
+        self.slots.pop(slot, None)
+        if self._chance.random() < self.rates.move:
+            self.happened.append("an adapter does not come")
+            raise RuntimeError("scripted")
+        self.slots[slot] = cast(Any, adapter)
+
+    def take(self, slot: int) -> None:
+        """As `AdapterBank.take`."""
+        self._check_unused(slot)
+        self.slots.pop(slot, None)
+
+    def _check_unused(self, slot: int) -> None:
+        used = any(slot in step.slots for step in self.launched_steps)
+        self.machine.require(not used, f"slot {slot} is filled or emptied while a step in flight wears it")
+
+
+class SimulatedEngine(ScriptedEngine):
+    """An engine on a machine of virtual time."""
+
+    def __init__(self, machine: Machine, runner: SimulatedRunner, disk: Disk, slots: int, **options: Any) -> None:
+        super().__init__(runner.capacity, lambda: runner, adapter_slots=slots, **options)
+        self._make_worker = machine.make_worker
+        self._make_hooks = machine.make_hooks
+        self._clock = machine.clock
+        self._device = AdapterDevice(runner, slots, 2 * slots, 48, disk.read) if slots else None
+
+    def _open(self) -> Opened:
+        opened = super()._open()
+        return replace(opened, abilities=opened.abilities | {"hooks"}, adapters=self._device)

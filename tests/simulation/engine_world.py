@@ -1,0 +1,508 @@
+"""`EngineWorld`: one seeded life of a whole engine - loop, streams, adapters and threads - in virtual time.
+
+Sends callers, breaks things, and asserts what must hold after every event; never leaves anything to but the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import anyio
+from simulation.callers import Callers, Settings
+from simulation.engine_device import FIRST, LETTERS, Disk, Faults, SimulatedEngine, SimulatedRunner
+from simulation.machine import Machine
+from simulation.rig import capacity, say_commit, say_plan
+from simulation.told import Told
+from simulation.watch import StepWatch
+from simulation.world import Broken
+
+from headrace.engine import prompts
+from headrace.engine.errors import (
+    EngineCrashed,
+    EngineStopped,
+    HeadraceError,
+    HookFailed,
+    InvalidParams,
+    LoadFailed,
+    NonFiniteLogits,
+    OutOfMemory,
+    Overloaded,
+    PromptTooLong,
+    RequestFailed,
+    UnknownAdapter,
+)
+from headrace.engine.generation import Generation
+from headrace.engine.loop import StepLoop
+from headrace.engine.scheduling.policies import POLICIES
+from headrace.engine.scheduling.scheduler import Scheduler
+
+__all__ = ["EngineWorld", "live"]
+
+_TRACE = 40
+_PATIENCE = 1e5  # seconds: a hundred hung steps
+_SHORT = 12  # characters of a prompt beyond which a thread tokenises it
+_NAMES = ["x", "y", "z"]
+
+
+def live(seed: int, tamper: Callable[[EngineWorld], None] | None = None, seconds: float = 0.0) -> EngineWorld:
+    """Live the life of `seed` to its end and check that nothing is left.
+
+    Args:
+        seed: Decides everything.
+        tamper: Called with the world once its engine is open: breaks something there.
+        seconds: How long callers come, in virtual time; 0 leaves it to the seed.
+
+    Raises:
+        Broken: Something did not hold.
+    """
+    short, prompts._SHORT = prompts._SHORT, _SHORT
+    collecting = gc.isenabled()
+    gc.disable()  # when it comes depends on what ran before: a seed would not replay
+    gc.freeze()
+    world = EngineWorld(seed, seconds)
+    try:
+        with world.machine.running() as loop:
+            asyncio.set_event_loop(loop)
+            loop.run_until_complete(world.run(tamper))
+            world.check_over()
+    except Exception as error:
+        what = f"engine seed {seed}, {world.machine.loop.now:.3f} s: {_told(error)}"
+        raise Broken(
+            f"{what}\n{world.describe()}\nlast events:\n{world.trace()}\nreplay: HEADRACE_SEEDS={seed}:{seed + 1}"
+        ) from error
+    finally:
+        asyncio.set_event_loop(None)
+        prompts._SHORT = short
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+    return world
+
+
+def _told(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+class EngineWorld:
+    """An engine of random size and options, its callers, and how often what goes wrong."""
+
+    def __init__(self, seed: int, seconds: float) -> None:
+        self.seed = seed
+        chance = random.Random(f"engine {seed}")
+        self._chance = chance
+        rows = chance.choice([1, 2, 4, 8])
+        self.capacity = capacity(
+            pages=chance.choice([8, 12, 20, 60]),
+            size=chance.choice([1, 2, 4, 16]),
+            rows=rows,
+            budget=chance.choice([rows, rows + 3, rows + 64]),
+            context=chance.choice([30, 60, 200]),
+            vocab=257,
+        )
+        self.machine = Machine(seed)
+        self.faults = self._draw_faults(chance)
+        disk_chance = random.Random(f"disk {seed}")
+        self.runner = SimulatedRunner(self.capacity, self.machine, replace(self.faults), random.Random(f"device {seed}"))
+        self.disk = Disk(self.machine, self.runner.rates, disk_chance)
+        slots = chance.choice([0, 0, 1, 2, 4])
+        policy = chance.choice(["first_come", *POLICIES])
+        self.may_give_up = policy == "deadlines"
+        self.options: dict[str, Any] = {
+            "launch_ahead": chance.choice([1, 2, 2, 3, 4]),
+            "max_unread_tokens": chance.choice([1, 2, 8, 512]),
+            "prefix_cache": chance.random() < 0.8,
+            "swap_memory": chance.choice([0, 0, 3, 100]) * self.capacity.page_size,
+            "policy": policy,
+            "itl_target_ms": chance.choice([None, None, 20.0]),
+            "max_adapters": 4,
+            "adapter_host_memory": chance.choice([64, 200, 10_000]),
+            "max_step_adapters": chance.choice([None, 1]),
+            "hook_seconds": 60.0,
+            "seed": seed,
+        }
+        self.engine = SimulatedEngine(self.machine, self.runner, self.disk, slots, **self.options)
+        self.callers = Callers(self, self._draw_settings(chance, slots))
+        self.seconds = seconds or chance.choice([0.1, 1.0, 5.0])
+        self.count_of_callers = chance.randint(4, 16) if not seconds else int(seconds * 5)
+        self.closing = False
+        self.reached: Counter[str] = Counter()
+        self._closes = chance.choice(["at the end"] * 5 + ["at once", "drains", "drains in vain"])
+        self._jumps = chance.random() < 0.2
+        self._slots = slots
+        self._met: list[tuple[Told, Generation]] = []
+        self._stood: list[dict[str, int]] = [{}]
+        """What stood under each name, change by change."""
+        self._events: deque[tuple[float, Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
+        self._nested = False
+
+    @staticmethod
+    def _draw_faults(chance: random.Random) -> Faults:
+        if chance.random() < 0.3:
+            return Faults(slow=0.02)
+        rates = [0.0, 0.0, 0.02, 0.1]
+        return Faults(
+            slow=0.02,
+            hung=chance.choice([0.0, 0.0, 0.0, 0.01]),
+            step=chance.choice(rates),
+            launch=chance.choice(rates),
+            memory=chance.choice(rates),
+            row=chance.choice(rates),
+            move=chance.choice([0.0, 0.0, 0.3]),
+            crash=0.005 if chance.random() < 0.05 else 0.0,
+        )
+
+    def _draw_settings(self, chance: random.Random, slots: int) -> Settings:
+        shared = [[FIRST + chance.randrange(LETTERS) for _ in range(chance.randrange(24))] for _ in range(2)]
+        return Settings(
+            prompts=shared,
+            longest=chance.choice([3, 10, 24]),
+            stalls=chance.choice([0.0, 0.05, 0.3]),
+            leaves=chance.choice([0.0, 0.4, 0.8]),
+            deadlines=chance.choice([0.0, 0.0, 0.4]),
+            hooks=chance.choice([0.0, 0.3]),
+            tenants=chance.choice([[None], [None, "a", "a", "b"]]),
+            adapters=[*_NAMES, "nobody"] if slots else [],
+        )
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def run(self, tamper: Callable[[EngineWorld], None] | None) -> None:
+        """Open the engine, let everybody come and go, and close it."""
+        self.machine.loop.each_turn(self._look)
+        async with anyio.create_task_group() as everybody:
+            with suppress(EngineCrashed):
+                async with self.engine:
+                    self._watch(tamper)
+                    await self._host(everybody)
+                    self._close_begins()
+            self._close_begins()
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Let go of what only failed tasks still hold: an error's frames hold the stream that it came from."""
+        self._forget()
+        gc.collect()
+        for _ in range(3):
+            await anyio.sleep(0)
+
+    async def _host(self, everybody: Any) -> None:
+        """Callers come one after another; then all of them are waited for, or the engine is closed under them."""
+        chance = random.Random(f"host {self.seed}")
+        async with anyio.create_task_group() as helpers:
+            for _ in range(2 if self._slots else 0):
+                helpers.start_soon(self._guarded, self._operate(random.Random(f"operator {self.seed} {_}")))
+            helpers.start_soon(self._guarded, self._observe(random.Random(f"observer {self.seed}")))
+            if self._jumps:
+                helpers.start_soon(self._guarded, self._jump(random.Random(f"clock {self.seed}")))
+            pending: set[int] = set()
+            for number in range(self.count_of_callers):
+                await anyio.sleep(chance.choice([0.0, 1.0]) * chance.random() * self.seconds / self.count_of_callers * 4)
+                pending.add(number)
+                everybody.start_soon(self._guarded, self._call(number, pending))
+            if self._loop().crashed is not None:
+                pass
+            elif self._closes == "at the end":
+                with anyio.fail_after(_PATIENCE):
+                    while pending:
+                        await anyio.sleep(0.05)
+                self.runner.rates = Faults()
+                if self._loop().crashed is None:
+                    await self._idle()
+            elif self._closes != "at once":
+                await self._drain()
+            helpers.cancel_scope.cancel()
+
+    async def _drain(self) -> None:
+        """Close the engine while callers are at it."""
+        vain = self._closes == "drains in vain"
+        self.note(lambda how: f"{'engine':10} {how}", self._closes)
+        before = [told for told, generation in self._met if not generation.finished]
+        self._draining = True
+        if vain:
+            self._close_begins()
+        with suppress(EngineCrashed):
+            await self.engine.aclose(drain=0.05 if vain else _PATIENCE)
+        self.closing = True
+        self.reached["drained"] += len(before)
+
+    async def _call(self, number: int, pending: set[int]) -> None:
+        try:
+            await self.callers.call(f"c{number}", random.Random(f"caller {self.seed} {number}"))
+        finally:
+            pending.discard(number)
+
+    async def _guarded(self, task: Any) -> None:
+        """What goes wrong in a task ends the run, and is not only seen by whoever waits for it."""
+        try:
+            await task
+        except Exception as error:
+            self.machine.breaks(error)
+            raise
+
+    def _close_begins(self) -> None:
+        """From now on whatever runs may be cancelled."""
+        self.closing = True
+        for told, _ in self._met:
+            told.cancelled = True
+
+    async def _idle(self) -> None:
+        """Nobody asks for anything: all must come back."""
+        loop = self._loop()
+        await self._settle()
+        for _ in range(1000):
+            if not (loop.scheduler.requests or self.runner.launched_steps):
+                break
+            await anyio.sleep(1.0)
+        assert not loop._generations, "streams are kept that nobody has"
+        stats = self.engine.stats()
+        assert not (stats.waiting or stats.running or stats.paused or stats.swapped), "something waits for nobody"
+        assert not stats.pages_held and not stats.live_tokens and not stats.steps_in_flight
+        for info in self.engine.adapters.list():
+            assert not info.requests, f"adapter {info.name} is used by nobody, and {info.requests} times"
+        assert all(not version.holders for version in loop.scheduler.slots._placed), "a row that is free wears something"
+
+    # -- who else is there --------------------------------------------------------------------------------------------
+
+    async def _operate(self, chance: random.Random) -> None:
+        """Load, replace, pin and unload adapters, and change their files."""
+        while True:
+            name = chance.choice(_NAMES)
+            what = chance.choice(["load", "load", "load", "unload", "pin", "unpin", "list", "files"])
+            self.note(lambda name, what: f"{'operator':10} {what} {name}", name, what)
+            with suppress(LoadFailed, UnknownAdapter, InvalidParams, EngineStopped, EngineCrashed):
+                with anyio.move_on_after(chance.choice([0.001, 10.0])):
+                    await self._do(what, name, chance)
+            self._remember()
+            await anyio.sleep(chance.choice([0.0, 0.1, 1.0]) * chance.random())
+
+    async def _do(self, what: str, name: str, chance: random.Random) -> None:
+        adapters = self.engine.adapters
+        if what == "load":
+            await adapters.load(name, chance.choice(sorted(self.disk.folders)))
+            self.reached["adapters loaded"] += 1
+        elif what == "unload":
+            await adapters.unload(name)
+        elif what == "files":
+            self.disk.folders[f"/a{chance.randint(1, 6)}"] = chance.randint(0, 6)
+        elif what == "list":
+            assert [info.name for info in adapters.list()] == sorted(adapters.versions)
+        else:
+            adapters.pin(name, what == "pin")
+
+    def _remember(self) -> None:
+        """Keep what stands under each name now, if it has changed."""
+        assert self.engine._adapters is not None
+        stands = {name: int(version.digest.split()[1]) for name, version in self.engine._adapters.versions.items()}
+        if stands != self._stood[-1]:
+            self._stood.append(stands)
+
+    async def _observe(self, chance: random.Random) -> None:
+        """Look at statistics, and end everything where a step hangs, as a watchdog does."""
+        with suppress(EngineStopped, EngineCrashed):
+            while True:
+                stats, age = self.engine.stats(), self.engine.step_age
+                assert stats.running <= self.capacity.max_rows + stats.steps_in_flight
+                assert age >= 0.0 and (not age or stats.steps_in_flight)
+                if age > 60.0 and not self._jumps and self._loop()._generations and chance.random() < 0.5:
+                    assert "a step hangs" in self.reached, "a hang that nobody made"
+                    self._abort()
+                await anyio.sleep(chance.choice([0.01, 1.0, 30.0]))
+
+    def _abort(self) -> None:
+        self.note(lambda: f"{'watchdog':10} ends all")
+        self.reached["ended by the watchdog"] += 1
+        for told, generation in self._met:
+            if not generation.finished:
+                told.cancelled = True
+                generation.cancel()
+                assert generation.finished, f"{told.name} waits for a device that hangs"
+
+    async def _jump(self, chance: random.Random) -> None:
+        """The machine sleeps, and its clocks do not agree about it."""
+        while True:
+            await anyio.sleep(chance.random())
+            seconds = chance.choice([0.1, 10.0, 3600.0])
+            self.note(lambda seconds: f"{'clock':10} {seconds} s later", seconds)
+            if chance.random() < 0.5:
+                self.machine.loop.jump(seconds)
+            else:
+                self.machine.ahead += seconds
+
+    # -- what callers know of it --------------------------------------------------------------------------------------
+
+    def meet(self, told: Told, generation: Generation) -> None:
+        """As `House`."""
+        told.cancelled = told.cancelled or self.closing
+        self._forget()
+        self._met.append((told, generation))
+
+    def mark(self) -> int:
+        """As `House`."""
+        return len(self._stood) - 1
+
+    def worn_since(self, name: str | None, since: int) -> list[int]:
+        """As `House`."""
+        if name is None:
+            return [0]
+        self._remember()
+        return sorted({stood[name] for stood in self._stood[since:] if name in stood})
+
+    def expects(self, error: HeadraceError) -> bool:
+        """As `House`."""
+        rates = self.faults
+        if isinstance(error, EngineCrashed):
+            return "scripted" in str(error)
+        if isinstance(error, PromptTooLong):
+            return bool(error.value > error.limit)  # type: ignore[operator]
+        expected: dict[type[HeadraceError], object] = {
+            EngineStopped: self.closing or self._closes.startswith("drain"),
+            Overloaded: self.may_give_up,
+            UnknownAdapter: self._slots,
+            HookFailed: True,
+            NonFiniteLogits: rates.row,
+            OutOfMemory: rates.memory + rates.launch,
+            InvalidParams: "virtual tokens" in str(error),
+        }
+        if type(error) in expected:
+            return bool(expected[type(error)])
+        assert isinstance(error, RequestFailed)
+        cause = repr(error.__cause__)
+        return "scripted" in cause or "AdapterRejected" in cause or (rates.row > 0 and "sampled token" in str(error))
+
+    def note(self, say: Callable[..., str], *values: object) -> None:
+        """As `House`."""
+        self._events.append((self.machine.loop.now, say, values))
+
+    def count(self, what: str) -> None:
+        """As `House`."""
+        self.reached[what] += 1
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def _loop(self) -> StepLoop:
+        assert self.engine._loop is not None
+        return self.engine._loop
+
+    def _watch(self, tamper: Callable[[EngineWorld], None] | None) -> None:
+        """Look at everything that happens to the scheduler, once what `tamper` does is done."""
+        if tamper is not None:
+            tamper(self)
+        scheduler = self._loop().scheduler
+        self.watch = StepWatch(scheduler, ended=())
+        plan, commit, fail = scheduler.plan, scheduler.commit, scheduler.fail
+
+        def plans(now: float = 0.0) -> Any:
+            owed = self.watch.owed()
+            made = plan(now)
+            if made is not None:
+                self.note(say_plan, made, "")
+                self.watch.planned(made, owed, now)
+                self._check_readers(made)
+            return made
+
+        def commits(made: Any, tokens: Any) -> Any:
+            assert self.watch.flights.popleft().plan is made, "steps are committed out of order"
+            self.note(say_commit, made, list(tokens))
+            return commit(made, tokens)
+
+        def fails(made: Any, error: Any) -> Any:
+            assert self.watch.flights.popleft().plan is made, "steps are committed out of order"
+            self.note(lambda step, error: f"fail       step {step}: {error}", made.step, str(error))
+            return fail(made, error)
+
+        self._event(scheduler, "plan", plans)
+        self._event(scheduler, "commit", commits)
+        self._event(scheduler, "fail", fails)
+        for name in ("submit", "finish", "pause", "resume", "let_go", "supply", "fail_wearers"):
+            self._event(scheduler, name, getattr(scheduler, name), noted=True)
+        for name in ("arrived", "failed", "retire"):
+            self._event(scheduler.slots, name, getattr(scheduler.slots, name), noted=True)
+
+    def _event(self, owner: object, name: str, call: Callable[..., Any], noted: bool = False) -> None:
+        """Check everything after each outermost `call`, and end the run if something does not hold."""
+
+        def called(*values: Any, **named: Any) -> Any:
+            if self._nested:
+                return call(*values, **named)
+            self._nested = True
+            try:
+                if noted:
+                    self.note(_say_call, name, values[0])
+                result = call(*values, **named)
+                self.watch.settled()
+                return result
+            except (HeadraceError, EngineCrashed):
+                raise
+            except Exception as error:
+                self.machine.breaks(error)
+                raise
+            finally:
+                self._nested = False
+
+        setattr(owner, name, called)
+
+    def _check_readers(self, plan: Any) -> None:
+        """Nothing is planned for a stream that has ended, or that nobody reads."""
+        generations = self._loop()._generations
+        for work in plan.works:
+            generation = generations.get(work.request.id)
+            assert generation is not None, f"r{work.request.id} is planned for no stream"
+            assert not generation.finished, f"r{work.request.id} is planned for a stream that has ended"
+
+    def _look(self) -> None:
+        """Between any two turns of the event loop."""
+        for fault in self.runner.happened:
+            self.reached[fault] += 1
+            self.note(lambda fault: f"{'device':10} {fault}", fault)
+        self.runner.happened.clear()
+        for told, generation in self._met:
+            assert generation._unfinished >= 0, f"{told.name} has ended more than once"
+
+    def _forget(self) -> None:
+        self._met = [(told, generation) for told, generation in self._met if not self._is_over(told, generation)]
+
+    def _is_over(self, told: Told, generation: Generation) -> bool:
+        """Whether nothing will come of it any more; then its reader was told of one end, or could still be."""
+        if not generation.finished:
+            return False
+        unread = [item.choice for item in generation.mailbox._items if item.finish_reason is not None]
+        for choice, end in enumerate(told.ends):
+            ends = (end is not None) + unread.count(choice)
+            assert ends <= 1, f"{told.name}[{choice}] has ended more than once"
+        return generation.mailbox._closed
+
+    def check_over(self) -> None:
+        """After the engine was closed: nobody waits, no thread is left, nothing is held."""
+        assert not asyncio.all_tasks(self.machine.loop), "tasks were left behind"
+        assert not self.machine.loop.complaints, self.machine.loop.complaints[0]
+        self.machine.check_still()
+        assert self.runner.closed, "the device was not closed"
+        for told, generation in self._met:
+            assert self._is_over(told, generation), f"{told.name} has no end"
+        if self._loop().crashed is None:
+            self.watch.check_empty(())
+
+    # -- what is told of it -------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Sizes and options, on one line."""
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items() if value not in (None, 0))
+        return f"{self.capacity}, {self._closes}, {self.faults}, {options}"
+
+    def trace(self) -> str:
+        """The last events, oldest first, one a line."""
+        return "\n".join(f"  {now:9.3f} {say(*values)}" for now, say, values in self._events)
+
+
+def _say_call(name: str, first: object) -> str:
+    identity = getattr(first, "id", None)
+    return f"{name:10} {'' if identity is None else f'r{identity}'}"
