@@ -90,6 +90,7 @@ class Adapters:
         self._sources: WeakKeyDictionary[AdapterVersion, dict[str, _Source]] = WeakKeyDictionary()
         """By name, where each name's folder is; of what has lost its names, the last one's."""
         self._turn = anyio.Lock()
+        self._closed_by: Exception | None = None
         self._workers: tuple[Worker, ...] = ()
         if device is not None:
             post = Poster()
@@ -119,12 +120,12 @@ class Adapters:
         if not isinstance(name, str) or _NAME.fullmatch(name) is None or name == self._model:
             _reject("name", name, "1 to 64 letters, digits, dots, dashes and underscores, other than the model's name")
         async with self._turn:
+            self._check_open()  # while others had their turn, the threads may have gone
             self._check_count(name)
             source = _source(os.fspath(path), root)
             loaded = await self._reader.ask(partial(device.read, source.path, source.root))
             self._check_count(name)
-            if self._loop.closed:
-                raise EngineStopped("the engine closed before the adapter was loaded")
+            self._check_open()
             self._register(name, loaded, source, device)
 
     async def unload(self, name: str) -> None:
@@ -178,6 +179,7 @@ class Adapters:
 
     def close(self, error: Exception) -> Callable[[], None]:
         """End what waits for files with `error`; the result joins the threads and may block."""
+        self._closed_by = error
         for worker in self._workers:
             worker.drop(error)
         return self._join
@@ -235,6 +237,12 @@ class Adapters:
                 "adapter_slots: the engine was opened for no adapters", field="adapter_slots", value=0, limit={"ge": 1}
             )
         return self._device
+
+    def _check_open(self) -> None:
+        if self._closed_by is not None:
+            raise self._closed_by.with_traceback(None)
+        if self._loop.closed:
+            raise EngineStopped("the engine closed before the adapter was loaded")
 
     def _check_count(self, name: str) -> None:
         if name not in self._names and len(self._names) >= self._most:

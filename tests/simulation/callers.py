@@ -14,22 +14,14 @@ from typing import Any, Protocol
 
 import anyio
 import numpy as np
+from anyio.lowlevel import checkpoint
 from scripted import acting_at
 from simulation.engine_device import FIRST, LETTERS
 from simulation.machine import Machine
 from simulation.told import Told, values_of
 
 from headrace.engine.engine import Engine
-from headrace.engine.errors import (
-    EngineCrashed,
-    EngineStopped,
-    HeadraceError,
-    HookFailed,
-    Overloaded,
-    PromptTooLong,
-    RequestFailed,
-    UnknownAdapter,
-)
+from headrace.engine.errors import HeadraceError, HookFailed
 from headrace.engine.generation import Generation
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.plan import Capacity
@@ -59,13 +51,17 @@ class Settings:
 class House(Protocol):
     """What the callers know of the world they live in."""
 
-    engine: Engine
     machine: Machine
     capacity: Capacity
     may_give_up: bool
 
     closing: bool
     """Whether whatever runs may be cancelled because somebody closes the engine."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, open or not."""
+        ...
 
     def note(self, say: Callable[..., str], *values: object) -> None:
         """Tell what happens, for the trace."""
@@ -118,7 +114,7 @@ class Callers:
         start = chance.choice(settings.prompts)
         cut = chance.choice([len(start), chance.randrange(len(start) + 1)])
         ids = start[:cut] + [FIRST + chance.randrange(LETTERS) for _ in range(chance.randrange(1, 9))]
-        stops = chance.choice([{}, {}, {"stop_token_ids": (100, 101)}, {"stop": ("f", "gh")}])
+        stops: dict[str, Any] = chance.choice([{}, {}, {"stop_token_ids": (100, 101)}, {"stop": ("f", "gh")}])
         params = SamplingParams(
             temperature=0, max_tokens=chance.randint(1, settings.longest), n=n, seed=chance.randrange(99), **stops
         )
@@ -268,8 +264,8 @@ class Callers:
         told.cancelled = True
         generation = stream._generation
         del stream
-        await anyio.sleep(0)
-        await anyio.sleep(0)
+        await checkpoint()
+        await checkpoint()
         assert generation.finished, f"{told.name} goes on though nobody has it any more"
 
     async def _never_reads(self, told: Told, asked: dict[str, Any], chance: random.Random) -> None:

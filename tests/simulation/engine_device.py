@@ -12,18 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from simulation.device import RigRunner
 from simulation.machine import Machine
 
 from headrace.adapters.bank import AdapterDevice
-from headrace.adapters.loaded import LoadedAdapter
 from headrace.engine.errors import AdapterRejected, EngineCrashed
 from headrace.engine.opened import Opened
 from headrace.engine.scheduling.plan import CHOSEN_LATER, NON_FINITE, Capacity, StepPlan
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.engine.testing import ScriptedEngine, ScriptedStep, scripted_token
+
+if TYPE_CHECKING:
+    from headrace.adapters.loaded import LoadedAdapter
 
 __all__ = ["FIRST", "LETTERS", "Disk", "Faults", "SimulatedEngine", "SimulatedRunner", "chosen", "written"]
 
@@ -75,9 +77,8 @@ class _Adapter:
 class Disk:
     """Adapter folders: `/a3` holds adapter 3, until it holds another."""
 
-    def __init__(self, machine: Machine, faults: Faults, chance: random.Random) -> None:
+    def __init__(self, faults: Faults, chance: random.Random) -> None:
         self.folders = {f"/a{number}": number for number in range(1, 7)}
-        self._machine = machine
         self._faults = faults
         self._chance = chance
 
@@ -86,7 +87,8 @@ class Disk:
         number = self.folders.get(path, 0)
         if not number or self._chance.random() < self._faults.move:
             raise AdapterRejected("path: cannot be read", field="path", value=path, limit="a folder")
-        return cast(LoadedAdapter, _Adapter(number, virtual_tokens=2 if number == 6 else 0))
+        adapter: Any = _Adapter(number, virtual_tokens=2 if number == 6 else 0)
+        return adapter  # type: ignore[no-any-return]
 
 
 class SimulatedStep:
@@ -210,14 +212,14 @@ class SimulatedRunner(RigRunner):
 
     # -- adapters -----------------------------------------------------------------------------------------------------
 
-    def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
+    def put(self, slot: int, start: int, adapter: Any) -> None:
         """As `AdapterBank.put`."""
         self._check_unused(slot)
         self.slots.pop(slot, None)
         if self._chance.random() < self.rates.move:
             self.happened.append("an adapter does not come")
             raise RuntimeError("scripted")
-        self.slots[slot] = cast(Any, adapter)
+        self.slots[slot] = adapter
 
     def take(self, slot: int) -> None:
         """As `AdapterBank.take`."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+from anyio.lowlevel import checkpoint
 from simulation.callers import Callers, Settings
 from simulation.engine_device import FIRST, LETTERS, Disk, Faults, SimulatedEngine, SimulatedRunner
 from simulation.machine import Machine
@@ -41,13 +42,13 @@ from headrace.engine.errors import (
 from headrace.engine.generation import Generation
 from headrace.engine.loop import StepLoop
 from headrace.engine.scheduling.policies import POLICIES
-from headrace.engine.scheduling.scheduler import Scheduler
 
 __all__ = ["EngineWorld", "live"]
 
 _TRACE = 40
 _PATIENCE = 1e5  # seconds: a hundred hung steps
 _SHORT = 12  # characters of a prompt beyond which a thread tokenises it
+_CHANGES = 15  # of adapters, by each operator
 _NAMES = ["x", "y", "z"]
 
 
@@ -110,9 +111,9 @@ class EngineWorld:
         )
         self.machine = Machine(seed)
         self.faults = self._draw_faults(chance)
-        disk_chance = random.Random(f"disk {seed}")
-        self.runner = SimulatedRunner(self.capacity, self.machine, replace(self.faults), random.Random(f"device {seed}"))
-        self.disk = Disk(self.machine, self.runner.rates, disk_chance)
+        device = random.Random(f"device {seed}")
+        self.runner = SimulatedRunner(self.capacity, self.machine, replace(self.faults), device)
+        self.disk = Disk(self.runner.rates, random.Random(f"disk {seed}"))
         slots = chance.choice([0, 0, 1, 2, 4])
         policy = chance.choice(["first_come", *POLICIES])
         self.may_give_up = policy == "deadlines"
@@ -138,6 +139,9 @@ class EngineWorld:
         self._closes = chance.choice(["at the end"] * 5 + ["at once", "drains", "drains in vain"])
         self._jumps = chance.random() < 0.2
         self._slots = slots
+        self._pending: set[int] = set()
+        """Callers that have not gone."""
+        self._gone = anyio.Event()
         self._met: list[tuple[Told, Generation]] = []
         self._stood: list[dict[str, int]] = [{}]
         """What stood under each name, change by change."""
@@ -192,28 +196,30 @@ class EngineWorld:
         self._forget()
         gc.collect()
         for _ in range(3):
-            await anyio.sleep(0)
+            await checkpoint()
 
     async def _host(self, everybody: Any) -> None:
         """Callers come one after another; then all of them are waited for, or the engine is closed under them."""
         chance = random.Random(f"host {self.seed}")
         async with anyio.create_task_group() as helpers:
-            for _ in range(2 if self._slots else 0):
-                helpers.start_soon(self._guarded, self._operate(random.Random(f"operator {self.seed} {_}")))
+            for number in range(2 if self._slots else 0):
+                helpers.start_soon(self._guarded, self._operate(random.Random(f"operator {self.seed} {number}")))
             helpers.start_soon(self._guarded, self._observe(random.Random(f"observer {self.seed}")))
             if self._jumps:
                 helpers.start_soon(self._guarded, self._jump(random.Random(f"clock {self.seed}")))
-            pending: set[int] = set()
+            apart = 4 * self.seconds / self.count_of_callers
             for number in range(self.count_of_callers):
-                await anyio.sleep(chance.choice([0.0, 1.0]) * chance.random() * self.seconds / self.count_of_callers * 4)
-                pending.add(number)
-                everybody.start_soon(self._guarded, self._call(number, pending))
+                await anyio.sleep(chance.choice([0.0, apart]) * chance.random())
+                self._pending.add(number)
+                everybody.start_soon(self._guarded, self._call(number))
             if self._loop().crashed is not None:
                 pass
             elif self._closes == "at the end":
-                with anyio.fail_after(_PATIENCE):
-                    while pending:
-                        await anyio.sleep(0.05)
+                with anyio.move_on_after(_PATIENCE):
+                    while self._pending:
+                        self._gone = anyio.Event()
+                        await self._gone.wait()
+                self.machine.require(not self._pending, f"callers {sorted(self._pending)} wait for ever")
                 self.runner.rates = Faults()
                 if self._loop().crashed is None:
                     await self._idle()
@@ -225,20 +231,19 @@ class EngineWorld:
         """Close the engine while callers are at it."""
         vain = self._closes == "drains in vain"
         self.note(lambda how: f"{'engine':10} {how}", self._closes)
-        before = [told for told, generation in self._met if not generation.finished]
-        self._draining = True
+        self.reached["streams that were drained"] += sum(not generation.finished for _, generation in self._met)
         if vain:
             self._close_begins()
         with suppress(EngineCrashed):
             await self.engine.aclose(drain=0.05 if vain else _PATIENCE)
         self.closing = True
-        self.reached["drained"] += len(before)
 
-    async def _call(self, number: int, pending: set[int]) -> None:
+    async def _call(self, number: int) -> None:
         try:
             await self.callers.call(f"c{number}", random.Random(f"caller {self.seed} {number}"))
         finally:
-            pending.discard(number)
+            self._pending.discard(number)
+            self._gone.set()
 
     async def _guarded(self, task: Any) -> None:
         """What goes wrong in a task ends the run, and is not only seen by whoever waits for it."""
@@ -268,21 +273,25 @@ class EngineWorld:
         assert not stats.pages_held and not stats.live_tokens and not stats.steps_in_flight
         for info in self.engine.adapters.list():
             assert not info.requests, f"adapter {info.name} is used by nobody, and {info.requests} times"
-        assert all(not version.holders for version in loop.scheduler.slots._placed), "a row that is free wears something"
+        assert all(not version.holders for version in loop.scheduler.slots._placed), (
+            "a row that is free wears something"
+        )
 
     # -- who else is there --------------------------------------------------------------------------------------------
 
     async def _operate(self, chance: random.Random) -> None:
-        """Load, replace, pin and unload adapters, and change their files."""
-        while True:
-            name = chance.choice(_NAMES)
+        """Load, replace, pin and unload adapters, and change their files; first of all load them."""
+        for turn in range(_CHANGES):
+            name = chance.choice(_NAMES) if turn >= len(_NAMES) else _NAMES[turn]
             what = chance.choice(["load", "load", "load", "unload", "pin", "unpin", "list", "files"])
+            what = "load" if turn < len(_NAMES) else what
             self.note(lambda name, what: f"{'operator':10} {what} {name}", name, what)
             with suppress(LoadFailed, UnknownAdapter, InvalidParams, EngineStopped, EngineCrashed):
                 with anyio.move_on_after(chance.choice([0.001, 10.0])):
                     await self._do(what, name, chance)
             self._remember()
-            await anyio.sleep(chance.choice([0.0, 0.1, 1.0]) * chance.random())
+            if turn >= len(_NAMES):
+                await anyio.sleep(self.seconds * chance.choice([0.1, 0.5]) * chance.random())
 
     async def _do(self, what: str, name: str, chance: random.Random) -> None:
         adapters = self.engine.adapters
@@ -315,7 +324,7 @@ class EngineWorld:
                 if age > 60.0 and not self._jumps and self._loop()._generations and chance.random() < 0.5:
                     assert "a step hangs" in self.reached, "a hang that nobody made"
                     self._abort()
-                await anyio.sleep(chance.choice([0.01, 1.0, 30.0]))
+                await anyio.sleep(chance.choice([0.1, 1.0, 30.0]))
 
     def _abort(self) -> None:
         self.note(lambda: f"{'watchdog':10} ends all")
@@ -329,7 +338,7 @@ class EngineWorld:
     async def _jump(self, chance: random.Random) -> None:
         """The machine sleeps, and its clocks do not agree about it."""
         while True:
-            await anyio.sleep(chance.random())
+            await anyio.sleep(self.seconds * chance.random())
             seconds = chance.choice([0.1, 10.0, 3600.0])
             self.note(lambda seconds: f"{'clock':10} {seconds} s later", seconds)
             if chance.random() < 0.5:
@@ -365,7 +374,7 @@ class EngineWorld:
             return bool(error.value > error.limit)  # type: ignore[operator]
         expected: dict[type[HeadraceError], object] = {
             EngineStopped: self.closing or self._closes.startswith("drain"),
-            Overloaded: self.may_give_up,
+            Overloaded: True,
             UnknownAdapter: self._slots,
             HookFailed: True,
             NonFiniteLogits: rates.row,
@@ -407,6 +416,7 @@ class EngineWorld:
                 self.note(say_plan, made, "")
                 self.watch.planned(made, owed, now)
                 self._check_readers(made)
+                self._check_order(made)
             return made
 
         def commits(made: Any, tokens: Any) -> Any:
@@ -457,6 +467,16 @@ class EngineWorld:
             generation = generations.get(work.request.id)
             assert generation is not None, f"r{work.request.id} is planned for no stream"
             assert not generation.finished, f"r{work.request.id} is planned for a stream that has ended"
+
+    def _check_order(self, plan: Any) -> None:
+        """Who came first starts first, where that is the policy and nothing but room can be what one waits for."""
+        if self.options["policy"] != "first_come" or self.options["prefix_cache"] or not plan.new_rows:
+            return
+        new = {row.row for row in plan.new_rows}
+        last = max(work.request.order for work in plan.works if work.row in new)
+        for request in self._loop().scheduler._roster.waiting:
+            free = request.wears is None and request.leader is None and request.before is None and not request.places
+            assert not free or request.order > last, f"r{request.id} waits, and one that came later starts"
 
     def _look(self) -> None:
         """Between any two turns of the event loop."""

@@ -85,7 +85,9 @@ class Told:
 
     def take(self, token: Token) -> None:
         """The next item of a stream."""
-        assert token.position == len(self.tokens[token.index]) + len(self.before), f"{self.name}: a token is out of place"
+        assert token.position == len(self.tokens[token.index]) + len(self.before), (
+            f"{self.name}: a token is out of place"
+        )
         self.hear(token.index, token.id, token.finish_reason)
         self.texts[token.index] += token.text
 
