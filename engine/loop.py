@@ -168,7 +168,7 @@ class StepLoop:
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> None:
         """End the requests that wait for an adapter which the device cannot be given."""
-        self._emissions = [*self._emissions, *self.scheduler.fail_wearers(version, error)]
+        self._deliver(self.scheduler.fail_wearers(version, error))  # now: the step in flight may take its time
         self.wake()
 
     def wake(self) -> None:
@@ -330,7 +330,7 @@ class StepLoop:
         if oldest.plan.size:
             prefilled = sum(work.num_tokens for work in oldest.plan.others if work.num_tokens > 1)
             self.scheduler.pace.observe(prefilled, seconds)
-        self._emissions = [*self._emissions, *emissions]  # while the step was waited for, an adapter may have failed
+        self._emissions = [*self._emissions, *emissions]  # a change completes several in a row
 
     def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
         """Let callers' hooks choose the tokens of their rows; whatever else runs does not wait for them."""

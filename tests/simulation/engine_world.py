@@ -194,9 +194,10 @@ class EngineWorld:
     async def _settle(self) -> None:
         """Let go of what only failed tasks still hold: an error's frames hold the stream that it came from."""
         self._forget()
-        gc.collect()
         for _ in range(3):
             await checkpoint()
+            gc.collect()
+        await checkpoint()
 
     async def _host(self, everybody: Any) -> None:
         """Callers come one after another; then all of them are waited for, or the engine is closed under them."""
@@ -262,8 +263,8 @@ class EngineWorld:
     async def _idle(self) -> None:
         """Nobody asks for anything: all must come back."""
         loop = self._loop()
-        await self._settle()
         for _ in range(1000):
+            await self._settle()
             if not (loop.scheduler.requests or self.runner.launched_steps):
                 break
             await anyio.sleep(1.0)
@@ -337,7 +338,7 @@ class EngineWorld:
 
     async def _jump(self, chance: random.Random) -> None:
         """The machine sleeps, and its clocks do not agree about it."""
-        while True:
+        for _ in range(10):
             await anyio.sleep(self.seconds * chance.random())
             seconds = chance.choice([0.1, 10.0, 3600.0])
             self.note(lambda seconds: f"{'clock':10} {seconds} s later", seconds)
