@@ -7,7 +7,7 @@ import pytest
 from simulation.rig import capacity, reference
 
 from headrace.engine.engine import Engine
-from headrace.engine.errors import OutOfMemory
+from headrace.engine.errors import RequestFailed
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.plan import Capacity, StepPlan
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner, ScriptedStep
@@ -80,7 +80,7 @@ class RefusingRunner(ScriptedRunner):
     def launch(self, plan: StepPlan) -> ScriptedStep:
         if plan.step == self.refused:
             self.lost = {work.request.id for work in plan.works}
-            raise MemoryError
+            raise RuntimeError("refused")
         return super().launch(plan)
 
 
@@ -100,7 +100,7 @@ async def test_a_step_that_cannot_be_launched_ends_its_own_requests_and_spoils_n
                 result = await engine.generate(
                     prompt, SamplingParams(max_tokens=6 + name, temperature=0, ignore_eos=True)
                 )
-            except OutOfMemory:
+            except RequestFailed:
                 return
             ended[name] = result.choices[0].token_ids
 
