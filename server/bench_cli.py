@@ -302,6 +302,27 @@ def bench_policies(json_path: JsonOption = None) -> None:
     run(json_path=json_path)
 
 
+@bench.command("flood")
+def bench_flood(
+    model: ShapeArgument = None,
+    rows: Annotated[int, typer.Option(help="Rows of the engine.", min=4)] = 64,
+    seconds: Annotated[float, typer.Option(help="Of each load.", min=1.0)] = 60.0,
+    loads: Annotated[str, typer.Option(help="Parts of a fair share that quiet tenants ask for.")] = "1,0.87",
+    scale: ScaleOption = 1.0,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    load_format: FormatOption = None,
+    more: SetOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Quiet tenants beside one with ten times its share: their TTFT under fair_share and under first_come."""
+    from headrace.engine.bench.flood import run
+
+    target = _target(model, device, kv_memory, None, load_format, more)
+    shares = [float(each) for each in loads.split(",")]
+    run(target, rows=rows, seconds=seconds, loads=shares, scale=scale, json_path=json_path)
+
+
 @bench.command("swap")
 def bench_swap(
     model: ModelArgument = None,

@@ -65,6 +65,7 @@ class _Simulation:
     late_tokens: int = 0
     """Planned for requests whose deadline had passed."""
     tokens: int = 0
+    """Of prompts that were answered, and generated; what is computed again does not count."""
 
 
 def step_seconds(plan: StepPlan) -> float:
@@ -81,7 +82,7 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], until: float | None = Non
     """Serve `arrivals` until that time, or for `_SECONDS`; what runs or waits then is left."""
     until = _SECONDS if until is None else until
     capacity = Capacity(num_pages=_ROWS * 512, max_rows=_ROWS, max_batched_tokens=2048, **_SHAPE)
-    made = _Simulation(Scheduler(capacity, secret=b"bench", prefix_cache=False, policy=policy_of(policy)))
+    made = _Simulation(Scheduler(capacity, secret=b"bench", policy=policy_of(policy)))
     coming = sorted(arrivals, key=lambda arrival: arrival.at)
     next_one = 0
     while made.now < until:
@@ -102,7 +103,6 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], until: float | None = Non
         made.now += seconds
         prefilled = sum(work.num_tokens for work in plan.works if work.num_tokens > 1)
         made.scheduler.pace.observe(prefilled, seconds)
-        made.tokens += plan.tokens
         _take(made, made.scheduler.commit(plan, [5] * len(plan.works)))
     return made
 
@@ -110,7 +110,7 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], until: float | None = Non
 def _submit(made: _Simulation, arrival: Arrival) -> None:
     deadline = None if arrival.deadline is None else arrival.at + arrival.deadline
     request = Request(
-        tokens=[7] * arrival.prompt,
+        tokens=[len(made.outcomes), *[7] * (arrival.prompt - 1)],  # no two have a page in common
         prompt_len=arrival.prompt,
         limit=arrival.prompt + arrival.output,
         sampling=Sampling(),
@@ -131,8 +131,11 @@ def _submit(made: _Simulation, arrival: Arrival) -> None:
 def _take(made: _Simulation, emissions: Sequence[Any]) -> None:
     for emission in emissions:
         outcome = made.outcomes[emission.request.id]
-        if emission.token is not None and outcome.first is None:
-            outcome.first = made.now - outcome.arrival.at
+        if emission.token is not None:
+            made.tokens += 1
+            if outcome.first is None:
+                made.tokens += outcome.arrival.prompt
+                outcome.first = made.now - outcome.arrival.at
         if emission.finish_reason is not None:
             outcome.end = made.now - outcome.arrival.at
             outcome.reason = emission.finish_reason

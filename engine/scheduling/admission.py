@@ -69,6 +69,18 @@ class Admission:
                 limit={"ge": needed},
             )
 
+    def share_rows(self) -> None:
+        """Where no row is free, preempt requests whose rows the policy gives to others, if their pages stay."""
+        roster = self._roster
+        if roster.free_rows or roster.paused or not self._prefixes.enabled:
+            return
+        while True:
+            yielding = self._policy.displaced(roster.running, len(roster.free_rows) + roster.draining)
+            victim = next(filter(self._prefixes.keeps, yielding), None)
+            if victim is None:
+                return
+            roster.preempt(victim)
+
     def candidates(self, step: int, now: float, before: Request | None = None) -> Iterator[tuple[Request, list[int]]]:
         """Requests that may start in `step`, first come those to serve first, with the pages of their prefix.
 

@@ -5,9 +5,11 @@ docs/scheduling.md says what each is for and what it costs, with figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
 from math import inf, log
+from operator import attrgetter
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
@@ -17,10 +19,12 @@ from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.shares import Account, Shares
 
 __all__ = ["POLICIES", "Ageing", "Deadlines", "FairShare", "SizeClasses", "policy_of"]
 
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False)
+_tenant = attrgetter("tenant")
 _FAR = 600.0  # logarithm of the largest weight: a priority is any int, and a float has its end
 _GIVES_WAY = 2  # times that a request gives way where standings change; from then on only arrival counts
 
@@ -90,39 +94,30 @@ class SizeClasses(FirstCome):
         return self.lane(waiting) < self.lane(prefilling)
 
 
-@dataclass
-class _Account:
-    """What a tenant, or one adapter of it, was given."""
-
-    served: float = 0.0
-    """Weighted tokens."""
-    live: int = 0
-    """Requests that wait or run."""
-    queued: set[int] = field(default_factory=set)
-    """Ids of those that have not started yet."""
-    adapters: dict[str | None, _Account] = field(default_factory=dict)
-    """Of a tenant: its adapters."""
-
-
 @checked(config=_SETTINGS)
 class FairShare(FirstCome):
     """Tokens shared by weight: the tenant that was given least is next, and within it the adapter that was.
 
-    A counter for each tenant grows with every token that it is given, divided by its weight. Who comes back from idling
-    starts no lower than the least of those that wait, so that nothing is saved up. Whoever is alone gets all: the share
-    is work-conserving.
+    A counter for each tenant grows with every token that it is given, divided by its weight. Who asks for less
+    than its share saves up no more than `burst`: with nothing in the queue its counter keeps up with those of the
+    others. Whoever is alone gets all: the share is work-conserving. Rows are shared, too: where none is free, the
+    tenant with the most gives one up to a tenant that will then have no more than it.
     """
 
     weights: dict[str, Annotated[float, Field(gt=0.0)]] = field(default_factory=dict)
     """Tenant -> its weight; 1.0 for the others."""
     prompt_cost: Annotated[float, Field(ge=0.0)] = 1.0
-    """What a computed token of a prompt counts."""
+    """What a computed token of a prompt counts, and one that a grammar forces behind a sampled one."""
     output_cost: Annotated[float, Field(gt=0.0)] = 2.0
-    """What a sampled token counts; those that a grammar forces behind it count nothing."""
+    """What a sampled token counts."""
+    burst: Annotated[float, Field(ge=0.0)] = 16384.0
+    """Weighted tokens that a tenant may save up while it runs something and asks for less than its share."""
 
     def __post_init__(self) -> None:
         """Start with nobody served."""
-        self._tenants: dict[str | None, _Account] = {}
+        self._tenants = Shares(self.burst)
+        self._paid: dict[int, int] = {}
+        """Request -> its leading tokens that nobody pays for again; only of those with more than a prompt."""
 
     def lane(self, request: Request) -> Hashable:
         """Tenant and adapter."""
@@ -143,34 +138,47 @@ class FairShare(FirstCome):
         """The tenant that was given less comes first."""
         return self._accounts(waiting)[0].served < self._accounts(prefilling)[0].served
 
+    def displaced(self, running: Sequence[Request], coming: int) -> Iterator[Request]:
+        """The latest of whoever has the most rows for its weight, where one that waits would still have no more."""
+        rows = Counter(map(_tenant, running))
+        waiting = [name for name, account in self._tenants.accounts.items() if len(account.queued) > coming]
+        least = min(((rows[name] + 1 + coming) / self._weight(name) for name in waiting), default=inf)
+        for name in sorted(rows, key=lambda name: rows[name] / self._weight(name), reverse=True):
+            if (rows[name] - 1) / self._weight(name) >= least:
+                yield from (r for r in reversed(running) if r.tenant == name and r.preemptions < _GIVES_WAY)
+
     def share(self, tenant: str | None) -> float:
         """The part of the device that `tenant` would get beside those that are busy now, itself included."""
-        busy = {name for name, account in self._tenants.items() if account.live} | {tenant}
+        busy = {name for name, account in self._tenants.accounts.items() if account.live} | {tenant}
         return self._weight(tenant) / sum(map(self._weight, busy))
 
     def arrived(self, request: Request) -> None:
-        """Raise the counters of whoever was idle."""
-        tenant = _join(self._tenants, request.tenant, request)
-        _join(tenant.adapters, request.adapter, request)
+        """Its tenant and its adapter catch up with those that are served now, if they had nothing in the queue."""
+        self._tenants.join(request.tenant, request).parts.join(request.adapter, request)
 
     def started(self, request: Request) -> None:
         """Charge the prompt as far as it is to be computed; the engine pays for computing it again."""
         if not request.preemptions:
-            for account in self._accounts(request):
-                account.queued.discard(request.id)
+            self._tenants.start(request.tenant, request)
+            self._tenants.accounts[request.tenant].parts.start(request.adapter, request)
             self._charge(request, self.prompt_cost * (request.known - request.planned))
+        if request.known > request.prompt_len:
+            self._paid[request.id] = request.known
 
     def served(self, works: Iterable[Work]) -> None:
-        """Charge the tokens that will be generated."""
-        cost = self.output_cost
-        for work in works:
-            if work.samples:
-                self._charge(work.request, cost)
+        """Charge the tokens that will be sampled, and those that were forced behind earlier ones."""
+        for request, _, start, count, samples in works:
+            if count > 1 and start >= request.prompt_len:
+                forced = start + count - max(start + 1, self._paid.get(request.id, 0))
+                self._charge(request, self.prompt_cost * max(0, forced))
+            if samples:
+                self._charge(request, self.output_cost)
 
     def ended(self, request: Request) -> None:
         """Forget whoever has nothing left and is not ahead of the busy ones."""
-        _leave(self._tenants[request.tenant].adapters, request.adapter, request)
-        _leave(self._tenants, request.tenant, request)
+        self._tenants.accounts[request.tenant].parts.leave(request.adapter, request)
+        self._tenants.leave(request.tenant, request)
+        self._paid.pop(request.id, None)
 
     def _charge(self, request: Request, tokens: float) -> None:
         tenant, adapter = self._accounts(request)
@@ -178,39 +186,12 @@ class FairShare(FirstCome):
         tenant.served += tokens
         adapter.served += tokens
 
-    def _accounts(self, request: Request) -> tuple[_Account, _Account]:
-        tenant = self._tenants[request.tenant]
-        return tenant, tenant.adapters[request.adapter]
+    def _accounts(self, request: Request) -> tuple[Account, Account]:
+        tenant = self._tenants.accounts[request.tenant]
+        return tenant, tenant.parts.accounts[request.adapter]
 
     def _weight(self, tenant: str | None) -> float:
         return 1.0 if tenant is None else self.weights.get(tenant, 1.0)
-
-
-def _join(accounts: dict[str | None, _Account], name: str | None, request: Request) -> _Account:
-    """Count a request of `name`, who starts no lower than the least of those that wait if it was idle."""
-    account = accounts.setdefault(name, _Account())
-    if not account.live:
-        account.served = max(account.served, _floor(accounts))
-    account.live += 1
-    account.queued.add(request.id)
-    return account
-
-
-def _leave(accounts: dict[str | None, _Account], name: str | None, request: Request) -> None:
-    """Count a request of `name` no more; idle accounts that would be raised anyway are forgotten."""
-    account = accounts[name]
-    account.live -= 1
-    account.queued.discard(request.id)
-    if not account.live:
-        floor = _floor(accounts) if any(other.live for other in accounts.values()) else inf
-        for idle in [key for key, other in accounts.items() if not other.live and other.served <= floor]:
-            del accounts[idle]
-
-
-def _floor(accounts: dict[str | None, _Account]) -> float:
-    """The least that any of those was given that wait or, where nobody waits, that run."""
-    waiting = [account.served for account in accounts.values() if account.queued]
-    return min(waiting or [account.served for account in accounts.values() if account.live], default=0.0)
 
 
 @checked(config=_SETTINGS)

@@ -6,7 +6,7 @@ engine uses unless told otherwise; the others are in policies.py. Next to read: 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from headrace.engine.scheduling.pace import Pace
@@ -65,6 +65,17 @@ class Policy(Protocol):
         """
         ...
 
+    def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:
+        """Requests that may lose their row to those that wait, in the order in which they do; asked where none is free.
+
+        They wait again, and go on from their pages, which the prefix cache keeps: what one loses is a few tokens.
+
+        Args:
+            running: All that hold a row, in the order of `Request.order`.
+            coming: Rows that are about to come free, by this or otherwise.
+        """
+        ...
+
     def arrived(self, request: Request) -> None:
         """`request` begins to wait for the first time."""
         ...
@@ -112,6 +123,10 @@ class FirstCome:
     def expected_wait(self, request: Request, waiting: Iterable[Request], pace: Pace) -> float:
         """Not foreseen."""
         return 0.0
+
+    def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:
+        """Nobody."""
+        return ()
 
     def arrived(self, request: Request) -> None:
         """Nothing is remembered."""

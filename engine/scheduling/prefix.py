@@ -21,7 +21,7 @@ class Prefixes:
         self.promises: dict[bytes, Request] = {}
         """Hash of a page that is not full yet -> the running request that will fill it."""
         self._pool = pool
-        self._enabled = enabled
+        self.enabled = enabled
 
     def find(self, request: Request, step: int) -> list[int] | None:
         """Pages that `step` may read and that hold the start of a waiting `request`; None if it should wait."""
@@ -47,13 +47,13 @@ class Prefixes:
             return pages
         if len(pages) < len(usable) and usable[len(pages)] in self.promises:
             return None
-        if before is not None and self._enabled:
+        if before is not None and self.enabled:
             pages += self._rest(request, before.computed)
         return pages
 
     def usable(self, request: Request) -> list[bytes]:
         """Hashes of the full pages that `request` may take from others."""
-        if not self._enabled:
+        if not self.enabled:
             return []
         self._pool.extend_keys(request.keys, request.tokens, request.root)
         return request.keys[: request.cacheable // self._pool.page_size]
@@ -74,7 +74,7 @@ class Prefixes:
         """Keep the pages of a request that has ended, and of which nothing is in flight, for what goes on after it."""
         ended_itself = request.tokens[-1] in request.stop_ids  # a device may leave out what is planned behind that
         request.computed = min(request.planned, len(request.tokens) - ended_itself)
-        if not self._enabled:
+        if not self.enabled:
             return
         self.offer(request)
         self._pool.extend_keys(request.keys, request.tokens, request.root)
@@ -100,7 +100,7 @@ class Prefixes:
 
     def offer(self, request: Request) -> None:
         """Offer the pages of `request` that are full, planned and known to whoever has the same prefix."""
-        if not self._enabled:
+        if not self.enabled:
             return
         full = min(request.planned, len(request.tokens)) // self._pool.page_size
         if request.registered >= full:
@@ -112,6 +112,11 @@ class Prefixes:
             if self.promises.get(key) is request:
                 del self.promises[key]
         request.registered = full
+
+    def keeps(self, request: Request) -> bool:
+        """Whether a running `request` that loses its row finds all but its last page again while there is room."""
+        size = self._pool.page_size
+        return request.planned - min(request.registered * size, request.cacheable) <= size
 
     def withdraw(self, request: Request) -> None:
         """Stop others from waiting for pages that `request` will not compute soon."""

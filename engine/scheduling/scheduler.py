@@ -153,6 +153,8 @@ class Scheduler(Overview):
             self._lapse(request)
         if self.sleep_level:
             return None
+        if self._roster.waiting:
+            self._admission.share_rows()
         plan = StepPlan(self._step)
         running = self._roster.running
         if self.failures.is_cautious:

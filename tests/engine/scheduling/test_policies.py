@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -16,7 +14,7 @@ from simulation.rig import Rig, capacity
 
 from headrace.engine import Engine, InvalidParams, Overloaded
 from headrace.engine.scheduling.pace import Pace
-from headrace.engine.scheduling.policies import POLICIES, Ageing, Deadlines, FairShare, SizeClasses
+from headrace.engine.scheduling.policies import POLICIES, Ageing, Deadlines, SizeClasses
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.request import Request, Sampling, State
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -120,72 +118,6 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_begun() -> None:
     assert [(work.request.id, work.num_tokens) for work in plan.works] == [(long.id, 12), (short.id, 4)]
     rig.run()
     rig.check_empty()
-
-
-# -- fair shares ----------------------------------------------------------------------------------------------------
-
-
-def tokens_by(rig: Rig, of: Callable[[Request], str | None], turns: int) -> Counter[str | None]:
-    """Tokens that each got in so many turns, prompts once and output twice."""
-
-    def given() -> Counter[str | None]:
-        counts: Counter[str | None] = Counter()
-        for request in rig.requests:
-            counts[of(request)] += min(request.planned, request.prompt_len) + 2 * len(rig.output(request))
-        return counts
-
-    before = given()
-    for _ in range(turns):
-        rig.turn()
-    return given() - before
-
-
-def tenant(request: Request) -> str | None:
-    return request.tenant
-
-
-def test_a_flood_leaves_a_tenant_with_few_requests_its_share() -> None:
-    rig = Rig(capacity(rows=4, pages=400, budget=32), depth=2, policy=FairShare())
-    for name in range(200):
-        rig.submit(words(name, 10 + name % 7), 12, tenant="loud")
-    for name in range(30):
-        rig.submit(words(1000 + name, 10 + name % 7), 12, tenant="quiet")
-    counts = tokens_by(rig, tenant, 150)
-    assert counts["quiet"] == pytest.approx(counts["loud"], rel=0.1)
-
-
-def test_shares_follow_the_weights_and_adapters_share_within_a_tenant() -> None:
-    rig = Rig(capacity(rows=4, pages=400, budget=32), depth=2, policy=FairShare(weights={"a": 3.0}))
-    for name in range(300):
-        rig.submit(words(name, 10), 12, tenant="a", adapter=None if name % 3 else "x")
-        rig.submit(words(5000 + name, 10), 12, tenant="b")
-    counts = tokens_by(rig, lambda request: f"{request.tenant}{request.adapter or ''}", 300)
-    assert counts["a"] + counts["ax"] == pytest.approx(3 * counts["b"], rel=0.1)
-    assert counts["a"] == pytest.approx(counts["ax"], rel=0.15)
-
-
-def test_nobody_saves_up_and_nothing_stands_idle() -> None:
-    rig = Rig(capacity(rows=4, pages=400, budget=32), policy=FairShare())
-    rig.submit(words(0, 10), 200, tenant="late")
-    for name in range(1, 200):
-        rig.submit(words(name, 10), 12, tenant="busy")
-    alone = tokens_by(rig, tenant, 60)
-    assert alone["busy"] > 2 * alone["late"]
-    for name in range(200, 300):
-        rig.submit(words(name, 10), 12, tenant="new")
-    counts = tokens_by(rig, tenant, 120)
-    assert counts["new"] < 1.3 * counts["busy"]
-
-
-def test_accounts_are_gone_when_all_is_idle() -> None:
-    policy = FairShare()
-    rig = Rig(capacity(), policy=policy)
-    for name in range(20):
-        rig.submit(words(name, 5), 3, tenant=f"t{name}", adapter=f"a{name % 3}")
-    rig.finish(rig.requests[3])
-    rig.run()
-    rig.check_empty()
-    assert not policy._tenants
 
 
 # -- deadlines ------------------------------------------------------------------------------------------------------
