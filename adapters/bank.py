@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from headrace.adapters.loaded import LoadedAdapter
+    from headrace.adapters.loaded import LoadedAdapter, Stamp
 
 __all__ = ["AdapterBank", "AdapterDevice"]
 
@@ -46,8 +46,9 @@ class AdapterDevice:
     granules: int
     """Its memory for them, in units of `granule_bytes`."""
     granule_bytes: int
-    read: Callable[[str, Path | None], LoadedAdapter]
-    """Reads and checks a folder, from any thread; with a root the plain name of a folder in it.
+    read: Callable[[str, Path | None, Stamp | None], LoadedAdapter]
+    """Reads and checks a folder, from any thread; with a root the plain name of a folder in it; `read_adapter`
+    says what the stamp is for.
 
     Raises `AdapterRejected`.
     """

@@ -1,7 +1,7 @@
 """`read_adapter`: a PEFT folder as a `LoadedAdapter`, every rejection typed; never runs a pickle, keeps no file open.
 
 Everything that a stranger may have written is checked before memory is taken for it: names, sizes, shapes against the
-model's, then that each value is finite.
+model's, then that each value is finite. Files that have not changed since they were read need only be read again.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.adapters.errors import AdapterRejected, ModelRejected
 from headrace.adapters.layout import EMBED, HEAD, MODULES, BlockLayout, ModelShape, module_row
-from headrace.adapters.loaded import LoadedAdapter
+from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from headrace.adapters.safetensors_header import TensorEntry, read_header, refuse_file
 from headrace.adapters.untrusted import parse_object, plain
@@ -33,6 +35,14 @@ _CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 2 << 20
 _MOST_TENSORS = 10000
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
+_SETTLED_NS = 2 * 10**9
+"""Age of a file from which a change to it shows in its times, however coarse they are."""
+_EXPONENTS = {
+    torch.float32: (np.int32, 0x7F800000),
+    torch.float16: (np.int16, 0x7C00),
+    torch.bfloat16: (np.int16, 0x7F80),
+}
+"""The bits that are all set where a number is not finite."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LAYER_KEY = re.compile(
     r"base_model\.model\.model\.layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
@@ -58,6 +68,7 @@ def read_adapter(
     max_rank: int,
     root: Path | None = None,
     pinned: bool = False,
+    stamp: Stamp | None = None,
 ) -> LoadedAdapter:
     """Read and check the PEFT folder at `path`.
 
@@ -68,6 +79,7 @@ def read_adapter(
         max_rank: The largest rank that the engine takes.
         root: The only folder that may be read from.
         pinned: Put the weights into page-locked memory.
+        stamp: Of an earlier reading. If it still holds, values are neither checked nor hashed again.
 
     Raises:
         AdapterRejected: The files are missing, damaged, hostile or made for another model.
@@ -82,12 +94,17 @@ def read_adapter(
         if len(config_bytes) > _CONFIG_BYTES:
             refuse_file(CONFIG_FILE, "the file's size", f"over {_CONFIG_BYTES}", _CONFIG_BYTES)
         config = parse_peft_config(parse_object(config_bytes, CONFIG_FILE), max_rank=max_rank)
-        weights = _Weights(files.enter_context(_open_file(folder, WEIGHTS_FILE, follow)))
+        weights_file = files.enter_context(_open_file(folder, WEIGHTS_FILE, follow))
+        found = tuple(_identity(each) for each in (config_file, weights_file))
+        digest = stamp.digest if stamp is not None and stamp.files == found else None
+        weights = _Weights(weights_file, checked=digest is not None)
         if config.kind == "lora":
             layout, block = _read_updates(weights, config, shape, dtype, pinned)
-            loaded = LoadedAdapter(layout, block, None, None, _digest(layout, block))
+            loaded = LoadedAdapter(layout, block, None, None, digest or _digest(layout, block))
         else:
             loaded = _read_virtual(weights, config, shape, dtype)
+        if found == tuple(_identity(each) for each in (config_file, weights_file)) and _is_settled(found):
+            loaded = replace(loaded, stamp=Stamp(found, loaded.digest))
     return loaded
 
 
@@ -143,6 +160,17 @@ def _open_file(folder: int, name: str, follow: bool) -> BinaryIO:
     return os.fdopen(number, "rb")
 
 
+def _identity(file: BinaryIO) -> tuple[int, int, int, int, int]:
+    """What changes when an open file is replaced or written to."""
+    known = os.fstat(file.fileno())
+    return known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns
+
+
+def _is_settled(files: tuple[tuple[int, int, int, int, int], ...]) -> bool:
+    """Whether none of the files changed so recently that another change could leave the same times."""
+    return max(max(mtime, ctime) for *_, mtime, ctime in files) < time.time_ns() - _SETTLED_NS
+
+
 def _refuse_missing(folder: int, name: str) -> NoReturn:
     pickles = sorted(each for each in os.listdir(folder) if _PICKLE.fullmatch(each))
     if name == WEIGHTS_FILE and pickles:
@@ -156,24 +184,50 @@ def _refuse_missing(folder: int, name: str) -> NoReturn:
 class _Weights:
     """The tensors of an open safetensors file."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, *, checked: bool) -> None:
+        """`checked`: the same file was read before, and its values are known to be finite."""
+        self._file, self._checked = file, checked
         self.entries = read_header(file, WEIGHTS_FILE, _HEADER_BYTES)
         if len(self.entries) > _MOST_TENSORS:
             refuse_file(WEIGHTS_FILE, "the number of tensors", len(self.entries), f"at most {_MOST_TENSORS}")
 
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor in the file."""
+        dtype = _DTYPES.get(self.entries[key].dtype)
+        if dtype is None:
+            refuse_file(WEIGHTS_FILE, f"the dtype of {key}", self.entries[key].dtype, ", ".join(_DTYPES))
+        return dtype
+
     def read(self, key: str) -> Tensor:
         """A tensor in the file's own dtype."""
-        entry = self.entries[key]
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is None:
-            refuse_file(WEIGHTS_FILE, f"the dtype of {key}", entry.dtype, ", ".join(_DTYPES))
+        entry, dtype = self.entries[key], self.dtype(key)
         with _short_of_memory():
             raw = torch.empty(entry.nbytes, dtype=torch.uint8)
-        self._file.seek(entry.offset)
-        if self._file.readinto(raw.numpy().data) != entry.nbytes:  # type: ignore[attr-defined]
-            refuse_file(WEIGHTS_FILE, "the file's size", "shrinking", "what its header says")
+        self._fill(raw, key)
         return raw.view(dtype).view(entry.shape)
+
+    def read_into(self, key: str, target: Tensor) -> None:
+        """A tensor into contiguous memory of its shape and of any dtype."""
+        if target.dtype == self.dtype(key):
+            self._fill(target.view(-1).view(torch.uint8), key)
+        else:
+            target.copy_(self.read(key))
+
+    def check_finite(self, key: str, values: Tensor) -> None:
+        """Refuse what was made of a tensor if any value is not finite."""
+        if self._checked:
+            return
+        kind, mask = _EXPONENTS[values.dtype]
+        bits = values.view(torch.uint8).numpy().view(kind)
+        if bits.size and int((bits & mask).max()) == mask:
+            refuse_file(
+                WEIGHTS_FILE, key, "not finite everywhere", "finite values, also once scaled, in the model's dtype"
+            )
+
+    def _fill(self, raw: Tensor, key: str) -> None:
+        self._file.seek(self.entries[key].offset)
+        if self._file.readinto(raw.numpy().data) != raw.numel():  # type: ignore[attr-defined]
+            refuse_file(WEIGHTS_FILE, "the file's size", "shrinking", "what its header says")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,21 +246,34 @@ def _read_updates(
     pairs = _pairs(weights.entries, config, shape)
     layout = BlockLayout.of(shape, {place: pair.rank for place, pair in pairs.items()})
     with _short_of_memory():
-        block = torch.zeros(layout.elements, dtype=dtype, pin_memory=pinned)
+        block = torch.empty(layout.elements, dtype=dtype, pin_memory=pinned)
     for (layer, module), pair in pairs.items():
         row = module_row(layer, module) if layer >= 0 else {"embed": EMBED, "head": HEAD}[module]
         inputs, outputs = shape.size(module)
         padded, a, b = int(layout.ranks[row]), int(layout.a[row]), int(layout.b[row])
-        a_RI = weights.read(pair.a)
+        lower, upper = block[a : a + padded * inputs], block[b : b + padded * outputs]
+        if padded > pair.rank:
+            lower.zero_()
+            upper.zero_()
         if module == "embed":
-            block[a : a + padded * inputs].view(inputs, padded)[:, : pair.rank] = a_RI.T
+            lower.view(inputs, padded)[:, : pair.rank] = weights.read(pair.a).T
         else:
-            block[a : a + padded * inputs].view(padded, inputs)[: pair.rank] = a_RI
-        b_OR = weights.read(pair.b).float().mul_(pair.scale)
-        block[b : b + padded * outputs].view(padded, outputs)[: pair.rank] = b_OR.T
-        for key, start, count in ((pair.a, a, padded * inputs), (pair.b, b, padded * outputs)):
-            _check_finite(key, block[start : start + count])
+            weights.read_into(pair.a, lower.view(padded, inputs)[: pair.rank])
+        _transpose(weights.read(pair.b), pair.scale, upper.view(padded, outputs)[: pair.rank])
+        weights.check_finite(pair.a, lower)
+        weights.check_finite(pair.b, upper)
     return layout, block
+
+
+def _transpose(b_OR: Tensor, scale: float, out_RO: Tensor) -> None:
+    """The scaled transpose, rounded once."""
+    if b_OR.dtype != out_RO.dtype:
+        out_RO.copy_(b_OR.float().mul_(scale).T)
+    else:
+        kind = _EXPONENTS[b_OR.dtype][0]  # torch transposes slowly what it does not know by these names
+        np.copyto(out_RO.view(torch.uint8).numpy().view(kind), b_OR.view(torch.uint8).numpy().view(kind).T)
+        if scale != 1.0:
+            out_RO.mul_(scale)
 
 
 def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape) -> dict[_Place, _Pair]:
@@ -266,7 +333,7 @@ def _read_virtual(weights: _Weights, config: PeftConfig, shape: ModelShape, dtyp
         found = {key: entry.shape for key, entry in entries.items()}
         refuse_file(WEIGHTS_FILE, "what it holds", found, f"{_PROMPT_KEY} of {(count, width)}")
     given_PX = weights.read(_PROMPT_KEY).to(dtype)
-    _check_finite(_PROMPT_KEY, given_PX)
+    weights.check_finite(_PROMPT_KEY, given_PX.contiguous().view(-1))
     layout = BlockLayout.of(shape, {})
     block = torch.zeros(0, dtype=dtype)
     digest = _digest(layout, given_PX, config.kind.encode())
@@ -274,11 +341,6 @@ def _read_virtual(weights: _Weights, config: PeftConfig, shape: ModelShape, dtyp
         return LoadedAdapter(layout, block, given_PX, None, digest)
     given = given_PX.view(count, shape.num_layers, 2 * shape.num_kv_heads, shape.head_dim)
     return LoadedAdapter(layout, block, None, given.transpose(0, 1).contiguous(), digest)
-
-
-def _check_finite(key: str, values: Tensor) -> None:
-    if not bool(torch.isfinite(values).all()):
-        refuse_file(WEIGHTS_FILE, key, "not finite everywhere", "finite values, also once scaled, in the model's dtype")
 
 
 def _digest(layout: BlockLayout, values: Tensor, kind: bytes = b"lora") -> bytes:

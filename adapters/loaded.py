@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from headrace.adapters.layout import BlockLayout
 
-__all__ = ["LoadedAdapter"]
+__all__ = ["LoadedAdapter", "Stamp"]
+
+
+class Stamp(NamedTuple):
+    """What says that an adapter's files are those that were read before: identity, size and times of each."""
+
+    files: tuple[tuple[int, int, int, int, int], ...]
+    digest: bytes
+    """Of what was read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +33,8 @@ class LoadedAdapter:
     """Prefix tuning: [layers, P, 2 * K, D], the virtual tokens' keys as after rotation, then their values."""
     digest: bytes
     """Of everything above."""
+    stamp: Stamp | None = None
+    """Of its files; None where they were too young to tell a later change by."""
 
     @property
     def virtual_tokens(self) -> int:

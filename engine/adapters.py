@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -28,7 +28,7 @@ from headrace.engine.threads import Poster, Worker
 from headrace.engine.wearing import find
 
 if TYPE_CHECKING:
-    from headrace.adapters.loaded import LoadedAdapter
+    from headrace.adapters.loaded import LoadedAdapter, Stamp
 
 __all__ = ["AdapterInfo", "Adapters", "slots_of"]
 
@@ -63,6 +63,8 @@ class _Named:
 class _Source:
     path: str
     root: Path | None
+    stamp: Stamp | None = None
+    """Of what was read there."""
 
 
 class Adapters:
@@ -123,10 +125,10 @@ class Adapters:
             self._check_open()  # while others had their turn, the threads may have gone
             self._check_count(name)
             source = _source(os.fspath(path), root)
-            loaded = await self._reader.ask(partial(device.read, source.path, source.root))
+            loaded = await self._reader.ask(partial(device.read, source.path, source.root, None))
             self._check_count(name)
             self._check_open()
-            self._register(name, loaded, source, device)
+            self._register(name, loaded, replace(source, stamp=loaded.stamp), device)
 
     async def unload(self, name: str) -> None:
         """Forget `name`: new requests are refused, running ones finish, then its memory goes.
@@ -288,11 +290,11 @@ class Adapters:
         """Read `version` from the first folder that still has it: two names may have brought the same weights."""
         for source in sources[:-1]:
             with contextlib.suppress(AdapterRejected):
-                loaded = device.read(source.path, source.root)
+                loaded = device.read(source.path, source.root, source.stamp)
                 if loaded.digest == version.digest:
                     return loaded
         last = sources[-1]
-        loaded = device.read(last.path, last.root)
+        loaded = device.read(last.path, last.root, last.stamp)
         if loaded.digest != version.digest:
             _reject("path", last.path, "the files that were loaded; they have changed since")
         return loaded

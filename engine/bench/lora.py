@@ -1,12 +1,14 @@
-"""`headrace bench lora`: what adapters cost - a decode step's time, slots too few for the traffic, loading meanwhile.
+"""`headrace bench lora`: what adapters cost - steps, prompts, slots too few for the traffic, loading meanwhile.
 
-Adapters are invented, all with the same weights and each with a digest of its own, so that no disk is measured. The
-floor of a step is the base's own time and that in which the bytes of the adapters in it can be read.
+Adapters are invented, each with a digest of its own. Those that are loaded while rows decode are read from a file that
+lies in the page cache; the others have none. The floor of a step is the base's own time and that in which the bytes of
+the adapters in it can be read.
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +20,14 @@ from typing import Any
 import anyio
 import torch
 
-from headrace.adapters.bank import AdapterDevice
 from headrace.adapters.layout import MODULES, BlockLayout
-from headrace.adapters.loaded import LoadedAdapter
+from headrace.adapters.slots import Residency
 from headrace.engine import Engine, SamplingParams
+from headrace.engine.bench.lora_files import FROM_FILE, invented, write_adapter
 from headrace.engine.bench.opening import BenchmarkFailed, Subject, Target, opened, require_room
 from headrace.engine.bench.profile import steady_intervals, watching
 from headrace.engine.bench.report import percentile, show, table
-from headrace.engine.bench.shapes import spec_of
+from headrace.engine.bench.shapes import located, spec_of
 from headrace.engine.bench.workload import random_prompts
 from headrace.engine.model.adapter_device import adapter_shape
 from headrace.engine.opened import Opened
@@ -35,6 +37,8 @@ __all__ = ["Sizes", "run"]
 _SKIP = 16  # steps after the last prefill before intervals count
 _REPEATS = 3
 _LOADS = 100
+_READIES = 10
+_HOST_ADAPTERS = 8  # so few in host memory that others have to be read again
 _SMALL = ("q", "k", "v", "o")
 
 
@@ -64,79 +68,85 @@ def run(target: Target, sizes: Sizes, json_path: str | None) -> None:
 
 
 async def _run(target: Target, sizes: Sizes, json_path: str | None) -> None:
+    disabled = await _disabled(target, sizes)
+    data = await _enabled(target, sizes)
+    off = [[str(batch), "disabled", f"{ms:.3f}", "", ""] for batch, ms in disabled.items()]
+    cases = [_row(figure, case) for figure in data["decode"] for case in figure["cases"]]
+    show("decode step with adapters", _COLUMNS, [*off, *cases], data | {"disabled_ms": disabled}, json_path)
+    table("prompts, traffic and loading", ("what", "figure"), _lines(data, sizes))
+
+
+async def _disabled(target: Target, sizes: Sizes) -> dict[int, float]:
+    """Milliseconds of a step of each batch, in an engine that takes no adapters."""
+    async with opened(target, rows=max(sizes.batches)) as subject:
+        return {batch: (await _medians(subject.engine, sizes, batch, [0]))[0] for batch in sizes.batches}
+
+
+async def _enabled(target: Target, sizes: Sizes) -> dict[str, Any]:
+    """Everything else."""
     most = max(sizes.batches)
     count = max(sizes.registered, most)
-    options = {"adapter_slots": str(max(sizes.slots, most)), "max_adapters": str(count + _LOADS)}
-    target = replace(target, more={"max_adapter_rank": "256", **options, **target.more})
-
-    def invent(path: str, found: Opened) -> Opened:
-        return replace(found, adapters=_invented(path, found, sizes))
-
-    async with opened(target, rows=most, change=invent) as subject:
-        engine = subject.engine
-        require_room(engine, [sizes.context + 2 * _SKIP + sizes.steps + most] * most)
-        for number in range(count):
-            await engine.adapters.load(f"a{number}", str(number))
-        nbytes = engine.adapters.list()[0].nbytes
-        figures = [await _batch(subject, sizes, batch, nbytes) for batch in sizes.batches]
-        traffic = await _traffic(engine, sizes, most)
-        loading = await _loading(engine, sizes, most, count)
-        asked = {"rank": sizes.rank, "adapter_bytes": nbytes, "context": sizes.context, "slots": sizes.slots}
-        data = {
-            "conditions": subject.conditions(target, **asked),
-            "decode": figures,
-            "traffic": traffic,
-            "loading": loading,
-        }
-        rows = [_row(figure, case) for figure in figures for case in figure["cases"]]
-        show("decode step with adapters", _COLUMNS, rows, data, json_path)
-        few, many = f"Zipf over {sizes.slots}", f"Zipf over {count}"
-        rates = [f"{traffic[name]:,.0f} tok/s" for name in ("few", "many")]
-        p99 = [f"{loading[name]:.2f} ms" for name in ("alone", "loading")]
-        lines = [[few, rates[0]], [many, rates[1]], ["step p99 alone", p99[0]], [f"with {_LOADS} loads", p99[1]]]
-        table("traffic and loading", ("what", "figure"), lines)
-
-
-def _invented(path: str, found: Opened, sizes: Sizes) -> AdapterDevice:
-    """A device whose folders hold invented weights."""
-    device = found.adapters
-    if device is None:
-        raise BenchmarkFailed("this device takes no adapters")
-    shape = adapter_shape(spec_of(path))
     modules = _SMALL if sizes.small else MODULES
-    layout = BlockLayout.of(shape, {(layer, name): sizes.rank for layer in range(shape.num_layers) for name in modules})
-    dtype = torch.float32 if found.info.device == "cpu" else getattr(torch, found.info.dtype)
-    pinned = found.info.device.startswith("cuda")
-    block = torch.empty(layout.elements, dtype=dtype, pin_memory=pinned).normal_(0.0, 0.01)
+    with located(target.model) as (path, _), tempfile.TemporaryDirectory() as folder:
+        shape = adapter_shape(spec_of(path))
+        ranks = {(layer, name): sizes.rank for layer in range(shape.num_layers) for name in modules}
+        layout, written = BlockLayout.of(shape, ranks), Path(folder) / "adapter"
 
-    def read(folder: str, root: Path | None) -> LoadedAdapter:
-        return LoadedAdapter(layout, block, None, None, folder.encode())
+        def invent(_: str, found: Opened) -> Opened:
+            if found.adapters is None:
+                raise BenchmarkFailed("this device takes no adapters")
+            stored: torch.dtype = getattr(torch, found.info.dtype)
+            dtype, pinned = (torch.float32, False) if found.info.device == "cpu" else (stored, True)
+            block = torch.empty(layout.elements, dtype=dtype, pin_memory=pinned).normal_(0.0, 0.01)
+            write_adapter(written, shape, modules, sizes.rank, stored)
+            return replace(found, adapters=invented(found.adapters, layout, block, written))
 
-    return replace(device, read=read)
+        more = {
+            "max_adapter_rank": "256",
+            "adapter_slots": str(max(sizes.slots, most)),
+            "max_adapters": str(count + _LOADS),
+            "adapter_host_memory": str(_HOST_ADAPTERS * 2 * layout.elements),
+        }
+        async with opened(replace(target, more=more | dict(target.more)), rows=most, change=invent) as subject:
+            engine = subject.engine
+            require_room(engine, [sizes.context + 2 * _SKIP + sizes.steps + most] * most)
+            for number in range(count):
+                await engine.adapters.load(f"a{number}", str(number))
+            nbytes = engine.adapters.list()[0].nbytes
+            asked = {"rank": sizes.rank, "adapter_bytes": nbytes, "context": sizes.context, "slots": sizes.slots}
+            return {
+                "conditions": subject.conditions(target, **asked),
+                "decode": [await _batch(subject, sizes, batch, nbytes) for batch in sizes.batches],
+                "prompts": await _prompts(engine, sizes, most),
+                "traffic": await _traffic(engine, sizes, most),
+                "loading": await _loading(engine, sizes, most),
+                "ready": await _ready(engine),
+            }
 
 
 async def _batch(subject: Subject, sizes: Sizes, batch: int, nbytes: int) -> dict[str, Any]:
     """Steps of one batch with none, one, eight and as many different adapters as rows, in turn."""
-    engine = subject.engine
-    counts = sorted({0, 1, min(8, batch), batch})
+    medians = await _medians(subject.engine, sizes, batch, sorted({0, 1, min(8, batch), batch}))
+    floors = {count: medians[0] + 1000 * count * nbytes / subject.speed.bytes_per_second for count in medians}
+    cases = [{"adapters": count, "ms": ms, "floor_ms": floors[count]} for count, ms in medians.items()]
+    return {"batch": batch, "cases": cases}
+
+
+async def _medians(engine: Engine, sizes: Sizes, batch: int, counts: Sequence[int]) -> dict[int, float]:
+    """Milliseconds of a step with each number of different adapters."""
     medians: dict[int, list[float]] = {count: [] for count in counts}
     for turn in range(_REPEATS + 1):
         for count in counts:
-            worn = [f"a{row % count}" if count else None for row in range(batch)]
             prompts = random_prompts(batch, sizes.context, vocab_size=engine.info.vocab_size, seed=turn * 9999 + count)
-            intervals = await _steps(engine, prompts, worn, sizes.steps)
+            intervals = await _steps(engine, prompts, _in_turn(count, batch), sizes.steps)
             if turn:
                 medians[count].append(1000 * median(intervals))
-    base = median(medians[0])
-    cases = [
-        {
-            "adapters": count,
-            "ms": median(medians[count]),
-            "floor_ms": base + 1000 * count * nbytes / subject.speed.bytes_per_second,
-        }
-        for count in counts
-    ]
-    return {"batch": batch, "cases": cases}
+    return {count: median(each) for count, each in medians.items()}
+
+
+def _in_turn(count: int, rows: int) -> list[str | None]:
+    """What rows wear that take so many adapters in turn."""
+    return [f"a{row % count}" if count else None for row in range(rows)]
 
 
 async def _steps(engine: Engine, prompts: Sequence[list[int]], worn: Sequence[str | None], steps: int) -> list[float]:
@@ -175,22 +185,83 @@ async def _traffic(engine: Engine, sizes: Sizes, rows: int) -> dict[str, float]:
     return rates
 
 
-async def _loading(engine: Engine, sizes: Sizes, rows: int, first: int) -> dict[str, float]:
-    """99th percentile of a step's milliseconds while rows decode, alone and while adapters load."""
-    found = {}
-    for name in ("alone", "loading"):
-        prompts = random_prompts(rows, 32, vocab_size=engine.info.vocab_size, seed=len(name))
+async def _prompts(engine: Engine, sizes: Sizes, rows: int) -> dict[int, float]:
+    """Tokens a second of prompts that wear none, one and as many different adapters as there are prompts."""
+    rates = {}
+    for count in sorted({0, 1, rows}):
+        seconds = []
+        for turn in range(_REPEATS):
+            prompts = random_prompts(
+                rows, sizes.context, vocab_size=engine.info.vocab_size, seed=777 + turn + 9 * count
+            )
+            started = time.perf_counter()
+            await _generate(engine, prompts, _in_turn(count, rows), 1)
+            seconds.append(time.perf_counter() - started)
+        rates[count] = rows * sizes.context / median(seconds[1:] or seconds)
+    return rates
+
+
+async def _loading(engine: Engine, sizes: Sizes, rows: int) -> dict[str, float]:
+    """99th percentile of a step's milliseconds while rows decode: alone, and while adapters are read and put in place.
+
+    "again" is alone once more, for what two measurements of the same differ by.
+    """
+    found: dict[str, float] = {}
+    turns = 1
+    for name in ("loading", "alone", "again"):
         intervals: list[float] = []
-
-        async def measure(prompts: list[list[int]] = prompts, intervals: list[float] = intervals) -> None:
-            intervals += await _steps(engine, prompts, ["a0"] * rows, 2 * sizes.steps)
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(measure)
-            for number in range(_LOADS if name == "loading" else 0):
-                await engine.adapters.load(f"a{first + number}", f"more {number}")
+            loaded = anyio.Event()
+            if name == "loading":
+                tasks.start_soon(_load, engine, loaded)
+            turn = 0
+            while turn < turns or (name == "loading" and not loaded.is_set()):
+                prompts = random_prompts(rows, 32, vocab_size=engine.info.vocab_size, seed=100 * len(found) + turn)
+                intervals += await _steps(engine, prompts, ["a0"] * rows, 4 * sizes.steps)
+                turn += 1
+        turns = min(turn, _REPEATS)
         found[name] = 1000 * percentile(intervals, 0.99)
     return found
+
+
+async def _load(engine: Engine, loaded: anyio.Event) -> None:
+    for number in range(_LOADS):
+        name = f"{FROM_FILE}{number}"
+        await engine.adapters.load(name, name)
+        engine.adapters.pin(name)  # which puts it on the device at once
+        engine.adapters.pin(name, False)
+    loaded.set()
+
+
+async def _ready(engine: Engine) -> dict[str, float]:
+    """Milliseconds from asking for an adapter that is registered, but on disk, until it is on the device."""
+    gone = [info.name for info in engine.adapters.list() if info.where == "disk" and info.name.startswith(FROM_FILE)]
+    took = []
+    for name in gone[:_READIES]:
+        started = time.perf_counter()
+        engine.adapters.pin(name)
+        while engine.adapters.versions[name].residency is not Residency.RESIDENT:  # noqa: ASYNC110 - nobody tells
+            await anyio.sleep(0.0002)
+        took.append(1000 * (time.perf_counter() - started))
+        engine.adapters.pin(name, False)
+    if not took:
+        raise BenchmarkFailed(f"{_LOADS} adapters fit the slots: use fewer --slots")
+    return {"median": median(took), "least": min(took), "most": max(took)}
+
+
+def _lines(data: dict[str, Any], sizes: Sizes) -> list[list[str]]:
+    traffic, loading, ready = data["traffic"], data["loading"], data["ready"]
+    count = max(sizes.registered, *sizes.batches)
+    prompts = [[f"prompts, {worn} adapters", f"{rate:,.0f} tok/s"] for worn, rate in data["prompts"].items()]
+    return [
+        *prompts,
+        [f"Zipf over {sizes.slots}", f"{traffic['few']:,.0f} tok/s"],
+        [f"Zipf over {count}", f"{traffic['many']:,.0f} tok/s"],
+        ["step p99 alone", f"{loading['alone']:.2f} ms"],
+        ["step p99 alone, again", f"{loading['again']:.2f} ms"],
+        [f"step p99, {_LOADS} loads", f"{loading['loading']:.2f} ms"],
+        ["from disk to ready", f"{ready['median']:.1f} ms ({ready['least']:.1f} to {ready['most']:.1f})"],
+    ]
 
 
 _COLUMNS = ("batch", "adapters", "ms", "over none", "floor over none")

@@ -9,7 +9,7 @@ import torch
 from headrace.adapters.bank import AdapterBank, AdapterDevice
 from headrace.adapters.files import read_adapter
 from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
-from headrace.adapters.loaded import LoadedAdapter
+from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.engine.config import EngineConfig
 from headrace.engine.model.spec import DecoderSpec
 
@@ -61,8 +61,9 @@ def adapter_device(
     """
     shape = adapter_shape(spec)
 
-    def read(path: str, root: Path | None) -> LoadedAdapter:
-        return read_adapter(path, shape, dtype, max_rank=config.max_adapter_rank, root=root, pinned=pinned)
+    def read(path: str, root: Path | None, stamp: Stamp | None) -> LoadedAdapter:
+        most = config.max_adapter_rank
+        return read_adapter(path, shape, dtype, max_rank=most, root=root, pinned=pinned, stamp=stamp)
 
     granules = adapter_granules(config, spec, dtype, granule_bytes)
     return AdapterDevice(bank, config.adapter_slots, granules, granule_bytes, read)

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from headrace.adapters import files
 from headrace.adapters.errors import AdapterRejected
 from headrace.adapters.files import read_adapter
 from headrace.adapters.layout import ModelShape
@@ -280,3 +281,53 @@ def test_no_damage_to_a_file_escapes_the_typed_refusal(tmp_path_factory: pytest.
     except AdapterRejected:
         return
     assert torch.isfinite(loaded.block).all()
+
+
+def test_files_that_did_not_change_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = lora_folder(tmp_path / "a", 1)
+    assert read(folder).stamp is None, "too young to tell a change by"
+    monkeypatch.setattr(files, "_SETTLED_NS", -(10**12))
+    first = read(folder)
+    again = read(folder, stamp=first.stamp)
+    assert torch.equal(again.block, first.block)
+    assert (again.digest, again.stamp) == (first.digest, first.stamp)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_digest", lambda *_: pytest.fail("hashed again"))
+        read(folder, stamp=first.stamp)
+
+
+def test_a_stamp_does_not_outlive_a_change_that_leaves_size_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_SETTLED_NS", -(10**12))
+    folder = lora_folder(tmp_path / "a", 1)
+    file = folder / "adapter_model.safetensors"
+    stamp, times, data = read(folder).stamp, file.stat(), file.read_bytes()
+    file.write_bytes(data[:-4] + struct.pack("<f", float("nan")))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(AdapterRejected, match="not finite"):
+        read(folder, stamp=stamp)
+    changed = bytes(byte ^ (1 if at == len(data) - 4 else 0) for at, byte in enumerate(data))
+    file.write_bytes(changed)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert stamp is not None and read(folder, stamp=stamp).digest != stamp.digest
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_updates_are_scaled_and_rounded_once(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(stored) for name, tensor in lora_tensors(1, 3).items()}
+    folder = write_folder(tmp_path / "a", CONFIG | {"r": 3, "lora_alpha": 2}, tensors)
+    loaded = read(folder, dtype=dtype)
+    layout = loaded.layout
+    for _, module, row in layout.places():
+        if module in ("q", "o"):
+            layer = row // 7
+            name = Q_B.replace("layers.0", f"layers.{layer}").replace("q_proj", f"{module}_proj")
+            inputs, outputs = SHAPE.size(module)
+            b, rank = int(layout.b[row]), int(layout.ranks[row])
+            found = loaded.block[b : b + rank * outputs].view(rank, outputs)
+            assert torch.equal(found[:3], (tensors[name].float() * (2 / 3)).to(dtype).T)
+            assert not found[3:].any() and rank == 8
+            a = loaded.block[int(layout.a[row]) :][: 3 * inputs].view(3, inputs)
+            assert torch.equal(a, tensors[name.replace("lora_B", "lora_A")].to(dtype))

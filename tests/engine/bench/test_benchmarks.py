@@ -34,7 +34,9 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_lora(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lora(target: Target, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "_LOADS", 12)
+    monkeypatch.setattr(lora, "_REPEATS", 1)
     sizes = lora.Sizes(batches=[1, 3], context=20, steps=8, slots=2, registered=5, rank=4, small=False)
     lora.run(target, sizes, str(out))
     found = read(out)
@@ -43,6 +45,8 @@ def test_lora(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> 
         floors = [case["floor_ms"] for case in each["cases"]]
         assert floors == sorted(floors) and floors[0] > 0 and all(case["ms"] > 0 for case in each["cases"])
     assert found["traffic"]["few"] > 0 and found["loading"]["loading"] > 0
+    assert set(found["prompts"]) == {"0", "1", "3"} and set(found["disabled_ms"]) == {"1", "3"}
+    assert 0 < found["ready"]["least"] <= found["ready"]["median"] <= found["ready"]["most"]
     assert "Zipf over 5" in capsys.readouterr().out
 
 
