@@ -1,6 +1,7 @@
-"""Writes words to scattered places on CUDA; knows nothing of what they mean.
+"""Writes words to scattered places on CUDA, and ids back to the host; knows nothing of what they mean.
 
-Words come as `[count, place, word, place, word, ...]`, all int32, so that what is sent is one contiguous piece.
+Words come as `[count, place, word, place, word, ...]`, all int32, so that what is sent is one contiguous piece. A graph
+finds them in pinned memory, and leaves ids there, in lines of their own for each replay.
 """
 
 from __future__ import annotations
@@ -9,13 +10,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batch", "apply_words", "scatter_words"]
+__all__ = ["Batch", "Turns", "apply_words", "leave_ids", "scatter_words"]
 
 _BLOCK = 1024
+
+
+class Turns(NamedTuple):
+    """Lines of pinned memory that replays use in turn, as host and device both count; the last is never reached."""
+
+    turn_2: Tensor
+    """int32: the line of the next replay, and that of the latest."""
+    words_TW: Tensor
+    """int32, pinned: what a replay is told."""
+    ids_TB: Tensor
+    """int32, pinned: what it answers."""
 
 
 class Batch(NamedTuple):
@@ -30,21 +43,39 @@ class Batch(NamedTuple):
     padding: int
 
 
+# fmt: off
 @triton.jit
-def _apply_kernel(target, staged, batch, stopped, active, size, padding, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    count = tl.load(staged)
+def _apply_kernel(
+    target, words, turn, batch, stopped, active, size, padding, stride, turns,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):
+    number = tl.load(turn)
+    line = words + number * stride
+    count = tl.load(line)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < count
-        place = tl.load(staged + 1 + 2 * at, mask=inside, other=0)
-        tl.store(target + place, tl.load(staged + 2 + 2 * at, mask=inside, other=0), mask=inside)
+        place = tl.load(line + 1 + 2 * at, mask=inside, other=0)
+        tl.store(target + place, tl.load(line + 2 + 2 * at, mask=inside, other=0), mask=inside)
     tl.debug_barrier()
-    tl.store(staged, 0)
+    tl.store(turn, (number + 1) % turns)
+    tl.store(turn + 1, number)
     if ROWS > 0:
         at = tl.arange(0, ROWS)
         row = tl.load(batch + at, mask=at < size, other=0)
         gone = tl.load(stopped + row, mask=at < size, other=0)
         tl.store(active + at, tl.where(gone != 0, padding, row), mask=at < size)
+
+
+# fmt: on
+@triton.jit
+def _leave_kernel(ids, lines, turn, size, stride, ROWS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.arange(0, ROWS)
+    line = lines + tl.load(turn + 1) * stride
+    tl.store(line + at, tl.load(ids + at, mask=at < size, other=0), mask=at < size)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -55,20 +86,38 @@ def _scatter_kernel(target, staged, count, BLOCK: tl.constexpr):
     tl.store(target + place, tl.load(staged + 2 + 2 * at, mask=inside, other=0), mask=inside)
 
 
-def apply_words(target: Tensor, staged: Tensor, batch: Batch | None = None) -> None:
-    """`target[place] = word` for the pairs staged, however many the device finds there, and none the next time.
+def apply_words(target: Tensor, turns: Turns, batch: Batch | None = None) -> None:
+    """`target[place] = word` for the pairs that the next line holds, however many, and go on to the line after it.
 
     For a graph, and few pairs: one program does it.
 
     Args:
         target: int32, one dimension.
-        staged: int32 [count, place, word, ...]; no place may come twice. Its count becomes 0.
+        turns: Where the pairs are; no place may come twice in a line.
         batch: Whose active rows to find, after that.
     """
     size = 0 if batch is None else len(batch.rows_B)
     rows, stopped, active, padding = (target, target, target, 0) if batch is None else batch
     most = triton.next_power_of_2(size) if size else 0
-    _apply_kernel[(1,)](target, staged, rows, stopped, active, size, padding, BLOCK=_BLOCK, ROWS=most, num_warps=8)
+    lines, stride = turns.words_TW.shape
+    _apply_kernel[(1,)](
+        target, turns.words_TW, turns.turn_2, rows, stopped, active, size, padding, stride, lines - 1,
+        BLOCK=_BLOCK, ROWS=most, num_warps=8,
+    )  # fmt: skip
+
+
+def leave_ids(ids_B: Tensor, turns: Turns, *, pdl: bool = False) -> None:
+    """Leave int32 `ids_B` in the line of the latest replay; for a graph that `apply_words` began.
+
+    Args:
+        ids_B: The first of the line, which may be longer.
+        turns: Where the line is.
+        pdl: Launch programmatically dependent.
+    """
+    _leave_kernel[(1,)](
+        ids_B, turns.ids_TB, turns.turn_2, len(ids_B), turns.ids_TB.stride(0),
+        ROWS=triton.next_power_of_2(len(ids_B)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def scatter_words(target: Tensor, staged: Tensor, count: int) -> None:

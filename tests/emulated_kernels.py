@@ -44,11 +44,19 @@ def scatter(at: SimpleNamespace) -> None:
 
 
 def apply(at: SimpleNamespace) -> None:
-    scatter(SimpleNamespace(target=at.target, staged=at.staged, count=int(at.staged[0])))
-    at.staged[0] = 0
+    number = int(at.turn[0])
+    line = torch.empty(at.stride, dtype=torch.int32)
+    line.copy_(at.words[number], non_blocking=True)  # a fault if the host writes there too early
+    scatter(SimpleNamespace(target=at.target, staged=line, count=int(line[0])))
+    at.turn.copy_(torch.tensor([(number + 1) % at.turns, number]))
     if at.ROWS:
         demand(at.ROWS >= at.size == len(at.batch), "rows that nobody looks at")
         at.active[: at.size] = torch.where(at.stopped[at.batch.long()] != 0, at.padding, at.batch)
+
+
+def leave(at: SimpleNamespace) -> None:
+    demand(at.ROWS >= at.size == len(at.ids) <= at.lines.shape[1], "ids that nobody asks for")
+    at.lines[int(at.turn[1]), : at.size].copy_(at.ids, non_blocking=True)
 
 
 # -- decode inputs --------------------------------------------------------------------------------------------------
@@ -386,6 +394,7 @@ def choose(at: SimpleNamespace) -> None:
 
 KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_apply_kernel": apply,
+    "_leave_kernel": leave,
     "_scatter_kernel": scatter,
     "_prepare_kernel": prepare,
     "_norm_rope_kernel": norm_rope,

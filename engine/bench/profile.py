@@ -145,7 +145,12 @@ def _places(engine: Engine) -> list[tuple[str, Any, str]]:
         ("deliver", loop, "_deliver"),
     ]
     if engine.info.device.startswith("cuda"):
-        inside = [(runner._rows, "add"), (runner._rows, "batch"), (runner._rows, "flush"), (runner._prefills, "_pack")]
+        inside = [
+            (runner._rows, "add"),
+            (runner._rows, "batch"),
+            (runner._rows, "hand_over"),
+            (runner._prefills, "_pack"),
+        ]
         places += [("pack", owner, name) for owner, name in inside]
     return places
 

@@ -71,7 +71,6 @@ class GrammarRows:
 
     def take(self, plan: StepPlan) -> None:
         """Take in what new rows ask, and forget what these and those that were left kept to before."""
-        self.forced = {}
         if self._rows:
             for row in (*plan.left_rows, *(new.row for new in plan.new_rows)):
                 self._rows.pop(row, None)

@@ -2,7 +2,8 @@
 
 Owns the row table and its mirror on the host, which only plans change; never runs the model. All of it is one int32
 arena on the device, so that a step's changes - page numbers, prompt tokens, lengths, sampling - are pairs of (place,
-word), and one copy and one kernel apply them. Next to read: cuda_runner.py.
+word): few of them a graph takes itself (cuda_exchange.py), many are one copy and one kernel. Next to read:
+cuda_runner.py.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cuda_exchange import MOST_PAIRS, Exchange
 from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, PageEntry, RowOptions
-from headrace.ops.cuda_scatter import Batch, apply_words, scatter_words
+from headrace.ops.cuda_scatter import Batch, scatter_words
 
 __all__ = ["DeviceRows"]
 
 _RING = 16
-_FEW_PAIRS = 2048
-"""Pairs that a graph applies by itself."""
-_MOST_PAIRS = 1 << 16
+_MOST_SENT = 1 << 16
 _STOPS = 32
 """Tokens for which the device sees by itself that a row has stopped: more than a request may name."""
 _Words = NDArray[np.int32]
@@ -76,22 +76,23 @@ class DeviceRows:
         self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
         self._named: NDArray[np.int64] = np.empty(0, np.int64)
         """The rows of the last call of `batch`, which nobody writes to."""
-        words = 1 + 2 * _MOST_PAIRS
+        self.exchange = Exchange(capacity.max_rows, device)
+        words = 1 + 2 * _MOST_SENT
         self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._views = [buffer.numpy() for buffer in self._ring]
         self._staged = torch.zeros(words, dtype=torch.int32, device=device)
         self._copied = [torch.cuda.Event() for _ in range(_RING)]
-        self._turn = 0
-        self._places: list[_Words] = []
-        self._words: list[_Words] = []
+        self._sends = 0
+        self._changes: list[tuple[NDArray[np.int64] | _Words, NDArray[np.int64] | _Words]] = []
+        """Places and words that are still to be sent."""
 
     def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry], options: Sequence[RowOptions] = ()) -> None:
-        """Take in a plan's new rows and page entries; `flush` sends them.
+        """Take in a plan's new rows and page entries; `flush` or `hand_over` sends them.
 
         Rows with options get all their tokens, those too that the prefix cache spares computing.
         """
-        if self._places:  # of a step that failed before it sent them: no place may come twice in one send
-            self.flush(applied_by_graph=False)
+        if self._changes:  # of a step that failed before it sent them: no place may come twice in one send
+            self.flush()
         known = {each.row: each.tokens for each in options}
         for new in new_rows:
             self._add_row(new._replace(start=0, tokens=known[new.row]) if new.row in known else new)
@@ -99,7 +100,7 @@ class DeviceRows:
             self._add_entries(entries)
 
     def give(self, given: Sequence[GivenTokens]) -> None:
-        """Take in tokens that the host chose; after `add`, and `flush` sends them."""
+        """Take in tokens that the host chose; after `add`, and sent with the rest."""
         for row, start, tokens in given:
             first = self._offset["pool"] + row * self._context + start
             self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
@@ -123,18 +124,23 @@ class DeviceRows:
         """Note that a prefill of `row` ends by sampling, which sets its length on the device."""
         self._lengths[row] = length
 
-    def flush(self, *, applied_by_graph: bool) -> None:
-        """Send the changes since the last call, on the current stream.
+    def flush(self) -> None:
+        """Send the changes since the last time, on the current stream."""
+        if self._changes:
+            columns, self._changes = zip(*self._changes, strict=True), []
+            places, words = (np.concatenate(each, dtype=np.int32, casting="same_kind") for each in columns)
+            self._send_all(self._arena, places, words)
 
-        Args:
-            applied_by_graph: The next thing to run there is a graph that begins with `apply`.
+    def hand_over(self) -> _Words:
+        """Leave the changes since the last time to the graph that is replayed next, and begins with `apply`.
+
+        Returns:
+            Where its ids will be, in the order of the batch, once its step is done.
         """
-        if not self._places:
-            return
-        places, words = np.concatenate(self._places), np.concatenate(self._words)
-        self._places, self._words = [], []
-        left_to_graph = applied_by_graph and len(places) <= _FEW_PAIRS
-        self._send_all(self._arena, places, words, left_to_graph=left_to_graph)
+        if sum(len(places) for places, _ in self._changes) > MOST_PAIRS:
+            self.flush()
+        changes, self._changes = self._changes, []
+        return self.exchange.give(changes)
 
     def send(self, target: Tensor, places: NDArray[np.int64], words: _Words) -> None:
         """Send words to another tensor, on the current stream.
@@ -144,30 +150,29 @@ class DeviceRows:
             places: Where in it; none may come twice.
             words: int32: what goes there.
         """
-        self._send_all(target, places.astype(np.int32), words, left_to_graph=False)
+        self._send_all(target, places.astype(np.int32), words)
 
     def apply(self) -> None:
-        """Apply what `flush` left to a graph, and see which rows of the batch go on."""
-        apply_words(self._arena, self._staged, Batch(self.batch_R, self.stopped_R, self.active_R, self.padding_row))
+        """Apply what `hand_over` left to a graph, and see which rows of the batch go on."""
+        self.exchange.apply(self._arena, Batch(self.batch_R, self.stopped_R, self.active_R, self.padding_row))
 
-    def _send_all(self, target: Tensor, places: _Words, words: _Words, *, left_to_graph: bool) -> None:
-        for start in range(0, len(places), _MOST_PAIRS):
-            some = slice(start, start + _MOST_PAIRS)
-            self._send(target, places[some], words[some], left_to_graph)
+    def _send_all(self, target: Tensor, places: _Words, words: _Words) -> None:
+        for start in range(0, len(places), _MOST_SENT):
+            some = slice(start, start + _MOST_SENT)
+            self._send(target, places[some], words[some])
 
-    def _send(self, target: Tensor, places: _Words, words: _Words, left_to_graph: bool) -> None:
-        slot = self._turn % _RING
-        self._turn += 1
+    def _send(self, target: Tensor, places: _Words, words: _Words) -> None:
+        slot = self._sends % _RING
+        self._sends += 1
         self._copied[slot].synchronize()
         end = 1 + 2 * len(places)
         view = self._views[slot]
-        view[0] = len(places) if left_to_graph else 0
+        view[0] = len(places)
         view[1:end:2] = places
         view[2:end:2] = words
         self._staged[:end].copy_(self._ring[slot][:end], non_blocking=True)
         self._copied[slot].record()
-        if not left_to_graph:
-            scatter_words(target, self._staged, len(places))
+        scatter_words(target, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
         row, start, tokens, sampling, slot, stop_ids = new
@@ -201,6 +206,5 @@ class DeviceRows:
         self._pages_flat[places] = pages
         self._put(self._offset["table"] + places, pages)
 
-    def _put(self, places: NDArray[np.int64], words: NDArray[np.int64] | _Words) -> None:
-        self._places.append(places.astype(np.int32))
-        self._words.append(words.astype(np.int32))
+    def _put(self, places: NDArray[np.int64] | _Words, words: NDArray[np.int64] | _Words) -> None:
+        self._changes.append((places, words))

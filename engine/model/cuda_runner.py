@@ -32,7 +32,7 @@ from headrace.engine.model.cuda_steps import (
     split,
 )
 from headrace.engine.model.decoder import Decoder
-from headrace.engine.model.graphs import DecodeGraphs
+from headrace.engine.model.graphs import DecodeGraphs, Key
 from headrace.engine.model.host_pool import HostPool
 from headrace.engine.model.memory import borrow_stream, return_device_memory, return_stream
 from headrace.engine.model.prefills import Prefills
@@ -197,10 +197,10 @@ class CudaRunner:
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
         step = CudaStep(result)
-        is_plain = plan.decodes and not plan.others and not (plan.new_rows or plan.copies or plan.spills)
-        decodes = self._ordering.of(plan.rows, plan.starts) if is_plain else None
-        if self._submitted == self._enqueued and decodes is not None and self._is_quick(decodes):
-            self._enqueue(plan, decodes, [], step)
+        decodes = self._ordering.of(plan.rows, plan.starts) if plan.is_bare else None
+        keys = None if decodes is None or self._submitted > self._enqueued else self._keys_if_quick(decodes)
+        if keys is not None:
+            self._enqueue(plan, decodes, [], step, keys)
         else:
             step.enqueued = threading.Event()
             self._submitted += 1
@@ -285,13 +285,23 @@ class CudaRunner:
             step.enqueued.set()
             del item, plan, step
 
-    def _is_quick(self, decodes: Decodes) -> bool:
+    def _keys_if_quick(self, decodes: Decodes) -> list[Key] | None:
+        """The graphs of `decodes`, if nothing needs to be captured or waited for."""
         variant = self._sampler.variant(decodes.rows)
-        return not variant.masked and self._graphs.ready(decodes.rows, decodes.starts, variant)
+        keys = self._graphs.keys(decodes.rows, decodes.starts, variant)
+        return None if variant.masked or not self._graphs.ready(keys) else keys
 
-    def _enqueue(self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep) -> None:
+    def _enqueue(
+        self,
+        plan: StepPlan,
+        decodes: Decodes | None,
+        prefills: Sequence[Work],
+        step: CudaStep,
+        keys: list[Key] | None = None,
+    ) -> None:
+        """Enqueue `plan`; `keys` are the graphs of its decodes, where somebody has found them already."""
         with self._on_stream(), faults_are_fatal():
-            lines = self._enqueue_all(plan, decodes, prefills, step)
+            lines = self._enqueue_all(plan, decodes, prefills, step, keys)
             choices, forced = self._sampler.choices, self._sampler.grammars.forced
             if lines or choices or forced:
                 index_of = {work.row: index for index, work in enumerate(plan.works)}
@@ -302,9 +312,38 @@ class CudaRunner:
             self._sampler.grammars.sampled(step.tokens, plan.each_work())
 
     def _enqueue_all(
-        self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
+        self,
+        plan: StepPlan,
+        decodes: Decodes | None,
+        prefills: Sequence[Work],
+        step: CudaStep,
+        keys: list[Key] | None,
     ) -> list[Lines]:
         """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
+        self._sampler.begin()
+        copies = self._take_in(plan)
+        count, result = 0 if decodes is None else len(decodes.rows), step.result
+        lines: list[Lines] = []
+        if decodes is not None:
+            step.ids, step.places = self._decode(decodes, copies, keys), decodes.back
+            lines = self._sampler.lines(decodes.rows, 0)
+        else:
+            step.places = _NOWHERE
+            self._rows.flush()
+            CudaOps.copy_pages(self._kv, copies)
+        if not prefills:
+            return lines
+        sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
+        step.pooled = result.keep(pooled, plan.works)
+        result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
+        step.ids, step.places = result.view, places_of(plan.works, _NOWHERE if decodes is None else decodes.back, count)
+        return lines + more
+
+    def _take_in(self, plan: StepPlan) -> Sequence[tuple[int, int]]:
+        """Take in what `plan` says of rows and pages; the copies of pages that are still to be enqueued."""
+        if plan.is_bare:
+            self._rows.add((), plan.entries)
+            return ()
         plan = self._sampler.hosts.take(plan)
         copies = plan.copies
         if plan.spills or plan.fetches:
@@ -315,23 +354,7 @@ class CudaRunner:
         self._sampler.take(plan)
         self._sampler.grammars.give(plan.given)
         self._prefills.pools.update(plan)
-        count, result = 0 if decodes is None else len(decodes.rows), step.result
-        lines: list[Lines] = []
-        if decodes is not None:
-            self._decode(decodes, copies)
-            lines = self._sampler.lines(decodes.rows, 0)
-        if decodes is None:
-            self._rows.flush(applied_by_graph=False)
-            CudaOps.copy_pages(self._kv, copies)
-        if not prefills:
-            result.ids[:count].copy_(self._ids[:count], non_blocking=True)
-            step.places = _NOWHERE if decodes is None else decodes.back
-            return lines
-        sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
-        step.pooled = result.keep(pooled, plan.works)
-        result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
-        step.places = places_of(plan.works, _NOWHERE if decodes is None else decodes.back, count)
-        return lines + more
+        return copies
 
     def _swap(self, plan: StepPlan) -> None:
         """Enqueue the moves between device and host, and between them the copies of `plan`."""
@@ -350,15 +373,19 @@ class CudaRunner:
             yield self._host
         self._stream.wait_stream(self._side)
 
-    def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]]) -> None:
-        """Enqueue one token of each row."""
-        rows = self._rows
-        variant = self._sampler.variant(decodes.rows)
-        logits_or_all, *choice = self._graphs.prepare(decodes.rows, decodes.starts, variant)
-        rows.batch(decodes.rows, decodes.starts, self._graphs.bucket(len(decodes.rows)))
-        rows.flush(applied_by_graph=not copies)
-        CudaOps.copy_pages(self._kv, copies)
+    def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key] | None) -> NDArray[np.int32]:
+        """Enqueue one token of each row; where the ids will be."""
+        rows, sampler = self._rows, self._sampler
+        if keys is None:
+            keys = self._graphs.keys(decodes.rows, decodes.starts, sampler.variant(decodes.rows))
+        logits_or_all, *choice = self._graphs.prepare(keys, decodes.starts)
+        rows.batch(decodes.rows, decodes.starts, keys[0].bucket)
+        if copies:
+            rows.flush()
+            CudaOps.copy_pages(self._kv, copies)
+        ids = rows.hand_over()
         logits_or_all.replay()
         if choice:
-            self._sampler.act_between(self._graphs.logits(decodes.rows, decodes.starts, variant), decodes.rows)
+            sampler.act_between(self._graphs.logits(keys), decodes.rows)
             choice[0].replay()
+        return ids

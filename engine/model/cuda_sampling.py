@@ -69,13 +69,16 @@ class RowSampler:
         self._last: tuple[NDArray[np.int64], Variant] | None = None
         """The last rows asked about, which nobody writes to, and what they ask for, until rows change hands."""
 
+    def begin(self) -> None:
+        """Another step is about to be enqueued."""
+        self.choices, self.grammars.forced = {}, {}
+
     def take(self, plan: StepPlan) -> None:
         """Enqueue what the new rows of `plan`, which the row table has taken in, ask beyond their sampling.
 
         Raises:
             torch.OutOfMemoryError: They are the first that ask, and there is no memory for it.
         """
-        self.choices = {}
         if plan.new_rows or plan.left_rows:
             self._last = None
         self._shaped.take(plan.new_rows, plan.options)

@@ -79,7 +79,7 @@ class ShapedRows:
             return
         arrays = self.arrays()
         self.asks[changed] = True  # should something fail before the table is sent: the next requests write it then
-        self._rows.flush(applied_by_graph=False)
+        self._rows.flush()
         table = np.zeros((len(changed), COLUMNS), np.int32)
         for line, row in zip(table, changed, strict=True):
             if row in asking:

@@ -76,14 +76,18 @@ class Result:
 class CudaStep:
     """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
 
-    __slots__ = ("_reading", "_tokens", "choices", "enqueued", "error", "forced", "lines", "places", "pooled", "result")
+    __slots__ = (
+        "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "lines", "places", "pooled", "result",
+    )  # fmt: skip
 
     def __init__(self, result: Result) -> None:
         self.result = result
         self.enqueued: threading.Event | None = None
         self.error: BaseException | None = None
+        self.ids: NDArray[np.int32] = result.view
+        """The ids of the step, once it is done, as they stood on the device."""
         self.places: NDArray[np.int64]
-        """Where in the result the id of each of the plan's works will be."""
+        """Where among them the id of each of the plan's works will be."""
         self.lines: list[SentLines] = []
         """Log-probabilities there."""
         self.pooled: dict[int, Tensor] = {}
@@ -127,7 +131,7 @@ class CudaStep:
         with self._reading:  # the result serves another step once it was waited for
             if self._tokens is None:
                 self.result.done.synchronize()
-                self._tokens = self.result.view[self.places].tolist()
+                self._tokens = self.ids[self.places].tolist()
             return self._tokens
 
 

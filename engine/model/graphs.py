@@ -29,7 +29,7 @@ from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_fused import DecodeInputs, prepare_decode
 
-__all__ = ["DecodeGraphs", "buckets"]
+__all__ = ["DecodeGraphs", "Key", "buckets"]
 
 logger = logging.getLogger("headrace.engine")
 
@@ -56,8 +56,11 @@ def _can_be_even(shape: HeadShape, device: torch.device) -> bool:
     return True
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
+    """What one graph is of."""
+
     bucket: int
+    """Rows that it computes."""
     way: str
     """Of attention: "fused", "even", "fa2" or "xqa"."""
     variant: Variant | None
@@ -68,11 +71,11 @@ class _Key(NamedTuple):
     """False for the choice alone, from the logits that the graph without one leaves."""
 
 
-def _keys(bucket: int, way: str, variant: Variant, worn: Worn = BARE) -> list[_Key]:
+def _keys(bucket: int, way: str, variant: Variant, worn: Worn = BARE) -> list[Key]:
     """Of the graphs of a step, in order."""
     if not variant.masked:
-        return [_Key(bucket, way, variant, worn)]
-    return [_Key(bucket, way, None, worn), _Key(bucket, way, variant, worn, has_logits=False)]
+        return [Key(bucket, way, variant, worn)]
+    return [Key(bucket, way, None, worn), Key(bucket, way, variant, worn, has_logits=False)]
 
 
 class _Planned:
@@ -123,11 +126,13 @@ class DecodeGraphs:
         self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
         self._sampler, self._bank = sampler, bank
         self._buckets, self._choice = buckets(max_rows), attention
+        self._bucket_of = [next(size for size in self._buckets if size >= rows) for rows in range(max_rows + 1)]
+        """By the rows that run."""
         self._device = kv.device
         self._pdl = next(iter(ops.values())).pdl
         self._shape = next(iter(ops.values())).shape
         self._inputs = self._allocate(max_rows)
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._plans: dict[int, _Planned] = {}
         self._steps: dict[tuple[int, str], dict[int | None, DecodeStep]] = {}
@@ -139,10 +144,6 @@ class DecodeGraphs:
         self._even: dict[int | None, EvenDecode] = {}
         self._is_even = attention == "auto" and _can_be_even(self._shape, self._device)
 
-    def bucket(self, rows: int) -> int:
-        """The size of the batch that `rows` rows run in."""
-        return next(size for size in self._buckets if size >= rows)
-
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
         """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
         for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
@@ -150,25 +151,29 @@ class DecodeGraphs:
                 for key in _keys(size, self._way(size, context), variant):
                     self._graph(key)
 
-    def ready(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant) -> bool:
-        """Whether `prepare` would find its graph captured: capturing takes a hundred milliseconds."""
-        return self._graphs.keys() >= set(self._keys(rows, starts, variant))
-
-    def prepare(
-        self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant
-    ) -> list[torch.cuda.CUDAGraph]:
-        """The graphs whose replay is one decode step of `rows`, those of `DeviceRows.batch_R`, planned for `starts`.
+    def keys(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant) -> list[Key]:
+        """The graphs whose replay is one decode step of `rows`, about to compute the tokens at `starts`.
 
         There is one; for a variant that is masked there are two, with the logits in between.
+        """
+        bucket = self._bucket_of[len(starts)]
+        worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[rows])
+        return _keys(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), variant, worn)
+
+    def ready(self, keys: Sequence[Key]) -> bool:
+        """Whether `prepare` would find them captured: capturing takes a hundred milliseconds."""
+        return all(key in self._graphs for key in keys)
+
+    def prepare(self, keys: Sequence[Key], starts: NDArray[np.int64]) -> list[torch.cuda.CUDAGraph]:
+        """The graphs of `keys`, planned for a batch of rows that compute the tokens at `starts`.
 
         Raises:
-            DeviceUnavailable: It had to be captured, and could not be.
+            DeviceUnavailable: One had to be captured, and could not be.
             torch.OutOfMemoryError: There was no memory for that.
         """
-        keys = self._keys(rows, starts, variant)
-        bucket = keys[0].bucket
         graphs = [self._graph(key) for key in keys]
-        if keys[0].way == "fa2":
+        bucket, way, *_ = keys[0]
+        if way == "fa2":
             lengths = np.ones(bucket, np.int64)
             lengths[: len(starts)] += starts
             last, self._last_planned = self._last_planned, 0  # none, should planning fail
@@ -176,9 +181,9 @@ class DecodeGraphs:
             self._last_planned = bucket
         return graphs
 
-    def logits(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant) -> Tensor:
-        """[rows or more, vocabulary]: what the first graph of a masked variant leaves to the second, for these rows."""
-        bucket, way, _, worn, _ = self._keys(rows, starts, variant)[0]
+    def logits(self, keys: Sequence[Key]) -> Tensor:
+        """[rows or more, vocabulary]: what the first graph of a masked variant leaves to the second."""
+        bucket, way, _, worn, _ = keys[0]
         return self._between[bucket, way, worn]
 
     def close(self) -> None:
@@ -193,11 +198,6 @@ class DecodeGraphs:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _keys(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant) -> list[_Key]:
-        bucket = self.bucket(len(starts))
-        worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[rows])
-        return _keys(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), variant, worn)
-
     def _way(self, bucket: int, context: int) -> str:
         if self._choice != "auto":
             return self._choice
@@ -205,7 +205,7 @@ class DecodeGraphs:
         way = choose(bucket, context, fp8=fp8, even=self._is_even)
         return "fa2" if way == "fused" and self._shape.head_dim not in FusedDecode.HEAD_DIMS else way
 
-    def _graph(self, key: _Key) -> torch.cuda.CUDAGraph:
+    def _graph(self, key: Key) -> torch.cuda.CUDAGraph:
         graph = self._graphs.get(key)
         if graph is None:
             try:
@@ -219,17 +219,18 @@ class DecodeGraphs:
             self._graphs[key] = graph
         return graph
 
-    def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
         bucket, way, *_ = key
         self._last_planned = 0  # what follows plans, even if it fails
         if (bucket, way) not in self._steps:
             self._steps[bucket, way] = self._make_steps(bucket, way)
         if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
-        named = (self._rows.batch_R[:bucket], self._rows.active_R[:bucket])
-        kept = [rows_B.clone() for rows_B in named]
-        for rows_B in named:
-            rows_B.fill_(self._rows.padding_row)
+        rows = self._rows
+        named = (rows.batch_R[:bucket], rows.active_R[:bucket], rows.exchange.turn_2)
+        kept = [words.clone() for words in named]
+        for words, harmless in zip(named, (rows.padding_row, rows.padding_row, rows.exchange.spare), strict=True):
+            words.fill_(harmless)
         try:
             self._run(key)  # compiles and allocates what a capture must not
             graph = torch.cuda.CUDAGraph()
@@ -240,11 +241,11 @@ class DecodeGraphs:
                 graph.capture_end()
             self._pool = graph.pool()
         finally:
-            for rows_B, before_B in zip(named, kept, strict=True):
-                rows_B.copy_(before_B)
+            for words, before in zip(named, kept, strict=True):
+                words.copy_(before)
         return graph
 
-    def _run(self, key: _Key) -> None:
+    def _run(self, key: Key) -> None:
         """The decode step itself, or a part of it: what a graph records."""
         bucket, way, variant, worn, has_logits = key
         at = bucket, way, worn
@@ -254,6 +255,7 @@ class DecodeGraphs:
             return
         batch_B, positions_B = self._rows.active_R[:bucket], self._inputs[bucket].positions_B
         self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
+        self._rows.exchange.answer(self._ids[:bucket], pdl=self._pdl)
 
     def _logits(self, bucket: int, steps: Mapping[int | None, DecodeStep], worn: Worn) -> Tensor:
         rows, inputs = self._rows, self._inputs[bucket]

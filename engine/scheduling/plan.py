@@ -198,6 +198,13 @@ class StepPlan:
         return self._works
 
     @property
+    def is_bare(self) -> bool:
+        """Whether decodes and page entries are all that it has, as most plans do."""
+        of_prompts = self.others or self.new_rows or self.options or self.left_rows
+        of_pages = self.copies or self.spills or self.fetches
+        return not (of_prompts or of_pages or self.given)
+
+    @property
     def size(self) -> int:
         """How many works there are."""
         return len(self.decodes) + len(self.others)

@@ -126,7 +126,7 @@ class SideBySide:
             self._shapers[row] = Shaper(tokens=tokens, prompt_len=prompt_len, vocab_size=vocabulary, **fields)
         self._rows.add(plan.new_rows, plan.entries, plan.options)
         self._sampler.take(plan)
-        self._rows.flush(applied_by_graph=False)
+        self._rows.flush()
 
     def step(self) -> None:
         """One token for some rows in any order, some of whose logits are not finite; everything is equal."""

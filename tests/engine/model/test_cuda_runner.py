@@ -479,7 +479,7 @@ def test_more_entries_than_one_send_holds(gpu: Gpu) -> None:
             for row, place, page in zip(*places, pages, strict=True):
                 wanted[row, place] = page
             rows.add([], [PageEntry(*map(int, each)) for each in zip(*places, pages, strict=True)])
-            rows.flush(applied_by_graph=False)
+            rows.flush()
         assert (rows.table_RP.numpy() == wanted).all() and (rows.pages == wanted).all()
 
 
