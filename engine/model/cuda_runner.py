@@ -280,6 +280,8 @@ class CudaRunner:
                 self._enqueue(plan, *split(plan), step)
             except BaseException as error:  # raised where the step is waited for
                 step.error = error
+                with contextlib.suppress(Exception):  # nobody will wait for what it had enqueued
+                    self._stream.synchronize()
             self._enqueued += 1
             assert step.enqueued is not None
             step.enqueued.set()

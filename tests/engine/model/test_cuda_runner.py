@@ -189,10 +189,11 @@ def test_sampled_tokens_are_those_of_the_cpu(
     """With filters or without, through little pinned memory, while the way of attention changes with the context."""
     rows = importlib.import_module("headrace.engine.model.cuda_rows")
     graphs = importlib.import_module("headrace.engine.model.graphs")
-    monkeypatch.setattr(rows, "_FEW_PAIRS", 8)
-    monkeypatch.setattr(rows, "_MOST_PAIRS", 20)
+    monkeypatch.setattr(rows, "MOST_PAIRS", 8)
+    monkeypatch.setattr(rows, "_MOST_SENT", 20)
     for name in ("engine.model.cuda_rows", "engine.model.prefills", "ops.cuda_attention"):
         monkeypatch.setattr(importlib.import_module(f"headrace.{name}"), "_RING", 1)
+    monkeypatch.setattr(importlib.import_module("headrace.engine.model.cuda_exchange"), "_TURNS", launch_ahead)
     choice = graphs.choose
     monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8, even: choice(rows, 20 * context, fp8=fp8))
     generator = random.Random(launch_ahead)
