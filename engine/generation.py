@@ -192,6 +192,14 @@ class Generation:
         cached = 0 if first is None else max(0, first.cached - first.virtual_tokens)
         return Usage(prompt_tokens=len(self.prompt), completion_tokens=completion, cached_tokens=cached)
 
+    def deliver_token(self, request: Request, token: int) -> None:
+        """Put a token, behind which its choice goes on, where the reader finds it."""
+        if self._stop_texts or self._watch is not None:
+            self.deliver(Emission(request, token, None))
+        else:
+            item = _delivered((self._choice_of[request.id], token, None, None, None, None, None))
+            self._await_reader(self.mailbox.put(item))
+
     def deliver(self, emission: Emission) -> None:
         """Put a commit's result where the reader finds it."""
         if self.finished:  # another choice failed in the same step
@@ -219,7 +227,12 @@ class Generation:
                 reason = self._asked(self._watch, token, emission.request)
         if reason is not None:
             self._count_end()
-        elif unread + self.held >= self._window and not self.paused:
+        else:
+            self._await_reader(unread)
+
+    def _await_reader(self, unread: int) -> None:
+        """Pause the choices if their reader is far behind."""
+        if unread + self.held >= self._window and not self.paused:
             self.paused = True
             for request in self.requests:
                 self._control.pause(request)

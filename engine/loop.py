@@ -25,7 +25,7 @@ from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, 
 from headrace.engine.events import FinishReason
 from headrace.engine.generation import Generation
 from headrace.engine.hooks import HookThread
-from headrace.engine.scheduling.plan import Emission, Runner, Step, StepPlan
+from headrace.engine.scheduling.plan import Outcome, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
@@ -98,8 +98,8 @@ class StepLoop:
         """Fills and empties the slots of adapters."""
         self.changes = Changes()
         """What is done to the runner once no step is in flight, before the next is planned."""
-        self._emissions: Sequence[Emission] = ()
-        """What was committed and is still to be delivered."""
+        self._due: list[Outcome] = []
+        """What was committed and is still to be delivered; a change completes several steps in a row."""
 
     # -- what streams call ------------------------------------------------------------------------------------------
 
@@ -168,7 +168,8 @@ class StepLoop:
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> None:
         """End the requests that wait for an adapter which the device cannot be given."""
-        self._deliver(self.scheduler.fail_wearers(version, error))  # now: the step in flight may take its time
+        failed = self.scheduler.fail_wearers(version, error)
+        self._deliver(Outcome((), (), failed))  # now: the step in flight may take its time
         self.wake()
 
     def wake(self) -> None:
@@ -253,7 +254,7 @@ class StepLoop:
             plan = self._plan() if self._may_launch() else None
             if plan is not None:
                 launched.append(_InFlight(plan, self._launch(plan)))
-            elif self._emissions:
+            elif self._due:
                 await self._deliver_all()
             elif launched:
                 await self._complete(launched[0])
@@ -267,7 +268,7 @@ class StepLoop:
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self._clock())
         if lapsed := self.scheduler.take_lapsed():
-            self._emissions = [*self._emissions, *lapsed]
+            self._due.append(Outcome((), (), lapsed))
         if moves := self.scheduler.slots.take_moves():
             self.carry_out(moves)
         return plan
@@ -320,17 +321,17 @@ class StepLoop:
         except EngineCrashed:
             raise
         except Exception as error:
-            emissions = self.scheduler.fail(oldest.plan, as_failure(error))
+            outcome = Outcome((), (), self.scheduler.fail(oldest.plan, as_failure(error)))
         else:
-            emissions = self.scheduler.commit(oldest.plan, tokens)
+            outcome = self.scheduler.commit(oldest.plan, tokens)
             if isinstance(tokens, ReportedTokens) and tokens.choices:
                 self._choose_later(oldest.plan, tokens.choices)
-        generated = sum(emission.token is not None for emission in emissions)
+        generated = len(outcome.tokens) + sum(emission.token is not None for emission in outcome.others)
         seconds = self.meter.committed(self._clock(), generated)
         if oldest.plan.size:
             prefilled = sum(work.num_tokens for work in oldest.plan.others if work.num_tokens > 1)
             self.scheduler.pace.observe(prefilled, seconds)
-        self._emissions = [*self._emissions, *emissions]  # a change completes several in a row
+        self._due.append(outcome)
 
     def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
         """Let callers' hooks choose the tokens of their rows; whatever else runs does not wait for them."""
@@ -343,23 +344,26 @@ class StepLoop:
         failure = error if isinstance(error, RequestFailed) else as_failure(error)
         emissions = self.scheduler.supply(request, step, failure if chosen is None else chosen)
         self.meter.generated_tokens += sum(emission.token is not None for emission in emissions)
-        self._deliver(emissions)
+        self._deliver(Outcome((), (), emissions))
         self._wake()
 
     async def _deliver_all(self) -> None:
         """Deliver what the last commit gave, and let its readers and everybody else run after each slice of it."""
-        emissions, self._emissions = self._emissions, ()
-        for start in range(0, len(emissions), _SLICE):
-            if start:
+        due, self._due = self._due, []
+        for number, piece in enumerate([piece for outcome in due for piece in outcome.pieces(_SLICE)]):
+            if number:
                 await checkpoint()
-            self._deliver(emissions[start : start + _SLICE])
+            self._deliver(piece)
 
-    def _deliver(self, emissions: Sequence[Emission]) -> None:
+    def _deliver(self, outcome: Outcome) -> None:
         generations = self._generations
-        for emission in emissions:
+        for request, token in zip(outcome.requests, outcome.tokens, strict=True):
+            if (generation := generations.get(request.id)) is not None:  # another choice may have ended its stream
+                generation.deliver_token(request, token)
+        for emission in outcome.others:
             request = emission.request
             generation = generations.get(request.id)
-            if generation is None:  # another choice of the same stream failed in this very step
+            if generation is None:
                 continue
             if emission.finish_reason is not None or emission.error is not None:
                 del generations[request.id]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from headrace.engine.bench.report import conditions, percentile, save, table
 from headrace.engine.errors import Overloaded
-from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policies import POLICIES, policy_of
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -103,7 +103,7 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], until: float | None = Non
         made.now += seconds
         prefilled = sum(work.num_tokens for work in plan.works if work.num_tokens > 1)
         made.scheduler.pace.observe(prefilled, seconds)
-        _take(made, made.scheduler.commit(plan, [5] * len(plan.works)))
+        _take(made, made.scheduler.commit(plan, [5] * len(plan.works)).each())
     return made
 
 
@@ -128,7 +128,7 @@ def _submit(made: _Simulation, arrival: Arrival) -> None:
         made.outcomes[request.id] = outcome
 
 
-def _take(made: _Simulation, emissions: Sequence[Any]) -> None:
+def _take(made: _Simulation, emissions: Iterable[Emission]) -> None:
     for emission in emissions:
         outcome = made.outcomes[emission.request.id]
         if emission.token is not None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace.engine import Engine
 from headrace.engine.bench.report import percentile
+from headrace.engine.scheduling.plan import Outcome
 
 __all__ = ["Commit", "HostProfile", "Watch", "host_profile", "steady_intervals", "watching"]
 
@@ -54,12 +55,12 @@ def watching(engine: Engine, requests: int) -> Iterator[Watch]:
         return call
 
     def deliver(original: _Method) -> _Method:
-        def call(emissions: Sequence[Any]) -> None:
+        def call(outcome: Outcome) -> None:
             if len(watch.first_tokens) < requests:
                 now = time.perf_counter()
-                for emission in emissions:
+                for emission in outcome.each():
                     watch.first_tokens.setdefault(emission.request.id, now)
-            original(emissions)
+            original(outcome)
 
         return call
 

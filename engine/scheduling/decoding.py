@@ -7,17 +7,12 @@ else (`Request.smooth`), so the loops ask as little as they can of each. Next to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import repeat
 
 from headrace.engine.scheduling.growth import Growth
-from headrace.engine.scheduling.plan import Emission, StepPlan
+from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request
 
-__all__ = ["ordinary", "plan_decodes", "take_tokens"]
-
-# What an Emission's own constructor does, in half the time.
-_emission = partial(tuple.__new__, Emission)
+__all__ = ["plan_decodes", "take_tokens"]
 
 
 def plan_decodes(
@@ -90,9 +85,3 @@ def take_tokens(
         else:
             others.add(request)
     return full, others
-
-
-def ordinary(requests: Sequence[Request], tokens: Sequence[int]) -> list[Emission]:
-    """What it means for each of `requests` that it gained a token and goes on."""
-    nothing = repeat(None)
-    return list(map(_emission, zip(requests, tokens, nothing, nothing, nothing, nothing, strict=False)))

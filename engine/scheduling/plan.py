@@ -25,6 +25,7 @@ __all__ = [
     "Emission",
     "GivenTokens",
     "NewRow",
+    "Outcome",
     "PageEntry",
     "Resizable",
     "RowOptions",
@@ -202,7 +203,7 @@ class StepPlan:
         """Whether decodes and page entries are all that it has, as most plans do."""
         of_prompts = self.others or self.new_rows or self.options or self.left_rows
         of_pages = self.copies or self.spills or self.fetches
-        return not (of_prompts or of_pages or self.given)
+        return bool(self.decodes) and not (of_prompts or of_pages or self.given)
 
     @property
     def size(self) -> int:
@@ -223,7 +224,7 @@ class StepPlan:
 
 
 class Emission(NamedTuple):
-    """What a commit means for one request."""
+    """What happened to one request."""
 
     request: Request
     token: int | None
@@ -234,6 +235,29 @@ class Emission(NamedTuple):
     """Log-probabilities at the token, where the request wants them."""
     pooled: Any = None
     """What came of the hidden states, where the request ended with that: an array or tensor of the runner's making."""
+
+
+class Outcome(NamedTuple):
+    """What a commit means for the requests of its step."""
+
+    requests: Sequence[Request]
+    """Those that gained one token and go on. They are most of all, so they stand in columns."""
+    tokens: Sequence[int]
+    """Theirs."""
+    others: list[Emission]
+
+    def pieces(self, size: int) -> Iterator[Outcome]:
+        """The same in parts of at most `size` requests."""
+        for start in range(0, len(self.requests), size):
+            yield Outcome(self.requests[start : start + size], self.tokens[start : start + size], [])
+        for start in range(0, len(self.others), size):
+            yield Outcome((), (), self.others[start : start + size])
+
+    def each(self) -> Iterator[Emission]:
+        """All emissions, one after another."""
+        for request, token in zip(self.requests, self.tokens, strict=True):
+            yield Emission(request, token, None)
+        yield from self.others
 
 
 class Step(Protocol):

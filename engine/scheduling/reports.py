@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headrace.engine.errors import NonFiniteLogits, RequestFailed
-from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Emission, StepPlan
+from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Emission, Outcome, StepPlan
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.shaping import ReportedTokens
 
@@ -20,15 +20,16 @@ def take_prompt_reports(plan: StepPlan, tokens: ReportedTokens) -> None:
             work.request.take_prompt_reports(work.start, reports)
 
 
-def with_reports(plan: StepPlan, tokens: ReportedTokens, emissions: Sequence[Emission]) -> list[Emission]:
-    """The emissions of a step, each with what the step says of its token, or what came of its hidden states."""
+def with_reports(plan: StepPlan, tokens: ReportedTokens, outcome: Outcome) -> Outcome:
+    """The outcome of a step, each token with what the step says of it, or with what came of hidden states."""
     works = plan.works
     reports = {works[index].request.id: report for index, report in tokens.chosen.items()}
     pooled = {works[index].request.id: value for index, value in tokens.pooled.items()}
-    return [
+    emissions = [
         emission._replace(report=reports.get(emission.request.id), pooled=pooled.get(emission.request.id))
-        for emission in emissions
+        for emission in outcome.each()
     ]
+    return Outcome((), (), emissions)
 
 
 def forced_runs(plan: StepPlan, tokens: Sequence[int]) -> dict[int, Sequence[int]]:

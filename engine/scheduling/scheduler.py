@@ -15,7 +15,7 @@ from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
 from headrace.engine.scheduling.deadlines import DeadlineQueue
-from headrace.engine.scheduling.decoding import ordinary, plan_decodes, take_tokens
+from headrace.engine.scheduling.decoding import plan_decodes, take_tokens
 from headrace.engine.scheduling.failures import Failures
 from headrace.engine.scheduling.growth import Growth
 from headrace.engine.scheduling.host_pages import HostPages
@@ -29,6 +29,7 @@ from headrace.engine.scheduling.plan import (
     Capacity,
     Emission,
     NewRow,
+    Outcome,
     PageEntry,
     RowOptions,
     StepPlan,
@@ -263,7 +264,7 @@ class Scheduler(Overview):
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Emission]:
+    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> Outcome:
         """Take in a finished step; plans must be committed in the order in which they were made.
 
         Args:
@@ -271,7 +272,7 @@ class Scheduler(Overview):
             tokens: What `Step.wait` returned: one id for each work.
 
         Returns:
-            One emission for each request that gained a token, ended or failed; tokens of requests that had already
+            What happened to each request that gained a token, ended or failed; tokens of requests that had already
             ended are dropped here.
         """
         self.swaps.host.settled(plan)
@@ -282,15 +283,16 @@ class Scheduler(Overview):
         full, others = take_tokens(plan, tokens, self.capacity.vocab_size, self.capacity.page_size)
         for request in full:
             self.prefixes.offer(request)
-        emissions = self._take_others(plan, tokens, others) if others else ordinary(plan.decodes, tokens)
-        return with_reports(plan, tokens, emissions) if isinstance(tokens, ReportedTokens) else emissions
+        outcome = self._take_others(plan, tokens, others) if others else Outcome(plan.decodes, tokens, [])
+        return with_reports(plan, tokens, outcome) if isinstance(tokens, ReportedTokens) else outcome
 
-    def _take_others(self, plan: StepPlan, tokens: Sequence[int], others: set[Request]) -> list[Emission]:
-        """Commit the works of `others`; the emissions of all, in order."""
-        emissions, usual, runs = [], ordinary(plan.decodes, tokens), forced_runs(plan, tokens)
-        for index, ((request, start, count, samples), token) in enumerate(zip(plan.shares(), tokens, strict=True)):
+    def _take_others(self, plan: StepPlan, tokens: Sequence[int], others: set[Request]) -> Outcome:
+        """Commit the works of `others`; what happened to all."""
+        gained: list[tuple[Request, int]] = []
+        emissions, runs = [], forced_runs(plan, tokens)
+        for (request, start, count, samples), token in zip(plan.shares(), tokens, strict=True):
             if request not in others:
-                emissions.append(usual[index])
+                gained.append((request, token))
                 continue
             request.in_flight -= 1
             if request.discard:
@@ -306,7 +308,7 @@ class Scheduler(Overview):
                     emissions.append(self._accept(request, token))
             if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
                 self._roster.let_go(request)
-        return emissions
+        return Outcome([request for request, _ in gained], [token for _, token in gained], emissions)
 
     def supply(self, request: Request, step: int, chosen: tuple[int, Report | None] | RequestFailed) -> list[Emission]:
         """Take in what the host chose for `request` after `step`, or why it could not; dropped if nobody awaits it."""

@@ -299,7 +299,7 @@ class Rig:
             if bad is not None:
                 tokens[bad[0] % len(tokens)] = bad[1]  # type: ignore[index]  # of lists alone
             self._note(say_commit, plan, tokens)
-            emissions = self.scheduler.commit(plan, tokens)
+            emissions = list(self.scheduler.commit(plan, tokens).each())
             self.awaited += [(r, plan.step) for r, *_ in plan.works if r.awaited == plan.step]
         for emission in emissions:
             self._take(emission)
