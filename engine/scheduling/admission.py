@@ -58,7 +58,7 @@ class Admission:
             return
         if not (self._roster.running or self._roster.waiting):
             return
-        wait = self._policy.expected_wait(request, self._roster.waiting, self._pace)
+        wait = self._policy.expected_wait(request, self._roster.waiting.tokens_before(request), self._pace)
         needed = wait + self._pace.prefill(request.known)
         left = request.deadline - request.arrived
         if needed > left:

@@ -204,9 +204,17 @@ class Deadlines(FairShare):
     answer: Annotated[int, Field(ge=1)] = 256
     """Begin only what can be done in time, counting so many generated tokens, or `max_tokens` where that is less."""
 
+    def lane(self, request: Request) -> Hashable:
+        """Tenant: its adapters share a queue."""
+        return request.tenant
+
     def place(self, request: Request) -> Any:
         """Deadline, then arrival."""
         return inf if request.deadline is None else request.deadline, request.order
+
+    def urgency(self, request: Request, now: float) -> Any:
+        """What the tenant was given, then the deadline."""
+        return self._accounts(request)[0].served, self.place(request)
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
         """Within a tenant the earlier deadline, among tenants the one that was given less."""
@@ -218,13 +226,9 @@ class Deadlines(FairShare):
         """Whether enough of it can be had in time if it starts now."""
         return request.deadline is None or now + self._needs(request, pace) <= request.deadline
 
-    def expected_wait(self, request: Request, waiting: Iterable[Request], pace: Pace) -> float:
+    def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
         """What waits before it within its tenant, at the tenant's share of the device."""
-        place = self.place(request)[0]
-        ahead = sum(
-            other.known for other in waiting if other.tenant == request.tenant and self.place(other)[0] <= place
-        )
-        return pace.prefill(ahead) / self.share(request.tenant)
+        return pace.prefill(tokens) / self.share(request.tenant)
 
     def _needs(self, request: Request, pace: Pace) -> float:
         left = max(0, min(request.limit, request.prompt_len + self.answer) - len(request.tokens))

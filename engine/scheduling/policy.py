@@ -55,12 +55,12 @@ class Policy(Protocol):
         """Whether `request`, which waits and has a deadline, can still meet it; if not, it ends with `deadline`."""
         ...
 
-    def expected_wait(self, request: Request, waiting: Iterable[Request], pace: Pace) -> float:
+    def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
         """Seconds before the prompt of a new request with a deadline is begun; those that cannot meet it are refused.
 
         Args:
             request: It is not queued yet.
-            waiting: All that are, in no order.
+            tokens: Known ones of those that wait in its lane and come before it.
             pace: What steps take.
         """
         ...
@@ -120,7 +120,7 @@ class FirstCome:
         """Until the deadline has passed."""
         return True
 
-    def expected_wait(self, request: Request, waiting: Iterable[Request], pace: Pace) -> float:
+    def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
         """Not foreseen."""
         return 0.0
 

@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Any
 
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request
 
 __all__ = ["Waiting"]
+
+
+_CHUNK = 256
+
+
+class _Sums:
+    """A list of numbers in chunks, so that the sum of its first ones is found without adding up all of them."""
+
+    def __init__(self) -> None:
+        self.chunks: list[list[int]] = [[]]
+        self.sums = [0]
+
+    def insert(self, index: int, number: int) -> None:
+        which, index = self._find(index)
+        chunk = self.chunks[which]
+        chunk.insert(index, number)
+        self.sums[which] += number
+        if len(chunk) > 2 * _CHUNK:
+            self.chunks[which : which + 1] = halves = [chunk[:_CHUNK], chunk[_CHUNK:]]
+            self.sums[which : which + 1] = map(sum, halves)
+
+    def remove(self, index: int) -> None:
+        which, index = self._find(index + 1)
+        self.sums[which] -= self.chunks[which].pop(index - 1)
+        if not self.chunks[which] and len(self.chunks) > 1:
+            del self.chunks[which], self.sums[which]
+
+    def first(self, count: int) -> int:
+        """The sum of the first `count`."""
+        which, count = self._find(count)
+        return sum(self.sums[:which]) + sum(islice(self.chunks[which], count))
+
+    def _find(self, count: int) -> tuple[int, int]:
+        """The chunk in which the first `count` end, and how many of them are in it."""
+        for which, chunk in enumerate(self.chunks):
+            if count <= len(chunk):
+                return which, count
+            count -= len(chunk)
+        raise IndexError("there are not so many")
+
+
+class _Lane:
+    """Requests in the order of their places."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.places: list[Any] = []
+        self.tokens = _Sums()
+
+    def add(self, request: Request, place: Any) -> None:
+        index = bisect_right(self.places, place)
+        self.requests.insert(index, request)
+        self.places.insert(index, place)
+        self.tokens.insert(index, request.known)
+
+    def remove(self, request: Request, place: Any) -> None:
+        index = self.requests.index(request, bisect_left(self.places, place))
+        del self.requests[index], self.places[index]
+        self.tokens.remove(index)
 
 
 class Waiting:
@@ -19,7 +80,7 @@ class Waiting:
     def __init__(self, policy: Policy) -> None:
         """Start empty, in the order of `policy`."""
         self._policy = policy
-        self._lanes: dict[Hashable, list[Request]] = {}
+        self._lanes: dict[Hashable, _Lane] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -28,7 +89,11 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         """Queue `request`."""
-        insort(self._lanes.setdefault(self._policy.lane(request), []), request, key=self._policy.place)
+        key = self._policy.lane(request)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane()
+        lane.add(request, self._policy.place(request))
         self._count += 1
 
     def remove(self, request: Request) -> None:
@@ -38,11 +103,18 @@ class Waiting:
             ValueError: It does not wait.
         """
         key = self._policy.lane(request)
-        lane = self._lanes.get(key, [])
-        lane.remove(request)
+        lane = self._lanes.get(key, _Lane())
+        lane.remove(request, self._policy.place(request))
         self._count -= 1
-        if not lane:
+        if not lane.requests:
             del self._lanes[key]
+
+    def tokens_before(self, request: Request) -> int:
+        """Known tokens of those in the lane of `request`, which is not queued, that would be before it."""
+        lane = self._lanes.get(self._policy.lane(request))
+        if lane is None:
+            return 0
+        return lane.tokens.first(bisect_right(lane.places, self._policy.place(request)))
 
     def in_order(self, now: float) -> Iterator[Request]:
         """All that wait at `now` (in seconds), first come those to serve first; each may be removed once it is seen.
@@ -53,7 +125,8 @@ class Waiting:
             yield from list(self)
             return
         urgency = self._policy.urgency
-        heads = [(urgency(lane[0], now), number, deque(lane)) for number, lane in enumerate(self._lanes.values())]
+        lanes = [deque(lane.requests) for lane in self._lanes.values()]
+        heads = [(urgency(lane[0], now), number, lane) for number, lane in enumerate(lanes)]
         heapify(heads)
         while heads:
             key, number, lane = heappop(heads)
@@ -70,13 +143,16 @@ class Waiting:
         Raises:
             AssertionError: A defect of headrace, or a policy whose keys change.
         """
-        assert self._count == sum(map(len, self._lanes.values())), "the count of waiting requests is wrong"
+        assert self._count == sum(1 for _ in self), "the count of waiting requests is wrong"
         for key, lane in self._lanes.items():
-            assert lane, "an empty lane is kept"
-            assert all(self._policy.lane(request) == key for request in lane), "a request waits in the wrong lane"
-            places = [self._policy.place(request) for request in lane]
-            assert places == sorted(places), "a lane is out of order"
+            assert lane.requests, "an empty lane is kept"
+            assert all(self._policy.lane(request) == key for request in lane.requests), "a request is in the wrong lane"
+            assert lane.places == list(map(self._policy.place, lane.requests)), "the place of a waiting request changed"
+            assert lane.places == sorted(lane.places), "a lane is out of order"
+            tokens = [number for chunk in lane.tokens.chunks for number in chunk]
+            assert tokens == [request.known for request in lane.requests], "the tokens of a lane are miscounted"
+            assert lane.tokens.sums == list(map(sum, lane.tokens.chunks)), "the tokens of a lane are added up wrongly"
 
     def __iter__(self) -> Iterator[Request]:
         """All that wait, in no order."""
-        return (request for lane in self._lanes.values() for request in lane)
+        return (request for lane in self._lanes.values() for request in lane.requests)

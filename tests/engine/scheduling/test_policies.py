@@ -126,7 +126,8 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_begun() -> None:
 def test_the_earliest_deadline_is_first_and_those_without_one_are_last() -> None:
     rig = Rig(capacity(rows=1), policy=Deadlines())
     for deadline in (9.0, None, 3.0, 6.0, None, 1.0):
-        rig.submit(words(len(rig.requests), 4), 1, deadline=deadline)
+        adapter = "a" if len(rig.requests) % 2 else None  # which do not take turns
+        rig.submit(words(len(rig.requests), 4), 1, deadline=deadline, adapter=adapter)
     assert starts(rig) == [5, 2, 3, 0, 1, 4]
 
 

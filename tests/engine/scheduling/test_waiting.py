@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.scheduling.policies import Deadlines
 from headrace.engine.scheduling.policy import FirstCome
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.waiting import Waiting
@@ -63,3 +65,27 @@ def test_requests_that_are_passed_over_keep_their_places() -> None:
         if request is requests[0]:
             waiting.remove(request)
     assert list(waiting.in_order(0.0)) == [requests[1], requests[2]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99), st.booleans()), max_size=80))
+def test_tokens_before_a_request_are_those_of_its_lane_with_lower_places(
+    entries: list[tuple[int, int, bool]],
+) -> None:
+    policy = Deadlines()
+    waiting = Waiting(policy)
+    queued: list[Request] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.engine.scheduling.waiting._CHUNK", 2)
+        for name, (deadline, length, leaves) in enumerate(entries):
+            request = Request(
+                tokens=[1] * length, prompt_len=length, limit=100, sampling=Sampling(),
+                tenant="ab"[name % 2], adapter=["x", None][name % 3 == 0], deadline=deadline or None, id=name,
+            )  # fmt: skip
+            mine = [other for other in queued if other.tenant == request.tenant]
+            before = [other for other in mine if policy.place(other) < policy.place(request)]
+            assert waiting.tokens_before(request) == sum(other.known for other in before)
+            waiting.add(request)
+            queued.append(request)
+            if leaves:
+                waiting.remove(queued.pop(length % len(queued)))
+            waiting.check()
