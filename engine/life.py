@@ -18,7 +18,7 @@ from anyio.lowlevel import checkpoint
 
 from headrace.engine.adapters import Adapters, slots_of
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import EngineStopped, InvalidParams
+from headrace.engine.errors import DeviceUnavailable, EngineStopped, InvalidParams
 from headrace.engine.grammars import Grammars
 from headrace.engine.hooks import HookThread
 from headrace.engine.loop import StepLoop
@@ -135,8 +135,10 @@ class Life:
             raise error
 
     def _open(self) -> Opened:
-        from headrace.engine.build import open_engine  # the one place that sees every ring, imported when needed
-
+        try:
+            from headrace.engine.build import open_engine  # the one place that sees every ring, imported when needed
+        except ModuleNotFoundError as error:
+            raise DeviceUnavailable(f"device: no model can be opened here: {error}") from error
         return open_engine(self.config)
 
     def _open_and_keep(self) -> Opened:

@@ -7,6 +7,7 @@ JSON like every other.
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import h11
@@ -22,6 +23,12 @@ _MAX_HEAD = 65_536
 _MIN_CHUNK = 64  # bytes that parts of a body have on average, beyond the first thousand
 _FREE_CHUNKS = 1024
 _MAX_UNREAD = 4 * 2**20  # bytes of a body that are thrown away after its answer
+_SILENCE = {
+    "TCP_USER_TIMEOUT": 45_000,  # milliseconds without an acknowledgement of what was sent
+    "TCP_KEEPIDLE": 15,  # seconds without anything sent, then so many probes at such distances
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+}
 
 
 class _BoundedConnection(h11.Connection):
@@ -85,6 +92,7 @@ class BoundedH11(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Expect a head."""
         super().connection_made(transport)
+        _notice_dead_host(transport.get_extra_info("socket"))
         if len(self.connections) > self._max_connections:
             transport.abort()
         else:
@@ -166,3 +174,13 @@ class BoundedH11(H11Protocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+
+def _notice_dead_host(sock: Any) -> None:
+    """Let the system end a connection whose other host has died, which says no goodbye, within a minute."""
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _SILENCE.items():
+        if hasattr(socket, name):  # not every system has them all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -27,7 +27,8 @@ class Room:
         self._one = one
         self._full = full
         self._key_full = key_full
-        self._held = 0
+        self.held = 0
+        """Bytes that are held."""
         self._of: Counter[str] = Counter()
 
     @contextmanager
@@ -39,14 +40,14 @@ class Room:
         """
         if self._of[key] + size > max(self._most // 2, self._one, size):
             raise self._key_full()
-        if self._held + size > max(self._most, self._one, size):
+        if self.held + size > max(self._most, self._one, size):
             raise self._full()
         self._of[key] += size
-        self._held += size
+        self.held += size
         try:
             yield
         finally:
-            self._held -= size
+            self.held -= size
             self._of[key] -= size
             if not self._of[key]:
                 del self._of[key]

@@ -3,12 +3,8 @@
 Each row also leaves a server that answers another request within a second and holds no page of the first, and an error
 body that names no path or address.
 
-Rows that are not here. On a real model, in test_sampling_fields.py: 20, 21, 24, 25 and 28. In test_vectors.py: 34.
-With adapters (test_adapters.py here, tests/adapters): 52 to 57. Tested with the engine: 31 and 32
-(test_chat_template.py, test_tokenizer.py), 41, 42, 44, 46, 58, 66 to 68. With the WebSocket endpoint
-(test_websocket.py): 59, 60. The rows of refusals, disconnects, failures and drain for the other forms of chats are in
-test_responses.py and test_messages.py. Row 62, a client host that dies without a word, is the same to the server as
-row 43.
+`ELSEWHERE` says where the rows are that are not here. Those of refusals, disconnects, failures and drain for the other
+forms of chats are in test_responses.py and test_messages.py.
 """
 
 from __future__ import annotations
@@ -16,12 +12,16 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import re
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -631,11 +631,11 @@ def test_37_bodies_that_do_not_come_hold_no_more_than_a_share(path: bytes) -> No
         held = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2)]
         for sock in held:
             sock.sendall(head(b"", b"Content-Length: %d" % 2**20, path=path, length=False))
-        until(lambda: server.service.limits._uploading == 2 * 2**20)
+        until(lambda: server.service.limits._uploads.held == 2 * 2**20)
         check_error(server.post({"prompt": "x"}, path.decode()), 429, "rate_limit_exceeded")
         for sock in held:
             vanish(sock)
-        until(lambda: server.service.limits._uploading == 0)
+        until(lambda: server.service.limits._uploads.held == 0)
         server.check()
 
 
@@ -932,3 +932,78 @@ def test_65_a_long_prefill_is_no_silence() -> None:
         assert headers_after < 1.5 < 2.5 < time.monotonic() - began
         assert text.count(": ping") >= 3
         assert events_of(text)[-1] == "[DONE]"
+
+
+def test_62_a_host_that_dies_without_a_word_is_given_up(server: Serving) -> None:
+    """The system ends such a connection, if asked to; with a network that lost everything from a moment on it did."""
+    with socket.create_connection(("127.0.0.1", server.port)):
+        until(lambda: bool(server.server.server_state.connections))
+        for connection in server.server.server_state.connections:
+            sock = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            option = {name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in TCP_OPTIONS}
+            assert 0 < option["TCP_USER_TIMEOUT"] <= 60_000
+            assert option["TCP_KEEPIDLE"] + option["TCP_KEEPCNT"] * option["TCP_KEEPINTVL"] <= 60
+
+
+TCP_OPTIONS = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPCNT", "TCP_KEEPINTVL")
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import anyio
+from headrace.engine import DeviceUnavailable, Engine, SamplingParams
+from headrace.engine.fake_device import FakeEngine
+from headrace.server import create_app
+async def main():
+    async with FakeEngine() as engine:
+        create_app(engine)
+        assert (await engine.generate("x", SamplingParams(max_tokens=3))).choices[0].text == "QQQ"
+    try:
+        async with Engine("any"):
+            pass
+    except DeviceUnavailable as error:
+        assert str(error).startswith("device: ") and "torch" in str(error)
+        print("told")
+anyio.run(main)
+"""
+
+
+def test_67_without_torch_the_fake_device_runs_and_models_say_what_lacks() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "told", done.stderr
+
+
+# -- the list itself ------------------------------------------------------------------------------------------------
+
+IN_PARAMETERS = {row for row, _ in BAD_CHATS if row.isdecimal()} | {"18", "26", "48", "51"}
+"""Rows that are cases of a test that is named after others."""
+ELSEWHERE = {
+    25: "server/test_sampling_fields.py::test_an_echo_without_tokens",
+    31: "engine/test_chat_template.py::test_no_template_passes_its_limits",
+    32: "engine/test_tokenizer.py::test_special_tokens_quoted_in_a_message_stay_text",
+    34: "server/test_vectors.py::test_34_what_cannot_be_done_is_refused",
+    41: "test_cancellation.py::test_each_way_of_leaving_returns_everything",
+    42: "engine/test_stream.py::test_a_second_reader_is_refused_and_the_first_goes_on",
+    44: "test_cancellation.py::test_cancelling_after_the_end_changes_nothing",
+    46: "engine/scheduling/test_fairness.py::test_two_that_need_most_of_the_pool_each_both_finish",
+    52: "adapters/test_files.py::test_it_is_refused_with_its_reason",
+    53: "adapters/test_files.py::test_it_is_refused_with_its_reason",
+    54: "adapters/test_files.py::test_below_a_root_only_plain_names_and_no_links",
+    55: "server/test_adapters.py::test_what_may_not_be_loaded_is_not",
+    56: "engine/test_adapters.py::test_a_replaced_name_changes_for_new_requests_alone",
+    57: "engine/test_adapters.py::test_many_adapters_of_mixed_ranks_share_few_slots",
+    58: "engine/test_stream.py::test_joined_text_is_the_full_decode_however_it_is_cut",
+    59: "server/test_websocket.py::test_59_nobody_without_a_key_or_from_another_page",
+    60: "server/test_websocket.py::test_60_frames_that_break_the_protocol",
+    66: "engine/test_bad_models.py::test_damaged_folders_are_refused_and_others_open",
+    68: "test_network_guard.py::test_remembers_an_attempt_in_a_thread_that_swallows_the_error",
+}
+
+
+def test_each_row_has_its_test() -> None:
+    here = {number for name in globals() for number in re.findall(r"_(\d\d)(?=_)", name)} | IN_PARAMETERS
+    assert [row for row in range(1, 69) if f"{row:02}" not in here and row not in ELSEWHERE] == []
+    for place in ELSEWHERE.values():
+        file, _, name = place.partition("::")
+        assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text(), place
