@@ -26,9 +26,11 @@ from headrace.engine.errors import (
     UnknownAdapter,
 )
 from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logprob, Token, TokenLogprobs, Usage
+from headrace.engine.kv_events import KvEvent, KvEvents, KvLoad, KvReset
 from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
 from headrace.engine.response_format import ResponseFormat
+from headrace.engine.scheduling.page_log import PageRemoved, PageStored
 from headrace.engine.scoring import Scores
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
@@ -54,6 +56,10 @@ __all__ = [
     "HeadraceError",
     "HookFailed",
     "InvalidParams",
+    "KvEvent",
+    "KvEvents",
+    "KvLoad",
+    "KvReset",
     "LoadFailed",
     "Logprob",
     "Message",
@@ -61,6 +67,8 @@ __all__ = [
     "NonFiniteLogits",
     "OutOfMemory",
     "Overloaded",
+    "PageRemoved",
+    "PageStored",
     "Prompt",
     "PromptTooLong",
     "Rejected",

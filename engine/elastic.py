@@ -11,9 +11,12 @@ from typing import Literal
 
 from headrace.engine.config import parse_bytes
 from headrace.engine.errors import DeviceUnavailable, InvalidParams, OutOfMemory
+from headrace.engine.generation import as_failure
+from headrace.engine.kv_events import KvEvents
 from headrace.engine.life import Life
-from headrace.engine.loop import StepLoop, as_failure
+from headrace.engine.loop import StepLoop
 from headrace.engine.scheduling.plan import Resizable, Sleeping
+from headrace.engine.wearing import root_of, worn_by
 
 __all__ = ["Elastic"]
 
@@ -92,6 +95,31 @@ class Elastic(Life):
             EngineCrashed: Its step loop died.
         """
         return self._serving()[0].scheduler.sleep_level
+
+    def kv_events(self) -> KvEvents:
+        """What comes to and goes from the prefix cache from now on, and how busy the engine is, for a router outside.
+
+        Begins with a `KvReset`, as does what follows where a reader was too slow. Pages from before the engine's first
+        such call are told of only once they are stored again.
+
+        Raises:
+            EngineStopped: The engine is not open.
+            EngineCrashed: Its step loop died.
+        """
+        return self._serving()[0].kv.open()
+
+    def kv_scope(self, *, adapter: str | None = None, tenant: str | None = None, cache_salt: str | None = None) -> str:
+        """Name of those who share prefix pages with a request of these arguments, as in `PageStored.scope`.
+
+        Raises:
+            UnknownAdapter: No adapter of that name is loaded.
+            EngineStopped: The engine is not open.
+            EngineCrashed: Its step loop died.
+        """
+        loop, _ = self._serving()
+        assert self._adapters is not None
+        root = root_of(worn_by(adapter, self._adapters.versions), tenant if cache_salt is None else cache_salt)
+        return loop.scheduler.pool.log.scope(root)
 
     # -- between two steps --------------------------------------------------------------------------------------------
 

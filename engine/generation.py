@@ -12,7 +12,7 @@ from typing import Protocol
 import anyio
 
 from headrace.engine.delivered import Delivered, TokenMaker
-from headrace.engine.errors import HeadraceError, HookFailed
+from headrace.engine.errors import HeadraceError, HookFailed, OutOfMemory, RequestFailed
 from headrace.engine.events import FinishReason, Token, Usage
 from headrace.engine.hooks import StopWhen, asks_to_stop
 from headrace.engine.mailbox import Mailbox
@@ -20,7 +20,7 @@ from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.request import Request
 from headrace.engine.text import Detokenizer, StopMatcher
 
-__all__ = ["Control", "Generation", "StopText", "StopWatch", "as_headrace"]
+__all__ = ["Control", "Generation", "StopText", "StopWatch", "as_failure", "as_headrace"]
 
 # What its own constructor does, in half the time: every token passes here.
 _delivered = partial(tuple.__new__, Delivered)
@@ -299,5 +299,15 @@ def as_headrace(error: BaseException | None, what: str) -> HeadraceError:
     if isinstance(error, HeadraceError):
         return error
     failure = HeadraceError(what)
+    failure.__cause__ = error
+    return failure
+
+
+def as_failure(error: Exception) -> RequestFailed:
+    """The typed error that a failed step means for its requests."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        failure: RequestFailed = OutOfMemory("the device had no memory for this step")
+    else:
+        failure = RequestFailed(f"the step failed: {type(error).__name__}")
     failure.__cause__ = error
     return failure

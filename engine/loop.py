@@ -21,10 +21,11 @@ from anyio.lowlevel import checkpoint
 
 from headrace.adapters.slots import AdapterVersion, Move
 from headrace.engine.changes import Changes
-from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, OutOfMemory, RequestFailed
+from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, RequestFailed
 from headrace.engine.events import FinishReason
-from headrace.engine.generation import Generation
+from headrace.engine.generation import Generation, as_failure
 from headrace.engine.hooks import HookThread
+from headrace.engine.kv_events import KvWatch
 from headrace.engine.scheduling.plan import Outcome, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -32,7 +33,7 @@ from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
 from headrace.engine.stats import EngineStats, Meter
 from headrace.engine.threads import Worker
 
-__all__ = ["StepLoop", "as_failure"]
+__all__ = ["StepLoop"]
 
 _SLICE = 32  # readers woken at once: they run for some 10 µs each before anything else does
 
@@ -96,6 +97,7 @@ class StepLoop:
         self._launched: deque[_InFlight] = deque()
         self.carry_out: Callable[[list[Move]], None] = _no_moves
         """Fills and empties the slots of adapters."""
+        self.kv = KvWatch(scheduler)
         self.changes = Changes()
         """What is done to the runner once no step is in flight, before the next is planned."""
         self._due: list[Outcome] = []
@@ -196,6 +198,7 @@ class StepLoop:
             self._end_all()
             self.changes.drop(self.crashed or EngineStopped("the engine closed"))
             self._idle.set()
+            self.kv.close(self.crashed)
 
     def close(self) -> None:
         """Cancel every request and let `run` return once nothing is in flight."""
@@ -263,6 +266,7 @@ class StepLoop:
             elif self.changes:
                 await self.changes.carry_out_next()
             else:
+                self.kv.tell()
                 await self._sleep()
 
     def _plan(self) -> StepPlan | None:
@@ -331,6 +335,7 @@ class StepLoop:
         if oldest.plan.size:
             prefilled = sum(work.num_tokens for work in oldest.plan.others if work.num_tokens > 1)
             self.scheduler.pace.observe(prefilled, seconds)
+        self.kv.tell()
         self._due.append(outcome)
 
     def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
@@ -388,13 +393,3 @@ class StepLoop:
 
 def _no_moves(moves: list[Move]) -> None:
     assert not moves, "a slot is to be filled where there are none"
-
-
-def as_failure(error: Exception) -> RequestFailed:
-    """The typed error that a failed step means for its requests."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        failure: RequestFailed = OutOfMemory("the device had no memory for this step")
-    else:
-        failure = RequestFailed(f"the step failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure

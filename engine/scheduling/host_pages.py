@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from headrace.engine.scheduling.page_log import PageLog
 from headrace.engine.scheduling.plan import StepPlan
 
 __all__ = ["HostPages"]
@@ -33,6 +34,8 @@ class HostPages:
         self._spent: list[int] = []
         self._spills: dict[int, int] = {}
         self._fetches: list[tuple[int, int]] = []
+        self.log: PageLog | None = None
+        """Told of prefixes that come and go."""
         self._in_flight: dict[int, int] = {}
         """Place -> the latest step that spills to it, if it is not committed."""
 
@@ -53,6 +56,8 @@ class HostPages:
         """Spill a page whose prefix `key` the device is about to forget, if there is room."""
         if key not in self._cached and self.has_room(1):
             self._cached[key] = self._spill(page)
+            if self.log is not None and self.log.is_on:
+                self.log.spilled(key)
 
     def take(self, keys: Iterable[bytes]) -> list[int]:
         """The places of those of `keys`, from the first on, that can be fetched now; each must be fetched."""
@@ -62,7 +67,7 @@ class HostPages:
             if place is None or place in self._in_flight:
                 break
             found.append(place)
-            del self._cached[key]
+            self._forget(key)
         return found
 
     def is_ready(self, places: Iterable[int]) -> bool:
@@ -84,7 +89,7 @@ class HostPages:
         """Give up those prefixes that are in `places`, whose content is undefined."""
         lost = set(places)
         for key in [key for key, place in self._cached.items() if place in lost]:
-            self.release([self._cached.pop(key)])
+            self.release([self._forget(key)])
 
     def load(self, plan: StepPlan) -> None:
         """Let `plan` carry all moves that are due; afterwards places that were fetched from are free."""
@@ -113,6 +118,12 @@ class HostPages:
         assert self._spills.keys() <= {*self._cached.values(), *held}, "a spill that nobody wants"
 
     def _spill(self, page: int) -> int:
-        place = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
+        place = self._free.pop() if self._free else self._forget(next(iter(self._cached)))
         self._spills[place] = page  # in place of what was to be spilled there
         return place
+
+    def _forget(self, key: bytes) -> int:
+        """Stop offering a prefix; its place."""
+        if self.log is not None and self.log.is_on:
+            self.log.removed(key, "host")
+        return self._cached.pop(key)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from struct import Struct
 
+from headrace.engine.scheduling.page_log import PageLog
+
 __all__ = ["PagePool"]
 
 _KEY_BYTES = 16
@@ -44,6 +46,7 @@ class PagePool:
         self._partly: set[int] = set()
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self.log = PageLog(secret)
         self.on_evict: Callable[[int, bytes], None] | None = None
         """Told of a page that is given away, and of the prefix that it holds until it is written."""
 
@@ -185,14 +188,21 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def register(self, page: int, key: bytes) -> None:
-        """Remember that a held, full `page` holds the prefix `key`; a page that already holds it stays the one."""
-        if self._remember and key not in self._page_of:
-            if page in self._partly:
-                self.forget(page)
-            if page not in self._key_of:
-                self._page_of[key] = page
-                self._key_of[page] = key
+    def register(self, page: int, key: bytes) -> bool:
+        """Remember that a held, full `page` holds the prefix `key`; a page that already holds it stays the one.
+
+        Returns:
+            Whether the prefix was not remembered before, and is now.
+        """
+        if not self._remember or key in self._page_of:
+            return False
+        if page in self._partly:
+            self.forget(page)
+        if page in self._key_of:
+            return False
+        self._page_of[key] = page
+        self._key_of[page] = key
+        return True
 
     def register_rest(self, page: int, key: bytes) -> None:
         """The same for a page that is not full; once it is, or holds more, its other key replaces this one."""
@@ -207,6 +217,8 @@ class PagePool:
             return
         del self._page_of[key]
         self._partly.discard(page)
+        if self.log.is_on:
+            self.log.removed(key, "device")
         for idle in (self._cached, self._kept):
             if page in idle:
                 del idle[page]

@@ -108,7 +108,7 @@ class Prefixes:
         self._pool.extend_keys(request.keys, request.tokens, request.root)
         for index in range(request.registered, full):
             key = request.keys[index]
-            self._pool.register(request.pages[index], key)
+            self.remember(request, index)
             if self.promises.get(key) is request:
                 del self.promises[key]
         request.registered = full
@@ -117,6 +117,13 @@ class Prefixes:
         """Whether a running `request` that loses its row finds all but its last page again while there is room."""
         size = self._pool.page_size
         return request.planned - min(request.registered * size, request.cacheable) <= size
+
+    def remember(self, request: Request, index: int) -> None:
+        """Offer one page, whose key is known."""
+        pool = self._pool
+        if pool.register(request.pages[index], request.keys[index]) and pool.log.is_on:
+            tokens = request.tokens[index * pool.page_size : (index + 1) * pool.page_size]
+            pool.log.stored(request.keys, index, tokens, request.root)
 
     def withdraw(self, request: Request) -> None:
         """Stop others from waiting for pages that `request` will not compute soon."""

@@ -31,6 +31,7 @@ class Swaps:
         self._pace = pace
         if host.num_places:
             pool.on_evict = host.keep
+            host.log = pool.log
 
     def put_out(self, request: Request) -> None:
         """Store the pages of a request that is about to lose them, if that is worth it and there is room."""
@@ -64,7 +65,7 @@ class Swaps:
         request.planned = max(request.planned, min(reach, len(request.tokens) - 1))
         request.computed = request.ready = request.planned
         for index in range(request.registered, min(request.planned // size, len(request.keys))):
-            self._pool.register(pages[index], request.keys[index])
+            self._prefixes.remember(request, index)
 
     def drop(self, request: Request) -> None:
         """Give up what is stored of `request`."""
