@@ -53,7 +53,7 @@ class _FakeRunner:
         """Queue a step behind those that were launched before."""
         seconds = self._step_seconds + self._token_seconds * plan.tokens
         self._free_at = max(self._free_at, time.monotonic()) + seconds
-        return _FakeStep(self._free_at, len(plan.works), self._closed)
+        return _FakeStep(self._free_at, plan.size, self._closed)
 
     def close(self) -> None:
         """End whatever still sleeps."""

@@ -132,8 +132,9 @@ def overload(seconds: float, scale: float) -> Figures:
         target = server.target
 
         async def main() -> None:
-            memory = resident_mb(target)
+            memory = 0.0
             for name, factor in (("peak", 1.0), ("3 times", 3.0)):
+                memory = resident_mb(target)
                 readings = await _arrivals(target, factor * rate, seconds, output)
                 end = readings[0].began + seconds
                 figures[f"answered/s at {name}"] = sum(each.done and each.ended < end for each in readings) / seconds
@@ -142,7 +143,7 @@ def overload(seconds: float, scale: float) -> Figures:
                     figures[f"refused at {name}"] = len(refused)
                     figures["refused after p99, ms"] = percentile(refused, 0.99)
                     figures["refused after at most, ms"] = max(refused)
-            figures["memory growth, MB"] = resident_mb(target) - memory
+            figures["memory growth at 3 times, MB"] = resident_mb(target) - memory
 
         _run(main)
         return _with_end(figures, server.stop())

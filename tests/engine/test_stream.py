@@ -21,8 +21,10 @@ from scripted import (
     until,
 )
 
-from headrace.engine import Chunk, Token, Usage
+from headrace.engine import Chunk, SamplingParams, Token, Usage
+from headrace.engine.delivered import Delivered, TokenMaker
 from headrace.engine.testing import ByteTokenizer
+from headrace.engine.text import TokenTable
 from headrace.engine.threads import Poster
 
 pytestmark = pytest.mark.anyio
@@ -396,3 +398,9 @@ async def test_a_paused_request_ends_when_the_engine_closes_it() -> None:
     check_items(items)
     assert (items[-1].id, items[-1].finish_reason) == (None, "cancelled")
     assert [item.id for item in items[:-1]] == expected_ids("paused", len(items) - 1)
+
+
+def test_tokens_are_made_as_their_own_constructor_would() -> None:
+    made = TokenMaker(TokenTable([b"a"], set()), SamplingParams(), set()).make(Delivered(0, 0, None, "length"))
+    assert made == Token(id=0, text="a", index=0, position=0, finish_reason="length")
+    assert repr(made)
