@@ -19,6 +19,7 @@ from anyio.lowlevel import checkpoint
 from headrace.engine.adapters import Adapters, slots_of
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, EngineStopped, InvalidParams
+from headrace.engine.flights import Flights
 from headrace.engine.grammars import Grammars
 from headrace.engine.hooks import HookThread
 from headrace.engine.loop import StepLoop
@@ -83,8 +84,8 @@ class Life:
             itl_target=None if self.config.itl_target_ms is None else self.config.itl_target_ms / 1000,
         )
         runner = opened.runner
-        ahead = self.config.launch_ahead
-        self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, launch_ahead=ahead, clock=self._clock)
+        flights = Flights.of(self.config.launch_ahead, opened.info.device)
+        self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, flights=flights, clock=self._clock)
         self._adapters = Adapters(opened.adapters, self.config, opened.info.model, self._loop, self._make_worker)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -23,6 +21,7 @@ from headrace.adapters.slots import AdapterVersion, Move
 from headrace.engine.changes import Changes
 from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, RequestFailed
 from headrace.engine.events import FinishReason
+from headrace.engine.flights import FailedLaunch, Flight, Flights
 from headrace.engine.generation import Generation, as_failure
 from headrace.engine.hooks import HookThread
 from headrace.engine.kv_events import KvWatch
@@ -36,22 +35,6 @@ from headrace.engine.threads import Worker
 __all__ = ["StepLoop"]
 
 _SLICE = 32  # readers woken at once: they run for some 10 µs each before anything else does
-
-
-@dataclass(slots=True)
-class _InFlight:
-    plan: StepPlan
-    step: Step
-
-
-class _FailedLaunch:
-    """A step that could not be launched: it fails in its turn, so that steps end in the order they were planned."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> Sequence[int]:
-        raise self._error
 
 
 class StepLoop:
@@ -68,7 +51,7 @@ class StepLoop:
         waiter: Worker,
         hooks: HookThread,
         *,
-        launch_ahead: int,
+        flights: Flights,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Drive `runner` with the plans of `scheduler`.
@@ -78,7 +61,7 @@ class StepLoop:
             runner: The device.
             waiter: The thread that blocks on steps.
             hooks: The thread that callers' hooks choose tokens in.
-            launch_ahead: Steps that may be launched and not committed.
+            flights: None yet.
             clock: Seconds, of arrivals, deadlines and step times.
         """
         self.scheduler = scheduler
@@ -87,14 +70,13 @@ class StepLoop:
         self._runner = runner
         self._waiter = waiter
         self._hooks = hooks
-        self._launch_ahead = launch_ahead
         self._clock = clock
         self._generations: dict[int, Generation] = {}
         self._expected: WeakSet[Generation] = WeakSet()
         self._wakeup = anyio.Event()
         self._closing = False
         self._idle = anyio.Event()
-        self._launched: deque[_InFlight] = deque()
+        self._launched = flights
         self.carry_out: Callable[[list[Move]], None] = _no_moves
         """Fills and empties the slots of adapters."""
         self.kv = KvWatch(scheduler)
@@ -247,16 +229,16 @@ class StepLoop:
     async def carry_out_moves(self, plans: Sequence[StepPlan]) -> None:
         """Within a change: have plans without works carried out."""
         for plan in plans:
-            self._launched.append(_InFlight(plan, self._launch(plan)))
+            self._launched.append(Flight(plan, self._launch(plan)))
             await self._complete(self._launched[0])
 
     async def _run(self) -> None:
         launched = self._launched
         while True:
             self._wakeup = anyio.Event()
-            plan = self._plan() if self._may_launch() else None
+            plan = self._plan() if not self.changes and launched.may_grow(self.scheduler) else None
             if plan is not None:
-                launched.append(_InFlight(plan, self._launch(plan)))
+                launched.append(Flight(plan, self._launch(plan)))
             elif self._due:
                 await self._deliver_all()
             elif launched:
@@ -283,13 +265,6 @@ class StepLoop:
         with anyio.move_on_after(inf if deadline is None else max(0.0, deadline - self._clock())):
             await self._wakeup.wait()
 
-    def _may_launch(self) -> bool:
-        """Whether another step may go ahead; none may build on one that the device never got."""
-        launched = self._launched
-        if self.changes:
-            return False
-        return len(launched) < self._launch_ahead and not (launched and isinstance(launched[-1].step, _FailedLaunch))
-
     async def _let_steps_end(self) -> None:
         """Wait for what a dead loop had launched: the device must be still before its memory is returned."""
         while self._launched:
@@ -307,7 +282,7 @@ class StepLoop:
         except EngineCrashed:
             raise
         except Exception as error:
-            return _FailedLaunch(error)
+            return FailedLaunch(error)
 
     def _note_taken_up(self, plan: StepPlan, now: float) -> None:
         for work in plan.works[-len(plan.new_rows) :]:  # requests that just got their rows are planned last
@@ -315,7 +290,7 @@ class StepLoop:
             if generation is not None and generation.taken_up is None:
                 generation.take_up(now)
 
-    async def _complete(self, oldest: _InFlight) -> None:
+    async def _complete(self, oldest: Flight) -> None:
         """Wait for a step and commit it."""
         try:
             try:

@@ -209,6 +209,13 @@ class Stream:
         self.gpu.check()
         self.device = device
 
+    def __enter__(self) -> Stream:
+        HERE.streams = [*getattr(HERE, "streams", []), self]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        HERE.streams = HERE.streams[:-1]
+
     def synchronize(self) -> None:
         self.gpu.wait(self.gpu.mark())
 
@@ -221,16 +228,6 @@ class Stream:
     def query(self) -> bool:
         self.gpu.check()
         return True
-
-
-@contextlib.contextmanager
-def entered(stream: Stream) -> Iterator[None]:
-    """As `torch.cuda.stream`."""
-    HERE.streams = [*getattr(HERE, "streams", []), stream]
-    try:
-        yield
-    finally:
-        HERE.streams = HERE.streams[:-1]
 
 
 class Event:
@@ -621,7 +618,7 @@ def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
-        "stream": entered,
+        "stream": lambda stream: stream,
         "current_stream": lambda device=None: [default, *getattr(HERE, "streams", [])][-1],
         "device": lambda device: contextlib.nullcontext(),
         "device_count": lambda: 1,

@@ -123,7 +123,7 @@ class CudaRunner:
         self._capacity, self._bank = capacity, bank
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
-        with self._on_stream():
+        with torch.inference_mode(), self._stream:
             self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
             self._kv = self._memory.kv
             self._rows = DeviceRows(capacity, self._memory.scratch_page, device)
@@ -178,7 +178,7 @@ class CudaRunner:
         for variant in variants:
             self.rehearse(variant)
         contexts = [_USUAL_CONTEXT, self._capacity.max_context] if everything else [_USUAL_CONTEXT]
-        with self._on_stream(), faults_are_fatal():
+        with torch.inference_mode(), self._stream, faults_are_fatal():
             self._graphs.capture(contexts=contexts, variants=variants)
             self._stream.synchronize()
 
@@ -197,11 +197,7 @@ class CudaRunner:
         if result.taken:
             raise RuntimeError(_LAUNCHED_TOO_FAR)
         step = CudaStep(result)
-        decodes = self._ordering.of(plan.rows, plan.starts) if plan.is_bare else None
-        keys = None if decodes is None or self._submitted > self._enqueued else self._keys_if_quick(decodes)
-        if keys is not None:
-            self._enqueue(plan, decodes, [], step, keys)
-        else:
+        if not (plan.is_bare and self._submitted == self._enqueued and self._launch_decodes(plan, step)):
             step.enqueued = threading.Event()
             self._submitted += 1
             self._plans.put((plan, step))
@@ -221,7 +217,7 @@ class CudaRunner:
             torch.OutOfMemoryError: The device has not so much memory; all is as it was.
             EngineCrashed: The device failed.
         """
-        with self._on_stream(), faults_are_fatal():
+        with torch.inference_mode(), self._stream, faults_are_fatal():
             self._stream.synchronize()
             self._memory.resize(num_pages)
 
@@ -231,7 +227,7 @@ class CudaRunner:
         Raises:
             Exception: The host has not so much memory that can be pinned.
         """
-        with self._on_stream(), faults_are_fatal():
+        with torch.inference_mode(), self._stream, faults_are_fatal():
             self._host = HostPool(self._kv, places, pinned=True)
             return self._host.measure(self._kv, self._capacity.num_pages, self._stream.synchronize)
 
@@ -267,11 +263,6 @@ class CudaRunner:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            yield
-
     def _run_launcher(self) -> None:
         """The launcher's thread."""
         while (item := self._plans.get()) is not None:
@@ -287,23 +278,25 @@ class CudaRunner:
             step.enqueued.set()
             del item, plan, step
 
-    def _keys_if_quick(self, decodes: Decodes) -> list[Key] | None:
-        """The graphs of `decodes`, if nothing needs to be captured or waited for."""
+    def _launch_decodes(self, plan: StepPlan, step: CudaStep) -> bool:
+        """Enqueue decodes that come alone; False, and nothing happens, if something must be captured or waited for."""
+        decodes = self._ordering.of(plan.rows, plan.starts)
         variant = self._sampler.variant(decodes.rows)
         keys = self._graphs.keys(decodes.rows, decodes.starts, variant)
-        return None if variant.masked or not self._graphs.ready(keys) else keys
+        if variant.masked or not self._graphs.ready(keys):
+            return False
+        if variant.places:
+            self._enqueue(plan, decodes, [], step)
+            return True
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._rows.add((), plan.entries)
+            step.ids, step.places = self._decode(decodes, (), keys), decodes.back
+            step.result.done.record(self._stream)
+        return True
 
-    def _enqueue(
-        self,
-        plan: StepPlan,
-        decodes: Decodes | None,
-        prefills: Sequence[Work],
-        step: CudaStep,
-        keys: list[Key] | None = None,
-    ) -> None:
-        """Enqueue `plan`; `keys` are the graphs of its decodes, where somebody has found them already."""
-        with self._on_stream(), faults_are_fatal():
-            lines = self._enqueue_all(plan, decodes, prefills, step, keys)
+    def _enqueue(self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep) -> None:
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            lines = self._enqueue_all(plan, decodes, prefills, step)
             choices, forced = self._sampler.choices, self._sampler.grammars.forced
             if lines or choices or forced:
                 index_of = {work.row: index for index, work in enumerate(plan.works)}
@@ -314,12 +307,7 @@ class CudaRunner:
             self._sampler.grammars.sampled(step.tokens, plan.each_work())
 
     def _enqueue_all(
-        self,
-        plan: StepPlan,
-        decodes: Decodes | None,
-        prefills: Sequence[Work],
-        step: CudaStep,
-        keys: list[Key] | None,
+        self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
     ) -> list[Lines]:
         """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
         self._sampler.begin()
@@ -327,6 +315,7 @@ class CudaRunner:
         count, result = 0 if decodes is None else len(decodes.rows), step.result
         lines: list[Lines] = []
         if decodes is not None:
+            keys = self._graphs.keys(decodes.rows, decodes.starts, self._sampler.variant(decodes.rows))
             step.ids, step.places = self._decode(decodes, copies, keys), decodes.back
             lines = self._sampler.lines(decodes.rows, 0)
         else:
@@ -343,9 +332,6 @@ class CudaRunner:
 
     def _take_in(self, plan: StepPlan) -> Sequence[tuple[int, int]]:
         """Take in what `plan` says of rows and pages; the copies of pages that are still to be enqueued."""
-        if plan.is_bare:
-            self._rows.add((), plan.entries)
-            return ()
         plan = self._sampler.hosts.take(plan)
         copies = plan.copies
         if plan.spills or plan.fetches:
@@ -375,11 +361,9 @@ class CudaRunner:
             yield self._host
         self._stream.wait_stream(self._side)
 
-    def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key] | None) -> NDArray[np.int32]:
+    def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key]) -> NDArray[np.int32]:
         """Enqueue one token of each row; where the ids will be."""
-        rows, sampler = self._rows, self._sampler
-        if keys is None:
-            keys = self._graphs.keys(decodes.rows, decodes.starts, sampler.variant(decodes.rows))
+        rows = self._rows
         logits_or_all, *choice = self._graphs.prepare(keys, decodes.starts)
         rows.batch(decodes.rows, decodes.starts, keys[0].bucket)
         if copies:
@@ -388,6 +372,6 @@ class CudaRunner:
         ids = rows.hand_over()
         logits_or_all.replay()
         if choice:
-            sampler.act_between(self._graphs.logits(keys), decodes.rows)
+            self._sampler.act_between(self._graphs.logits(keys), decodes.rows)
             choice[0].replay()
         return ids
