@@ -81,7 +81,7 @@ class Elastic(Life):
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        loop, opened = self._serving()
+        loop, opened = self._serving(draining=True)  # of a sleeping engine no stream would end
         runner = opened.runner
         if isinstance(runner, Sleeping):
             await loop.changes.ask(partial(self._wake_up, loop, runner), loop.wake)
@@ -94,7 +94,7 @@ class Elastic(Life):
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        return self._serving()[0].scheduler.sleep_level
+        return self._serving(draining=True)[0].scheduler.sleep_level
 
     def kv_events(self) -> KvEvents:
         """What comes to and goes from the prefix cache from now on, and how busy the engine is, for a router outside.

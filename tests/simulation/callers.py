@@ -21,7 +21,7 @@ from simulation.machine import Machine
 from simulation.told import Told, values_of
 
 from headrace.engine.engine import Engine
-from headrace.engine.errors import HeadraceError, HookFailed
+from headrace.engine.errors import EngineStopped, HeadraceError, HookFailed
 from headrace.engine.generation import Generation
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.plan import Capacity
@@ -53,8 +53,11 @@ class House(Protocol):
 
     machine: Machine
     capacity: Capacity
+    """The largest that the device ever has."""
     may_give_up: bool
-
+    """Whether requests end before a deadline that they cannot meet."""
+    least_pool: Callable[[], int] | None
+    """Tokens that the pool had room for at least, where its size changes."""
     closing: bool
     """Whether whatever runs may be cancelled because somebody closes the engine."""
 
@@ -119,6 +122,9 @@ class Callers:
             temperature=0, max_tokens=chance.randint(1, settings.longest), n=n, seed=chance.randrange(99), **stops
         )
         told = Told(name, params, ids, self._house.machine.clock)
+        told.least_pool = self._house.least_pool
+        if chance.random() < 0.5:
+            told.prompt = bytes(ids).decode()
         asked: dict[str, Any] = {
             "tenant": chance.choice(settings.tenants),
             "priority": chance.choice([0, 0, 1]),
@@ -145,13 +151,17 @@ class Callers:
         return {"logits_processor": processor}
 
     def _open(self, told: Told, asked: dict[str, Any]) -> TokenStream:
-        stream = self._house.engine.stream(told.ids, told.params, **asked)
+        stream = self._house.engine.stream(told.prompt, told.params, **asked)
         self._house.meet(told, stream._generation)
         return stream
 
     async def _begin(self, told: Told, stream: TokenStream, name: str | None, since: int) -> None:
         """Wait until the request is taken in, and see what it wears."""
-        await stream.admitted()
+        try:
+            await stream.admitted()
+        except EngineStopped:
+            assert self._house.closing, f"{told.name} was there before the engine was drained, and was not taken in"
+            raise
         if stream._generation.requests:
             self._taken_in(told, stream, name, since)
 
@@ -282,7 +292,7 @@ class Callers:
     async def _generate(self, name: str, chance: random.Random) -> None:
         told, asked = self._ask(name, chance, n=chance.choice([1, 2]))
         since = self._house.mark()
-        completion = await self._house.engine.generate(told.ids, told.params, **asked)
+        completion = await self._house.engine.generate(told.prompt, told.params, **asked)
         told.cancelled = self._house.closing
         told.check_completion(completion, self._house.worn_since(asked["adapter"], since), self._house.capacity)
 
@@ -290,7 +300,7 @@ class Callers:
         told, asked = self._ask(name, chance)
         asked.pop("deadline", None)
         since = self._house.mark()
-        found = await self._house.engine.embed([told.ids], normalize=False, **asked)
+        found = await self._house.engine.embed([told.prompt], normalize=False, **asked)
         worn = self._house.worn_since(asked["adapter"], since)
         wants = [scripted_vector(values_of(told.ids, number)) for number in worn]
         assert any(np.allclose(found.vectors[0], want) for want in wants), f"{name}: a wrong vector"
@@ -317,10 +327,10 @@ class Callers:
         more = [FIRST + chance.randrange(LETTERS) for _ in range(chance.randint(1, 5))]
         since, house = self._house.mark(), self._house
         following = Told(told.name, told.params, [*told.ids, *told.tokens[0], *more], house.machine.clock)
-        following.may_give_up = told.may_give_up
+        following.may_give_up, following.least_pool = told.may_give_up, told.least_pool
         if told.deadline is not None:
             following.deadline = house.machine.clock() + asked["deadline"]
-        await stream.send(more)
+        await stream.send(bytes(more).decode() if chance.random() < 0.5 else more)
         house.count("sends")
         house.meet(following, stream._generation)
         self._taken_in(following, stream, asked["adapter"], since)
@@ -333,7 +343,7 @@ class Callers:
         self._house.count("branches")
         other = Told(name, told.params, [*told.ids, *told.tokens[0]], self._house.machine.clock)
         other.before = [*told.before, *told.tokens[0]]
-        other.deadline, other.may_give_up = told.deadline, told.may_give_up
+        other.deadline, other.may_give_up, other.least_pool = told.deadline, told.may_give_up, told.least_pool
         if branch._generation is stream._generation:  # all was read: it waits for what is sent
             if told.ends[0] in ("stop", "length"):
                 sent, _ = await self._send(told, branch, asked, chance)

@@ -159,6 +159,14 @@ class SimulatedRunner(RigRunner):
     def open_host_pool(self, places: int) -> float:
         return self._chance.choice([0.0, 0.001, 1.0])
 
+    def resize(self, num_pages: int) -> None:
+        self.machine.require(not self.launched_steps, "the device changes its memory under a step in flight")
+        if num_pages > len(self._cells) and self._chance.random() < self.rates.memory:
+            raise self._fault(MemoryError())
+        super().resize(num_pages)
+
+    wake = resize
+
     def close(self) -> None:
         self.machine.require(not self.launched_steps, "the device is closed under a step in flight")
         self.machine.require(not self.closed, "the device is closed twice")

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -26,6 +27,7 @@ from simulation.world import Broken
 
 from headrace.engine import prompts
 from headrace.engine.errors import (
+    DeviceUnavailable,
     EngineCrashed,
     EngineStopped,
     HeadraceError,
@@ -131,12 +133,22 @@ class EngineWorld:
             "seed": seed,
         }
         self.engine = SimulatedEngine(self.machine, self.runner, self.disk, slots, **self.options)
+        elastic = random.Random(f"elastic {seed}").random() < 0.3
+        self.least_pages = self.capacity.num_pages
+        self.least_pool = (lambda: self.least_pages * self.capacity.page_size) if elastic else None
+        self.pages = self.capacity.num_pages
+        """That it opens with."""
+        if self.least_pool is not None:
+            self.capacity = replace(self.capacity, num_pages=2 * self.pages)
         self.callers = Callers(self, self._draw_settings(chance, slots))
         self.seconds = seconds or chance.choice([0.1, 1.0, 5.0])
         self.count_of_callers = chance.randint(4, 16) if not seconds else int(seconds * 5)
         self.closing = False
         self.reached: Counter[str] = Counter()
         self._closes = chance.choice(["at the end"] * 5 + ["at once", "drains", "drains in vain"])
+        last = self.count_of_callers - 1
+        self._drains_at = chance.choice([1, last]) if self._closes.startswith("drains") else -1
+        self._drained = anyio.Event()
         self._jumps = chance.random() < 0.2
         self._slots = slots
         self._pending: set[int] = set()
@@ -161,7 +173,7 @@ class EngineWorld:
             memory=chance.choice(rates),
             row=chance.choice(rates),
             move=chance.choice([0.0, 0.0, 0.3]),
-            crash=0.005 if chance.random() < 0.05 else 0.0,
+            crash=0.005 if chance.random() < 0.1 else 0.0,
         )
 
     def _draw_settings(self, chance: random.Random, slots: int) -> Settings:
@@ -206,11 +218,15 @@ class EngineWorld:
             for number in range(2 if self._slots else 0):
                 helpers.start_soon(self._guarded, self._operate(random.Random(f"operator {self.seed} {number}")))
             helpers.start_soon(self._guarded, self._observe(random.Random(f"observer {self.seed}")))
+            if self.least_pool is not None:
+                helpers.start_soon(self._guarded, self._stretch(random.Random(f"memory {self.seed}")))
             if self._jumps:
                 helpers.start_soon(self._guarded, self._jump(random.Random(f"clock {self.seed}")))
             apart = 4 * self.seconds / self.count_of_callers
             for number in range(self.count_of_callers):
                 await anyio.sleep(chance.choice([0.0, apart]) * chance.random())
+                if number == self._drains_at:
+                    helpers.start_soon(self._guarded, self._drain())
                 self._pending.add(number)
                 everybody.start_soon(self._guarded, self._call(number))
             if self._loop().crashed is not None:
@@ -225,7 +241,7 @@ class EngineWorld:
                 if self._loop().crashed is None:
                     await self._idle()
             elif self._closes != "at once":
-                await self._drain()
+                await self._drained.wait()
             helpers.cancel_scope.cancel()
 
     async def _drain(self) -> None:
@@ -238,6 +254,7 @@ class EngineWorld:
         with suppress(EngineCrashed):
             await self.engine.aclose(drain=0.05 if vain else _PATIENCE)
         self.closing = True
+        self._drained.set()
 
     async def _call(self, number: int) -> None:
         try:
@@ -271,7 +288,8 @@ class EngineWorld:
         assert not loop._generations, "streams are kept that nobody has"
         stats = self.engine.stats()
         assert not (stats.waiting or stats.running or stats.paused or stats.swapped), "something waits for nobody"
-        assert not stats.pages_held and not stats.live_tokens and not stats.steps_in_flight
+        assert not stats.pages_held and not stats.live_tokens, "pages are held for nobody"
+        assert not stats.steps_in_flight, "a step is in flight for nobody"
         for info in self.engine.adapters.list():
             assert not info.requests, f"adapter {info.name} is used by nobody, and {info.requests} times"
         assert all(not version.holders for version in loop.scheduler.slots._placed), (
@@ -307,6 +325,36 @@ class EngineWorld:
             assert [info.name for info in adapters.list()] == sorted(adapters.versions)
         else:
             adapters.pin(name, what == "pin")
+
+    async def _stretch(self, chance: random.Random) -> None:
+        """Give back memory, and take it again."""
+        with suppress(EngineStopped, EngineCrashed):
+            for _ in range(_CHANGES):
+                await anyio.sleep(self.seconds * chance.choice([0.1, 0.5]) * chance.random())
+                if chance.random() < 0.6:
+                    pages = chance.randint(1, 2 * self.pages)
+                    await self._resize(pages)
+                else:
+                    await self._sleep(chance)
+
+    async def _resize(self, pages: int) -> None:
+        before, self.least_pages = self.least_pages, min(self.least_pages, pages)
+        self.note(lambda pages: f"{'operator':10} {pages} pages", pages)
+        try:
+            await self.engine.resize_kv(pages * self.capacity.page_size)
+            self.reached["resized"] += 1
+        except InvalidParams:
+            self.least_pages = before
+
+    async def _sleep(self, chance: random.Random) -> None:
+        self.note(lambda: f"{'operator':10} puts the engine to sleep")
+        await self.engine.sleep(chance.choice([1, 2]))
+        self.reached["slept"] += 1
+        while self.engine.sleep_level:
+            await anyio.sleep(chance.choice([0.01, 1.0]) * chance.random())
+            with suppress(DeviceUnavailable):
+                await self.engine.wake()
+        self.note(lambda: f"{'operator':10} has woken the engine")
 
     def _remember(self) -> None:
         """Keep what stands under each name now, if it has changed."""
@@ -430,6 +478,13 @@ class EngineWorld:
             self.note(lambda step, error: f"fail       step {step}: {error}", made.step, str(error))
             return fail(made, error)
 
+        def moves(change: Callable[[int], Any], to: int) -> Any:
+            made = change(to)
+            self.watch.moved(made)
+            return made
+
+        for name in ("resize", "fall_asleep"):
+            self._event(scheduler, name, partial(moves, getattr(scheduler, name)))
         self._event(scheduler, "plan", plans)
         self._event(scheduler, "commit", commits)
         self._event(scheduler, "fail", fails)
@@ -485,8 +540,11 @@ class EngineWorld:
             self.reached[fault] += 1
             self.note(lambda fault: f"{'device':10} {fault}", fault)
         self.runner.happened.clear()
+        ahead = self.options["launch_ahead"] + 2
         for told, generation in self._met:
             assert generation._unfinished >= 0, f"{told.name} has ended more than once"
+            most = self.options["max_unread_tokens"] + ahead * told.params.n
+            assert len(generation.mailbox) + generation.held <= most, f"{told.name} does not read, and it goes on"
 
     def _forget(self) -> None:
         self._met = [(told, generation) for told, generation in self._met if not self._is_over(told, generation)]

@@ -19,7 +19,7 @@ from headrace.engine.threads import Outcome, Poster, Worker
 __all__ = ["Machine", "VirtualLoop"]
 
 _TURN = 1e-5  # seconds that one turn of the event loop takes: who only spins must see time pass
-_TURNS = 300_000
+_TURNS = 100_000  # of a life of seconds: more means that it goes round in circles
 
 
 class VirtualLoop(asyncio.BaseEventLoop):

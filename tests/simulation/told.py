@@ -29,6 +29,8 @@ class Told:
         self.name = name
         self.params = params
         self.ids = list(ids)
+        self.prompt: str | list[int] = self.ids
+        """As text or as they are; long texts are tokenised in a thread."""
         self.tokens: list[list[int]] = [[] for _ in range(params.n)]
         self.ends: list[FinishReason | None] = [None] * params.n
         self.texts = [""] * params.n
@@ -40,6 +42,8 @@ class Told:
         """Whether it may end before its deadline, because that cannot be met."""
         self.stops_at: int | None = None
         """What its `stop_when` says yes to."""
+        self.least_pool: Callable[[], int] | None = None
+        """Tokens that the pool had room for at least, where its size changes."""
         self.before: list[int] = []
         """Tokens of a branch that came before it; its prompt has them, too."""
         self._clock = clock
@@ -64,6 +68,7 @@ class Told:
         for place, adapter in enumerate(adapters):
             alone = Told(self.name, self.params, self.ids, self._clock)
             alone.cancelled, alone.deadline, alone.may_give_up = self.cancelled, self.deadline, self.may_give_up
+            alone.least_pool = self.least_pool
             alone.begin(adapter, capacity)
             try:
                 for choice in completion.choices:
@@ -108,6 +113,8 @@ class Told:
         expected = self._expected_end(tokens)
         if expected == "stop" and reason is None and self.deadline is not None:
             self._stopped[choice] = True  # its deadline passed before its text was looked at: an end follows
+        elif reason == "length" and self.least_pool is not None and expected is None:
+            assert len(self._known[choice]) > self.least_pool(), f"{who}: ends where it had room"
         else:
             assert reason == expected, f"{who}: {reason} at token {len(tokens)}, where it is {expected}"
 

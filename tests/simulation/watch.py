@@ -40,7 +40,8 @@ class StepWatch:
 
     def owed(self) -> dict[int, int]:
         """Request id -> tokens that it owes, of those that may decode: to be asked before a plan."""
-        return {r.id: r.known - r.planned for r in self._live(State.RUNNING) if r.is_decodable}
+        running = self._live(State.RUNNING)
+        return {r.id: r.known - r.planned for r in running if r.is_decodable and r.pooling is None}
 
     def planned(self, plan: StepPlan, owed: dict[int, int], now: float) -> Flight:
         """See that `plan` may be launched, and count it as in flight."""
@@ -52,6 +53,12 @@ class StepWatch:
         self.check_roots(plan)
         self.flights.append(flight)
         return flight
+
+    def moved(self, plans: Iterable[StepPlan]) -> None:
+        """Count plans without works, which are to be carried out now, as in flight."""
+        for plan in plans:
+            self.check_roots(plan)
+            self.flights.append(Flight(plan))
 
     def check_roots(self, plan: StepPlan) -> None:
         """Nobody reads what was written for another tenant or adapter, in host memory or not."""

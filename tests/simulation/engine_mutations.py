@@ -1,0 +1,300 @@
+"""Bugs that engines had around their scheduler - loop, streams, adapters, ends - each as a change of an open engine.
+
+Each function plants one, and its first line says what happens then. No tests here: test_mutations.py plays them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from simulation.engine_world import EngineWorld
+from simulation.mutations import replace
+
+from headrace.adapters.slots import AdapterVersion, Residency
+from headrace.engine.delivered import Delivered
+from headrace.engine.generation import Generation
+from headrace.engine.loop import StepLoop
+from headrace.engine.scheduling.plan import Emission
+from headrace.engine.scheduling.request import Request, State
+
+__all__ = ["ENGINE_MUTATIONS"]
+
+ENGINE_MUTATIONS: dict[str, Callable[[EngineWorld], None]] = {}
+"""Name of a bug -> what plants it."""
+
+
+def planted(plant: Callable[[EngineWorld], None]) -> Callable[[EngineWorld], None]:
+    ENGINE_MUTATIONS[plant.__name__] = plant
+    return plant
+
+
+def loop_of(world: EngineWorld) -> StepLoop:
+    assert world.engine._loop is not None
+    return world.engine._loop
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+@planted
+def a_stream_is_left_open_after_its_step_failed(world: EngineWorld) -> None:
+    def make(deliver: Callable[[Sequence[Emission]], None]) -> Callable[[Sequence[Emission]], None]:
+        return lambda emissions: deliver([each for each in emissions if each.error is None])
+
+    replace(loop_of(world), "_deliver", make)
+
+
+@planted
+def a_finish_is_delivered_twice(world: EngineWorld) -> None:
+    generations = loop_of(world)._generations
+
+    def make(deliver: Callable[[Sequence[Emission]], None]) -> Callable[[Sequence[Emission]], None]:
+        def delivers(emissions: Sequence[Emission]) -> None:
+            kept = dict(generations)
+            deliver(emissions)
+            for emission in emissions:
+                if emission.finish_reason is not None and emission.request.id in kept:
+                    generation = kept[emission.request.id]
+                    generation.mailbox.put(generation_item(generation, emission))
+
+        return delivers
+
+    replace(loop_of(world), "_deliver", make)
+
+
+def generation_item(generation: Generation, emission: Emission) -> Any:
+    return Delivered(generation._choice_of[emission.request.id], emission.token, None, emission.finish_reason)
+
+
+@planted
+def a_token_is_delivered_to_another_choice(world: EngineWorld) -> None:
+    def make(submit: Callable[..., None]) -> Callable[..., None]:
+        def submits(generation: Generation, prompt: list[int], requests: Sequence[Request]) -> None:
+            submit(generation, prompt, requests)
+            if len(requests) > 1:
+                places = generation._choice_of
+                places[requests[0].id], places[requests[1].id] = places[requests[1].id], places[requests[0].id]
+
+        return submits
+
+    replace(loop_of(world), "submit", make)
+
+
+@planted
+def readers_that_are_behind_do_not_hold_back_their_requests(world: EngineWorld) -> None:
+    """Back-pressure is lost: what nobody reads piles up."""
+    loop_of(world).pause = lambda request: None  # type: ignore[method-assign]
+
+
+@planted
+def a_reader_that_caught_up_is_not_noticed(world: EngineWorld) -> None:
+    loop_of(world).resume = lambda request: None  # type: ignore[method-assign]
+
+
+@planted
+def a_stop_string_does_not_end_the_request(world: EngineWorld) -> None:
+    def make(finish: Callable[[Request, Any], bool]) -> Callable[[Request, Any], bool]:
+        return lambda request, reason: reason == "stop" or finish(request, reason)
+
+    replace(loop_of(world), "finish", make)
+
+
+@planted
+def a_cancelled_stream_computes_on(world: EngineWorld) -> None:
+    def make(finish: Callable[[Request, Any], bool]) -> Callable[[Request, Any], bool]:
+        def finishes(request: Request, reason: Any) -> bool:
+            if reason != "cancelled":
+                return finish(request, reason)
+            return loop_of(world)._generations.pop(request.id, None) is not None
+
+        return finishes
+
+    replace(loop_of(world), "finish", make)
+
+
+@planted
+def a_dropped_stream_is_never_closed(world: EngineWorld) -> None:
+    world.engine._post = lambda call: None  # type: ignore[assignment]
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+@planted
+def a_request_that_comes_while_the_loop_sleeps_wakes_nobody(world: EngineWorld) -> None:
+    replace(loop_of(world), "add", _without_waking(loop_of(world)))
+
+
+def _without_waking(step_loop: StepLoop) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def make(add: Callable[..., None]) -> Callable[..., None]:
+        def adds(generation: Generation, requests: Sequence[Request]) -> None:
+            wake, step_loop._wake = step_loop._wake, lambda: None  # type: ignore[method-assign]
+            try:
+                add(generation, requests)
+            finally:
+                step_loop._wake = wake  # type: ignore[method-assign]
+
+        return adds
+
+    return make
+
+
+@planted
+def a_step_builds_on_one_that_was_never_launched(world: EngineWorld) -> None:
+    step_loop = loop_of(world)
+    step_loop._may_launch = lambda: len(step_loop._launched) < step_loop._launch_ahead  # type: ignore[method-assign]
+
+
+@planted
+def the_device_is_closed_under_a_step_in_flight(world: EngineWorld) -> None:
+    """The loop ends when it is told to, and not when its steps have."""
+    step_loop = loop_of(world)
+
+    async def complete(oldest: Any) -> None:
+        if step_loop._closing:
+            step_loop._launched.clear()
+        else:
+            await StepLoop._complete(step_loop, oldest)
+
+    step_loop._complete = complete  # type: ignore[method-assign]
+
+
+@planted
+def what_came_after_a_crash_waits_for_ever(world: EngineWorld) -> None:
+    loop_of(world)._end_all = lambda: None  # type: ignore[method-assign]
+
+
+@planted
+def a_drain_loses_those_that_wait(world: EngineWorld) -> None:
+    """Only what runs is waited for."""
+    step_loop = loop_of(world)
+
+    async def drained() -> None:
+        while step_loop.scheduler.num_running:
+            await step_loop._idle.wait()
+
+    step_loop.drained = drained  # type: ignore[method-assign]
+
+
+@planted
+def a_drain_loses_what_is_being_tokenised(world: EngineWorld) -> None:
+    loop_of(world).expect = lambda generation: None  # type: ignore[method-assign]
+
+
+@planted
+def a_choice_of_the_host_is_taken_after_the_request_has_gone(world: EngineWorld) -> None:
+    step_loop = loop_of(world)
+
+    def make(chosen: Callable[..., None]) -> Callable[..., None]:
+        def choose(request: Request, step: int, result: Any, error: Any) -> None:
+            if request.awaited != step and request.state is not State.FINISHED:
+                request.awaited = step
+            chosen(request, step, result, error)
+
+        return choose
+
+    replace(step_loop, "_chosen", make)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@planted
+def an_adapter_is_let_go_while_its_request_is_paused(world: EngineWorld) -> None:
+    scheduler = loop_of(world).scheduler
+
+    def make(pause: Callable[[Request], None]) -> Callable[[Request], None]:
+        def pauses(request: Request) -> None:
+            ran = request.state is State.RUNNING
+            pause(request)
+            if ran and request.wears is not None and request.row >= 0:
+                scheduler.slots.drop(request.wears)
+
+        return pauses
+
+    replace(scheduler._roster, "pause", make)
+
+
+@planted
+def a_slot_is_refilled_while_a_step_in_flight_wears_it(world: EngineWorld) -> None:
+    """A request that ends gives its adapter back at once."""
+    scheduler = loop_of(world).scheduler
+
+    def make(end: Callable[[Request], None]) -> Callable[[Request], None]:
+        def ends(request: Request) -> None:
+            flies = request.in_flight and request.wears is not None and not request.leaving
+            end(request)
+            if flies and request.wears is not None:
+                scheduler.slots.drop(request.wears)
+
+        return ends
+
+    replace(scheduler._roster, "end", make)
+
+
+@planted
+def a_row_starts_before_its_adapter_has_come(world: EngineWorld) -> None:
+    slots = loop_of(world).scheduler.slots
+
+    def make(fetch: Callable[..., bool]) -> Callable[..., bool]:
+        def fetches(version: AdapterVersion, *replacing: Any) -> bool:
+            found = fetch(version, *replacing)
+            if version.residency is Residency.LOADING:
+                version.residency = Residency.RESIDENT
+            return found
+
+        return fetches
+
+    replace(slots, "fetch", make)
+
+
+@planted
+def a_replaced_adapter_takes_over_running_requests(world: EngineWorld) -> None:
+    """What has a name is changed in place."""
+    owner = world.engine.adapters
+
+    def make(register: Callable[..., None]) -> Callable[..., None]:
+        def registers(name: str, loaded: Any, source: Any, device: Any) -> None:
+            named = owner._names.get(name)
+            if named is None or named.version.residency is not Residency.RESIDENT:
+                register(name, loaded, source, device)
+            else:
+                world.runner.slots[named.version.slot] = loaded
+
+        return registers
+
+    replace(owner, "_register", make)
+
+
+@planted
+def who_waits_for_an_adapter_that_does_not_come_waits_for_ever(world: EngineWorld) -> None:
+    loop_of(world).fail_wearers = lambda version, error: None  # type: ignore[method-assign]
+
+
+@planted
+def a_request_cancelled_while_its_adapter_loads_still_uses_it(world: EngineWorld) -> None:
+    slots = loop_of(world).scheduler.slots
+
+    def make(leave: Callable[[AdapterVersion], None]) -> Callable[[AdapterVersion], None]:
+        return lambda version: None if version.residency is Residency.LOADING else leave(version)
+
+    replace(slots, "leave", make)
+
+
+@planted
+def loads_wait_for_threads_that_have_ended(world: EngineWorld) -> None:
+    world.engine.adapters._check_open = lambda: None  # type: ignore[method-assign]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@planted
+def memory_is_given_back_under_a_step_in_flight(world: EngineWorld) -> None:
+    step_loop = loop_of(world)
+
+    async def ask(carry_out: Callable[[], Any], wake: Callable[[], None]) -> None:
+        await carry_out()
+
+    step_loop.changes.ask = ask  # type: ignore[method-assign]
