@@ -167,7 +167,7 @@ class EngineWorld:
         rates = [0.0, 0.0, 0.02, 0.1]
         return Faults(
             slow=0.02,
-            hung=chance.choice([0.0, 0.0, 0.0, 0.01]),
+            hung=chance.choice([0.0, 0.0, 0.02]),
             step=chance.choice(rates),
             launch=chance.choice(rates),
             memory=chance.choice(rates),
@@ -280,11 +280,11 @@ class EngineWorld:
     async def _idle(self) -> None:
         """Nobody asks for anything: all must come back."""
         loop = self._loop()
-        for _ in range(1000):
+        for turn in range(40):
             await self._settle()
             if not (loop.scheduler.requests or self.runner.launched_steps):
                 break
-            await anyio.sleep(1.0)
+            await anyio.sleep(min(0.01 * 2**turn, 600.0))
         assert not loop._generations, "streams are kept that nobody has"
         stats = self.engine.stats()
         assert not (stats.waiting or stats.running or stats.paused or stats.swapped), "something waits for nobody"

@@ -24,7 +24,7 @@ from simulation.world import Broken
 from headrace.engine.errors import EngineStopped
 
 _DEFAULT = "2000"
-_CHUNK = 100
+_CHUNK = 200
 _REACHED = (
     "sends", "branches", "adapters loaded", "streams that were drained", "ended by the watchdog",
     "_cancels_by_timer", "_cancels_at_an_await", "_gives_up", "_task_is_cancelled", "_breaks_off", "_drops",
@@ -46,7 +46,7 @@ def test_every_life_ends_well(seeds: range) -> None:
     for seed in seeds:
         reached.update(live(seed).reached)
     if len(seeds) == _CHUNK:
-        assert not [name for name in _REACHED if not reached[name]], "a hundred lives do not reach this"
+        assert not [name for name in _REACHED if not reached[name]], "so many lives do not reach this"
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 50))

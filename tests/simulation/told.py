@@ -113,7 +113,7 @@ class Told:
         expected = self._expected_end(tokens)
         if expected == "stop" and reason is None and self.deadline is not None:
             self._stopped[choice] = True  # its deadline passed before its text was looked at: an end follows
-        elif reason == "length" and self.least_pool is not None and expected is None:
+        elif reason == "length" != expected and self.least_pool is not None and not self._stops(tokens):
             assert len(self._known[choice]) > self.least_pool(), f"{who}: ends where it had room"
         else:
             assert reason == expected, f"{who}: {reason} at token {len(tokens)}, where it is {expected}"
@@ -136,12 +136,16 @@ class Told:
         assert text in (want, held + want), f"{self.name}[{choice}]: its text is {text!r}, not {want!r}"
 
     def _expected_end(self, tokens: list[int]) -> FinishReason | None:
-        text = bytes([*self.before, *tokens][-4:]).decode()
-        if tokens[-1] in self.params.stop_token_ids or any(text.endswith(stop) for stop in self.params.stop):
+        if self._stops(tokens):
             return "stop"
         if len(tokens) >= self._room:
             return "length"
         return "stop" if tokens[-1] == self.stops_at else None
+
+    def _stops(self, tokens: list[int]) -> bool:
+        """Whether the last of `tokens` ends the choice, or its text does."""
+        text = bytes([*self.before, *tokens][-4:]).decode()
+        return tokens[-1] in self.params.stop_token_ids or any(text.endswith(stop) for stop in self.params.stop)
 
     def _check_end_without(self, who: str, choice: int, reason: FinishReason | None) -> None:
         if self._stopped[choice]:
