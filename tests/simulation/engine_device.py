@@ -68,6 +68,7 @@ class _Adapter:
     number: int
     virtual_tokens: int
     nbytes: int = 64
+    stamp: None = None
 
     @property
     def digest(self) -> bytes:
@@ -82,7 +83,7 @@ class Disk:
         self._faults = faults
         self._chance = chance
 
-    def read(self, path: str, root: Path | None) -> LoadedAdapter:
+    def read(self, path: str, root: Path | None, stamp: object) -> LoadedAdapter:
         """As `AdapterDevice.read`."""
         number = self.folders.get(path, 0)
         if not number or self._chance.random() < self._faults.move:
