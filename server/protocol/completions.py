@@ -32,7 +32,7 @@ class CompletionFields(RequestFields):
     prompt: Annotated[Any, TEXTS_OR_IDS]
     echo: Bool | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=5)] | None = None
 
     @property
     def limit(self) -> int:

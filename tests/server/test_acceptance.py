@@ -491,6 +491,11 @@ def test_22_a_stop_string_across_events() -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_24_completions_have_fewer_log_probabilities_than_chats(server: Serving) -> None:
+    for wrong in (6, -1, True):
+        assert check_error(server.post({"prompt": "x", "logprobs": wrong}), 400)["param"] == "logprobs"
+
+
 def test_27_options_of_streams(server: Serving) -> None:
     *chunks, _ = events_of(server.post({"prompt": "x", "stream": True, "stream_options": {}}).text)
     assert all("usage" not in chunk for chunk in chunks)
