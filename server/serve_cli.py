@@ -6,6 +6,7 @@ Flags have vLLM's names where they mean the same.
 from __future__ import annotations
 
 import ipaddress
+import logging
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +19,12 @@ from headrace.server.arguments import ModelArgument, chosen_model
 
 if TYPE_CHECKING:
     from headrace.server.observability.logs import LogFormat
+    from headrace.server.service import Service
     from headrace.server.settings import ServerSettings
 
 __all__ = ["serve"]
+
+logger = logging.getLogger("headrace.server")
 
 KeyOption = Annotated[
     list[str] | None,
@@ -211,14 +215,18 @@ async def _serve(
     model: str, options: dict[str, Any], settings: ServerSettings, log_format: LogFormat, listening: dict[str, Any]
 ) -> None:
     from headrace.server.app import create_app
-    from headrace.server.observability.logs import set_up_logs
+    from headrace.server.observability.logs import Line, set_up_logs
     from headrace.server.opening import opened
     from headrace.server.running import make_server, settle_memory
 
     set_up_logs(log_format)
     async with opened(model, Console(stderr=True), **options) as engine:
         app = create_app(engine, settings)
-        await app.state.service.load_adapters()  # here, where what is wrong with one can be said in a sentence
+        service: Service = app.state.service
+        await service.load_adapters()  # here, where what is wrong with one can be said in a sentence
+        info, adapters = engine.info, ",".join(engine.adapters.versions) or None
+        fields = {"model": service.model, "adapters": adapters, "device": info.device, "max_context": info.max_context}
+        logger.info("%s", Line("serving", fields))
         settle_memory()
         await make_server(app, log_config=None, **listening).serve()
 

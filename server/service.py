@@ -88,7 +88,8 @@ class Service:
         """
         if model != self.model:
             if model not in self.engine.adapters.versions:
-                raise ApiError(404, "model_not_found", f"the model {_shown(model)} is not served here", param="model")
+                message = f"the model {_shown(model)} is not served here; GET /v1/models lists what is"
+                raise ApiError(404, "model_not_found", message, param="model")
             if adapter is not None and adapter != model:
                 raise ApiError(400, "invalid_value", "adapter: the model is another adapter already", param="adapter")
             return model

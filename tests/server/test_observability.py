@@ -476,8 +476,10 @@ def test_the_command_logs_json_lines_alone(tmp_path: Path) -> None:
         process.kill()
         process.stderr.close()
         process.wait()
-    (asked,) = [line for line in lines if line.get("event") == "request"]
-    assert asked["completion_tokens"] == 3 and asked["status"] == 200 and asked["level"] == "info"
+    started, asked = (line for line in lines if "event" in line)
+    assert started["event"] == "serving" and started["model"] == "tiny" and started["device"] == "cpu"
+    assert asked["event"] == "request" and asked["level"] == "info"
+    assert asked["completion_tokens"] == 3 and asked["status"] == 200
     assert {line["logger"].split(".")[0] for line in lines} <= {"headrace", "uvicorn"}
 
 
