@@ -34,7 +34,7 @@ _MAX_LOGPROBS = 20
 _NOT_WITH_BEAMS = (
     "best_of", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "forbidden_token_ids", "bad_words", "seed", "min_tokens", "stop", "logprobs",
-    "prompt_logprobs", "response_format",
+    "prompt_logprobs", "response_format", "deterministic",
 )  # fmt: skip
 _NOT_WITH_GRAMMARS = ("allowed_token_ids", "forbidden_token_ids", "bad_words", "min_tokens", "ignore_eos")
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
@@ -93,7 +93,10 @@ class SamplingParams(BaseModel):
     response_format: ResponseFormat | None = None
     """What the text must be: JSON, by a schema or not, or of a grammar. It is that where the choice ends by itself."""
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
-    """Same seed, same tokens, whatever else runs. None draws one from the engine's seed."""
+    """Of the noise, which then is the same whatever else runs. None draws one from the engine's seed."""
+    deterministic: bool = False
+    """Same seed, same tokens and log-probabilities to the last bit, whatever else runs, is cached or was preempted; it
+    computes in steps of its own, which is slower for it and for whoever waits meanwhile."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31, strict=True)] | None = None
     """None runs to the limit of the context or of the page pool and ends with `length`."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0

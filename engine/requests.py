@@ -75,6 +75,7 @@ def make_requests(
                 shaping=shaping,
                 reporting=_reporting(params, choice, len(ids)),
                 grammar=grammar,
+                alone=params.deterministic,
                 jumps=grammar is not None and shaping is None and _takes_runs(asking),
                 processor=_processor(asking, worn),
                 stop_ids=stop_ids,
@@ -105,7 +106,7 @@ def _processor(asking: Asking, worn: AdapterVersion | None) -> LogitsProcessor |
 def _takes_runs(asking: Asking) -> bool:
     """Whether several tokens may come at once: nothing is asked of each by itself."""
     params = asking.params
-    looks = params.stop or asking.stop_when is not None or asking.logits_processor is not None
+    looks = params.stop or params.deterministic or asking.stop_when is not None or asking.logits_processor is not None
     return params.logprobs is None and not looks
 
 

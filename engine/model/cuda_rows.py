@@ -124,6 +124,10 @@ class DeviceRows:
         """Note that a prefill of `row` ends by sampling, which sets its length on the device."""
         self._lengths[row] = length
 
+    def unsampled(self, rows: NDArray[np.int64]) -> None:
+        """Note that a decode of these rows chooses nothing, which leaves their lengths on the device as they were."""
+        self._lengths[rows] = -1
+
     def flush(self) -> None:
         """Send the changes since the last time, on the current stream."""
         if self._changes:

@@ -315,9 +315,11 @@ class CudaRunner:
         count, result = 0 if decodes is None else len(decodes.rows), step.result
         lines: list[Lines] = []
         if decodes is not None:
-            keys = self._graphs.keys(decodes.rows, decodes.starts, self._sampler.variant(decodes.rows))
+            samples = not plan.alone or plan.works[0].samples
+            variant = self._sampler.variant(decodes.rows) if samples else None
+            keys = self._graphs.keys(decodes.rows, decodes.starts, variant)
             step.ids, step.places = self._decode(decodes, copies, keys), decodes.back
-            lines = self._sampler.lines(decodes.rows, 0)
+            lines = self._sampler.lines(decodes.rows, 0) if samples else []
         else:
             step.places = _NOWHERE
             self._rows.flush()
@@ -362,7 +364,7 @@ class CudaRunner:
         self._stream.wait_stream(self._side)
 
     def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key]) -> NDArray[np.int32]:
-        """Enqueue one token of each row; where the ids will be."""
+        """Enqueue one token of each row; where the ids will be, unless no graph of `keys` chooses any."""
         rows = self._rows
         logits_or_all, *choice = self._graphs.prepare(keys, decodes.starts)
         rows.batch(decodes.rows, decodes.starts, keys[0].bucket)
@@ -371,6 +373,8 @@ class CudaRunner:
             CudaOps.copy_pages(self._kv, copies)
         ids = rows.hand_over()
         logits_or_all.replay()
+        if keys[-1].variant is None:
+            rows.unsampled(decodes.rows)
         if choice:
             self._sampler.act_between(self._graphs.logits(keys), decodes.rows)
             choice[0].replay()

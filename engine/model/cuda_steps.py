@@ -163,9 +163,12 @@ class Ordering:
 
 
 def split(plan: StepPlan) -> tuple[Decodes | None, list[Work]]:
-    """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after."""
-    more = [work for work in plan.others if work.num_tokens == 1 and work.samples]
-    prefills = [work for work in plan.others if work.num_tokens > 1 or not work.samples]
+    """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after.
+
+    Those of a step of one request are no prefills, whose kernels may round otherwise.
+    """
+    more = [work for work in plan.others if work.num_tokens == 1 and (work.samples or plan.alone)]
+    prefills = [work for work in plan.others if work.num_tokens > 1 or not (work.samples or plan.alone)]
     rows = [*plan.rows, *(work.row for work in more)]
     starts = [*plan.starts, *(work.start for work in more)]
     return Ordering().of(rows, starts) if rows else None, prefills

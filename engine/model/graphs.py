@@ -71,9 +71,9 @@ class Key(NamedTuple):
     """False for the choice alone, from the logits that the graph without one leaves."""
 
 
-def _keys(bucket: int, way: str, variant: Variant, worn: Worn = BARE) -> list[Key]:
+def _keys(bucket: int, way: str, variant: Variant | None, worn: Worn = BARE) -> list[Key]:
     """Of the graphs of a step, in order."""
-    if not variant.masked:
+    if variant is None or not variant.masked:
         return [Key(bucket, way, variant, worn)]
     return [Key(bucket, way, None, worn), Key(bucket, way, variant, worn, has_logits=False)]
 
@@ -151,10 +151,11 @@ class DecodeGraphs:
                 for key in _keys(size, self._way(size, context), variant):
                     self._graph(key)
 
-    def keys(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant) -> list[Key]:
+    def keys(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant | None) -> list[Key]:
         """The graphs whose replay is one decode step of `rows`, about to compute the tokens at `starts`.
 
-        There is one; for a variant that is masked there are two, with the logits in between.
+        There is one; for a variant that is masked there are two, with the logits in between. Without a variant nothing
+        is chosen.
         """
         bucket = self._bucket_of[len(starts)]
         worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[rows])

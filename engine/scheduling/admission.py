@@ -81,7 +81,9 @@ class Admission:
                 return
             roster.preempt(victim)
 
-    def candidates(self, step: int, now: float, before: Request | None = None) -> Iterator[tuple[Request, list[int]]]:
+    def candidates(
+        self, step: int, now: float, before: Request | None = None, *, alone: bool = False
+    ) -> Iterator[tuple[Request, list[int]]]:
         """Requests that may start in `step`, first come those to serve first, with the pages of their prefix.
 
         Each must have been started, or left waiting for good, before the next is asked for. Paused requests are
@@ -91,6 +93,7 @@ class Admission:
             step: The step that is being planned.
             now: Seconds, on the clock of `Request.deadline`.
             before: Only those that overtake this one, whose prompt is begun.
+            alone: Only those that compute alone, or only others: none behind the first that is not meant.
         """
         looked_past = 0
         self.hopeless.clear()
@@ -102,7 +105,7 @@ class Admission:
         for request in self._roster.waiting.in_order(now):
             if before is not None and not self._policy.overtakes(request, before, now):
                 return
-            if looked_past > self._max_rows or not self._row_is_free(now):
+            if request.alone is not alone or looked_past > self._max_rows or not self._row_is_free(now):
                 return
             if request.deadline is not None and not self._policy.worthwhile(request, now, self._pace):
                 self.hopeless.append(request)

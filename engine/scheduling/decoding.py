@@ -1,7 +1,7 @@
 """Plans the next token of every running request, and takes those that come: the two loops that each token passes.
 
-Owns nothing, and never plans a prompt. Nearly all requests need a place in the plan, and later a token, and nothing
-else (`Request.smooth`), so the loops ask as little as they can of each. Next to read: scheduler.py.
+Owns nothing, and never says which prompt is next. Nearly all requests need a place in the plan, and later a token, and
+nothing else (`Request.smooth`), so the loops ask as little as they can of each. Next to read: scheduler.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.engine.scheduling.growth import Growth
-from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.engine.scheduling.request import Request
 
-__all__ = ["plan_decodes", "take_tokens"]
+__all__ = ["plan_decodes", "plan_tokens", "take_tokens"]
 
 
 def plan_decodes(
@@ -52,6 +52,24 @@ def plan_decodes(
     plan.rows += [request.row for request in decodes]
     plan.tokens = len(decodes)
     return prefills
+
+
+def plan_tokens(plan: StepPlan, request: Request, most: int, growth: Growth, now: float) -> int:
+    """Plan up to `most` of what `request` owes, as far as pages can be had; how many were planned."""
+    start = request.planned
+    count = growth.make_ready(plan, request, min(request.known - start, most), now)
+    if not count:
+        return 0
+    samples = start + count == request.known and request.pooling is None
+    plan.others.append(Work(request, request.row, start, count, samples))
+    plan.tokens += count
+    request.ready = start
+    request.latest_step = plan.step
+    request.planned = start + count
+    request.in_flight += 1
+    if samples:
+        request.known += 1
+    return count
 
 
 def take_tokens(

@@ -187,6 +187,8 @@ class StepPlan:
     """The works after them."""
     tokens: int = 0
     """Sum over the works."""
+    alone: bool = False
+    """Its one work depends on nothing else: a single token is computed as a decode is, sampled or not."""
     _works: list[Work] | None = None
 
     @property

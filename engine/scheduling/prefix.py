@@ -27,7 +27,7 @@ class Prefixes:
         """Pages that `step` may read and that hold the start of a waiting `request`; None if it should wait."""
         size = self._pool.page_size
         leader = request.leader
-        if leader is not None and not request.preemptions and not leader.failed:
+        if leader is not None and not (request.preemptions or request.alone or leader.failed):
             needed = len(request.tokens) - 1
             if leader.copied == step:
                 return None

@@ -60,6 +60,8 @@ class Request:
     shaping: Shaping | None = None
     reporting: Reporting | None = None
     grammar: Grammar | None = None
+    alone: bool = False
+    """Computed in steps of its own, which depend on its tokens alone (alone.py), from its first token on."""
     jumps: bool = False
     """Tokens that `grammar` forces are taken at once, and computed together."""
     processor: LogitsProcessor | None = None
@@ -183,9 +185,10 @@ class Request:
     def cacheable(self) -> int:
         """Leading tokens that may come from the prefix cache: it holds no logits, so none that are yet to be reported.
 
-        Nor does it hold hidden states, so none that are pooled. The last token is always computed, for its logits.
+        Nor does it hold hidden states, so none that are pooled. Nor does it say in steps of which shapes its pages were
+        computed. The last token is always computed, for its logits.
         """
-        if self.pooling is not None and not self.pooling.spares:
+        if self.alone or (self.pooling is not None and not self.pooling.spares):
             return 0
         if self.reporting is not None and self.reporting.prompt is not None:
             if len(self.prompt_reports) < self.prompt_len - 1:
@@ -235,6 +238,7 @@ def branch(request: Request, count: int, seed: int) -> Request:
         shaping=request.shaping,
         reporting=None if reporting is None or reporting.completion is None else Reporting(reporting.completion),
         grammar=request.grammar,
+        alone=request.alone,
         jumps=request.jumps,
         processor=request.processor,
         stop_ids=request.stop_ids,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from headrace.adapters.slots import AdapterVersion, SlotTable
 from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
+from headrace.engine.scheduling.alone import Turns
 from headrace.engine.scheduling.deadlines import DeadlineQueue
-from headrace.engine.scheduling.decoding import plan_decodes, take_tokens
+from headrace.engine.scheduling.decoding import plan_decodes, plan_tokens, take_tokens
 from headrace.engine.scheduling.failures import Failures
 from headrace.engine.scheduling.growth import Growth
 from headrace.engine.scheduling.host_pages import HostPages
@@ -33,7 +33,6 @@ from headrace.engine.scheduling.plan import (
     PageEntry,
     RowOptions,
     StepPlan,
-    Work,
 )
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.prefix import Prefixes
@@ -93,6 +92,7 @@ class Scheduler(Overview):
             self._roster, self.pool, self.prefixes, self._policy, self.swaps, self.pace, self.slots
         )
         self._growth = Growth(self._roster, self.pool, self._policy)
+        self._turns = Turns(capacity.max_batched_tokens)
         self.failures = Failures(capacity, self._roster, self.swaps)
         self._resizing = Resizing(self._roster, self.pool, self.swaps, self._policy)
         self.sleep_level = 0
@@ -119,6 +119,7 @@ class Scheduler(Overview):
         if request.leader is not None:
             request.leader.forked, request.leader.smooth = True, 0  # what it writes to next may be shared from now on
         self._roster.take_in(request)
+        self._turns.arrived(request)
         self._deadlines.add(request)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
@@ -157,12 +158,10 @@ class Scheduler(Overview):
         if self._roster.waiting:
             self._admission.share_rows()
         plan = StepPlan(self._step)
-        running = self._roster.running
-        if self.failures.is_cautious:
-            running = running[: self.failures.most_rows]
-        prefills = plan_decodes(plan, running, self._growth, self.capacity.page_size, now)
-        if prefills or self._roster.waiting:
-            self._plan_prefills(plan, prefills)
+        if not (self._turns.is_due and self._plan_alone(plan)):
+            self._plan_together(plan)
+            if self._turns.any and not plan.size:
+                self._plan_alone(plan)
         if not plan.size:
             return None
         for work in plan.others:
@@ -171,17 +170,35 @@ class Scheduler(Overview):
         plan.left_rows, self._roster.left_rows = self._roster.left_rows, []
         self._policy.served(plan.each_work())
         self.swaps.host.load(plan)
+        self._turns.planned(plan, self._roster.requests.values())
         self._step += 1
         return plan
+
+    def _plan_alone(self, plan: StepPlan) -> bool:
+        """Plan a step of one request that computes alone, if there is one that can."""
+        self._admit(plan, self.capacity.max_batched_tokens, alone=True)
+        if not plan.size:
+            self._turns.plan_next(plan, self._roster.running, self._growth, self.capacity.page_size, self._now)
+        plan.alone = plan.size == 1
+        return plan.alone
+
+    def _plan_together(self, plan: StepPlan) -> None:
+        """Plan a step of all others."""
+        usual = self._turns.together(self._roster.running)
+        if self.failures.is_cautious:
+            usual = usual[: self.failures.most_rows]
+        prefills = plan_decodes(plan, usual, self._growth, self.capacity.page_size, self._now)
+        if prefills or self._roster.waiting:
+            self._plan_prefills(plan, prefills)
 
     def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request]) -> None:
         """Plan prompts with what the decodes of `plan` leave of the budget: those that are begun, then new ones."""
         budget = min(self.failures.most_tokens, self.pace.budget(plan.tokens, self.capacity, self._itl_target))
-        for request in sorted(prefills, key=self._standing):
+        for request in sorted(prefills, key=lambda each: self._policy.standing(each, self._now)):
             if self._has_room(plan, budget) and self._roster.waiting:
                 self._admit(plan, budget, before=request)
             if self._has_room(plan, budget) and request.plannable:
-                plan.tokens += self._plan_tokens(plan, request, budget - plan.tokens)
+                plan_tokens(plan, request, budget - plan.tokens, self._growth, self._now)
         if plan.new_rows:  # some overtook: a plan ends with the rows that are new in it
             new = {row.row for row in plan.new_rows}
             plan.others.sort(key=lambda work: work.row in new)
@@ -191,36 +208,21 @@ class Scheduler(Overview):
     def _has_room(self, plan: StepPlan, budget: int) -> bool:
         return plan.tokens < budget and plan.size < self.failures.most_rows
 
-    def _plan_tokens(self, plan: StepPlan, request: Request, most: int) -> int:
-        """Plan up to `most` of what `request` owes, as far as pages can be had; how many were planned."""
-        start = request.planned
-        count = self._growth.make_ready(plan, request, min(request.known - start, most), self._now)
-        if not count:
-            return 0
-        samples = start + count == request.known and request.pooling is None
-        plan.others.append(Work(request, request.row, start, count, samples))
-        request.ready = start
-        request.latest_step = plan.step
-        request.planned = start + count
-        request.in_flight += 1
-        if samples:
-            request.known += 1
-        return count
-
-    def _standing(self, request: Request) -> Any:
-        return self._policy.standing(request, self._now)
-
-    def _admit(self, plan: StepPlan, budget: int, before: Request | None = None) -> None:
+    def _admit(self, plan: StepPlan, budget: int, before: Request | None = None, *, alone: bool = False) -> None:
         """Give rows to waiting requests and plan their first chunks.
 
         Args:
             plan: To be filled up to `budget` tokens.
             budget: Tokens.
             before: Only those that overtake this one, whose prompt is begun.
+            alone: Only one, if it is next and computes alone; it gets its pages at once, so that no chunk falls short.
         """
-        for request, pages in self._admission.candidates(plan.step, self._now, before):
+        for request, pages in self._admission.candidates(plan.step, self._now, before, alone=alone):
             self._take_row(plan, request, pages)
-            plan.tokens += self._plan_tokens(plan, request, budget - plan.tokens)
+            if alone:
+                self._turns.plan_first(plan, request, self._growth, self._now)
+                break
+            plan_tokens(plan, request, budget - plan.tokens, self._growth, self._now)
             if not self._has_room(plan, budget):
                 break
         for request in self._admission.hopeless:
@@ -244,8 +246,6 @@ class Scheduler(Overview):
         if request.has_options:
             plan.options.append(RowOptions.of(request))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(request.pages))
-
-    # -- deadlines ------------------------------------------------------------------------------------------------
 
     @property
     def next_deadline(self) -> float | None:

@@ -38,6 +38,8 @@ class Swaps:
         pages = request.pages[: -(-request.planned // self._pool.page_size)]
         if not pages or request.spoilt or request.holds or request.pooling is not None:
             return
+        if request.alone and request.planned >= len(request.tokens):  # its last chunk is to come again, whole
+            return
         moving = 2 * len(pages) * self.host.page_seconds
         if self.host.has_room(len(pages)) and moving < self._pace.prefill(request.planned):
             request.places = self.host.store(pages)
