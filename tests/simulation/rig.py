@@ -125,6 +125,7 @@ class Rig:
         jumps: bool = False,
         before: Request | None = None,
         pooling: Pooling | None = None,
+        alone: bool = False,
     ) -> list[Request]:
         """Queue the `n` choices of a prompt, as the engine does.
 
@@ -154,6 +155,7 @@ class Rig:
                 grammar=_SCRIPT if jumps else None,
                 before=before,
                 pooling=pooling,
+                alone=alone,
             )
             count = len(self.scheduler.requests)
             try:

@@ -43,11 +43,13 @@ def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
         reached["preemptions"] += rig.scheduler.preemptions
         reached["cached tokens"] += rig.scheduler.cached_tokens
         reached["forks that copied"] += rig.copies
+        reached["alone"] += sum(len(rig.output(request)) for request in rig.requests if request.alone)
+        reached["alone, again"] += sum(request.preemptions for request in rig.requests if request.alone)
         reached["beams"] += sum(request.elder >= 0 and request.row < 0 for request in rig.requests)
     assert ends.keys() == {"length", "stop", "cancelled", "deadline", "RequestFailed", "NonFiniteLogits"}
     assert min(ends.values()) > 30 and min(reached[name] for name in ("preemptions", "forks that copied", "beams")) > 50
     assert min(reached["sends"], reached["branches"]) > 50 and reached["tokens of the host"] > 300
-    assert reached["cached tokens"] > 1000
+    assert reached["cached tokens"] > 1000 and reached["alone"] > 300 and reached["alone, again"] > 20
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 40))

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+from headrace.engine.scheduling.alone import CHUNK
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -36,6 +37,8 @@ class StepWatch:
         self._roots: dict[int, bytes] = {}
         """Page -> the root of what was last written to it."""
         self._host_roots: dict[int, bytes] = {}
+        self._was_alone = False
+        """Whether the latest plan was one request's own."""
         self._guard_allocations()
 
     def owed(self) -> dict[int, int]:
@@ -49,6 +52,8 @@ class StepWatch:
         for work in plan.works:
             flight.touched[work.request.id] = (work.request, set(work.request.pages))
         self._check_plan(plan, owed, now)
+        self._check_alone(plan)
+        self._was_alone = plan.alone
         self._check_pages(plan)
         self.check_roots(plan)
         self.flights.append(flight)
@@ -119,11 +124,26 @@ class StepWatch:
             assert work.start + work.num_tokens == request.planned <= len(request.pages) * size
             assert work.samples == (request.planned == request.known - work.samples and request.pooling is None)
         planned = {work.request.id for work in works}
+        others_turn = self._was_alone != plan.alone
         for request in self._live(State.RUNNING):
+            if (request.alone and plan.alone) or (request.alone != plan.alone and others_turn):
+                continue
             if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
                 short = request.planned == len(request.pages) * size or request.forked
                 short = short or self._scheduler.failures.is_cautious
                 assert request.leaving or short, f"r{request.id}: a decode with a page to write to was left out"
+
+    def _check_alone(self, plan: StepPlan) -> None:
+        """What a deterministic request computes follows from its tokens, and nobody else computes in its steps."""
+        assert plan.alone == any(work.request.alone for work in plan.works)
+        if not plan.alone:
+            return
+        ((request, _, start, count, _),) = plan.works
+        chunk = min(CHUNK, self._capacity.max_batched_tokens)
+        if start < request.prompt_len:
+            assert start % chunk == 0 and count == min(chunk, request.prompt_len - start), "another chunk"
+        else:
+            assert count == 1, "tokens of a completion are computed as a prompt"
 
     def _check_pages(self, plan: StepPlan) -> None:
         """Nobody writes a page that another request holds, or that a step in flight uses for another request."""

@@ -106,6 +106,8 @@ class World:
         self._talking = self._talks.choice([0.0, 0.0, 0.3])
         self._hooks = random.Random(f"{seed} hooks")
         self._hooking = self._hooks.choice([0.0, 0.0, 0.4])
+        self._solo = random.Random(f"{seed} alone")
+        self._deterministic = self._solo.choice([0.0, 0.0, 0.4])
         self.talks: Counter[str] = Counter()
 
     @property
@@ -228,6 +230,7 @@ class World:
                 keepers=1 if self._talking and choices == 1 and not holds else 0,
                 hooked=not holds and self._hooks.random() < self._hooking,
                 jumps=not holds and self._hooks.random() < self._hooking,
+                alone=not holds and self._solo.random() < self._deterministic,
             )
         except Overloaded:
             assert self._deadlines
