@@ -159,8 +159,7 @@ class CpuRunner:
                 work = plan.works[index]
                 if hosts.asks[work.row]:
                     tokens[index] = CHOSEN_LATER
-                    logits_V = logits_SV[place].float().numpy().copy()
-                    choices[index] = hosts.choice(work.row, logits_V)
+                    choices[index] = hosts.choice(work.row, logits_SV[place].float().numpy())
             reports = {batch.samplers[place]: report for place, report in found.items()}
             forced = {batch.samplers[place]: rest for place, rest in runs.items()}
         if not (reports or choices or forced or batch.prompts or batch.pooled):

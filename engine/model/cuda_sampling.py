@@ -8,6 +8,8 @@ cuda_shaping.py, cuda_reports.py and ../../ops/cuda_sample.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -63,8 +65,12 @@ class RowSampler:
         self.reported = ReportedRows(rows, capacity, device)
         self.grammars = GrammarRows(capacity, device)
         self.hosts = HostChoices(capacity)
-        self.choices: dict[int, Choice] = {}
-        """What chooses for the rows of the step that is being enqueued whose logits are fetched."""
+        self.choices: dict[int, Callable[[], Choice]] = {}
+        """Of the step that is being enqueued: what makes the choices of rows that the host chooses for, once their
+        logits are there."""
+        self._pinned: dict[int, Tensor] = {}
+        """That memory, for each row that ever asked. It is kept: memory freed by another thread while a graph is being
+        captured on the stream that wrote it spoils the capture."""
         self._scratch: dict[Variant, SampleScratch] = {}
         self._last: tuple[NDArray[np.int64], Variant] | None = None
         """The last rows asked about, which nobody writes to, and what they ask for, until rows change hands."""
@@ -109,9 +115,11 @@ class RowSampler:
         if self.grammars.asks[rows].any():
             self.grammars.send(rows, self._shaped.arrays().bits_RW)
         for line in np.flatnonzero(self.hosts.asks[rows]).tolist():
-            fetched_V = torch.empty(self._capacity.vocab_size, pin_memory=True)
-            fetched_V.copy_(logits_BV[line].float(), non_blocking=True)
-            self.choices[int(rows[line])] = self.hosts.choice(int(rows[line]), fetched_V.numpy())
+            row = int(rows[line])
+            if row not in self._pinned:
+                self._pinned[row] = torch.empty(self._capacity.vocab_size, pin_memory=True)
+            self._pinned[row].copy_(logits_BV[line].float(), non_blocking=True)
+            self.choices[row] = partial(self.hosts.choice, row, self._pinned[row].numpy())
 
     def lines(self, rows: NDArray[np.int64], first: int) -> list[Lines]:
         """The lines, if any, that a choice for these rows has just left from line `first` on."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +92,8 @@ class CudaStep:
         """Log-probabilities there."""
         self.pooled: dict[int, Tensor] = {}
         """What came of hidden states, by work."""
-        self.choices: dict[int, Choice] = {}
-        """What chooses on the host, by work."""
+        self.choices: dict[int, Callable[[], Choice]] = {}
+        """What will choose on the host, by work, once the logits are there."""
         self.forced: dict[int, Sequence[int]] = {}
         """What must follow the sampled tokens of rows with grammars, by work."""
         self._reading = threading.Lock()
@@ -118,7 +118,8 @@ class CudaStep:
             told = with_reports(tokens, self.result.lines.numpy(), self.lines, settle(self.pooled, tokens))
             for work in self.choices:
                 told[work] = CHOSEN_LATER
-            told.choices, told.forced = self.choices, self.forced
+            told.choices = {work: ready() for work, ready in self.choices.items()}
+            told.forced = self.forced
             return told
         finally:
             self.result.taken = False

@@ -62,8 +62,8 @@ class HostChoices:
         )
 
     def choice(self, row: int, logits_V: _Logits) -> Choice:
-        """What chooses the next token of `row`; `logits_V`, which may come later, is its own to write to."""
-        return partial(self._rows[row].choose, logits_V)
+        """What chooses the next token of `row`, from a copy of `logits_V`."""
+        return partial(self._rows[row].choose, logits_V.copy())
 
 
 def _left_to_device(options: RowOptions) -> RowOptions:

@@ -93,7 +93,7 @@ class Admission:
             step: The step that is being planned.
             now: Seconds, on the clock of `Request.deadline`.
             before: Only those that overtake this one, whose prompt is begun.
-            alone: Only those that compute alone, or only others: none behind the first that is not meant.
+            alone: Only those that compute alone, or only others: none behind the first that could start and is not meant.
         """
         looked_past = 0
         self.hopeless.clear()
@@ -105,7 +105,7 @@ class Admission:
         for request in self._roster.waiting.in_order(now):
             if before is not None and not self._policy.overtakes(request, before, now):
                 return
-            if request.alone is not alone or looked_past > self._max_rows or not self._row_is_free(now):
+            if looked_past > self._max_rows or not self._row_is_free(now):
                 return
             if request.deadline is not None and not self._policy.worthwhile(request, now, self._pace):
                 self.hopeless.append(request)
@@ -117,6 +117,8 @@ class Admission:
             if pages is None:  # another computes its prefix: waiting is cheaper than computing it twice
                 looked_past += 1
                 continue
+            if request.alone is not alone:
+                return
             pages = self._find_room(request, pages, step, now, reserved)
             if pages is None:
                 return
