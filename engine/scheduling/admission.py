@@ -93,7 +93,7 @@ class Admission:
             step: The step that is being planned.
             now: Seconds, on the clock of `Request.deadline`.
             before: Only those that overtake this one, whose prompt is begun.
-            alone: Only those that compute alone, or only others: none behind the first that could start and is not meant.
+            alone: Only those that compute alone, or only others: none behind the first other one that could start.
         """
         looked_past = 0
         self.hopeless.clear()
