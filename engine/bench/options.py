@@ -1,11 +1,13 @@
 """`headrace bench options`: what each kind of option adds to a decode step in which all rows ask for it.
 
 Steps are timed as `headrace bench latency` does, kinds in turn in each round, sampled at temperature 1; a round warms
-up first. Then one thread goes through the text of a JSON schema alone and finds its masks.
+up first. Then one row asks for what the host must act on, or for steps of its own, beside rows that ask for nothing:
+what it costs them, and what it gets. And one thread goes through the text of a JSON schema and finds its masks.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -16,15 +18,16 @@ import anyio
 import numpy as np
 from rich.progress import Progress
 
-from headrace.engine import Engine, InvalidParams, ResponseFormat
+from headrace.engine import Engine, InvalidParams, ResponseFormat, SamplingParams
 from headrace.engine.bench.latency import decode, reached_tokens
 from headrace.engine.bench.opening import Subject, Target, opened, require_room
 from headrace.engine.bench.report import percentile, show, spread, table
 from headrace.engine.bench.workload import random_prompts
 from headrace.engine.messages import Message
+from headrace.engine.scheduling.shaping import LogitsProcessor
 from headrace.engine.text import TokenTable
 
-__all__ = ["KINDS", "ByteLevelTokenizer", "run"]
+__all__ = ["BESIDE", "KINDS", "ByteLevelTokenizer", "run"]
 
 _SCHEMA = {
     "type": "array",
@@ -56,6 +59,20 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "all of these": {**_PENALTIES, **_FILTERS, "logprobs": 5, **_IN_FORMAT},
 }
 _MASKS = 2000
+
+
+def _as_they_are(tokens: list[int], logits: Any) -> Any:
+    return logits
+
+
+BESIDE: Mapping[str, tuple[Mapping[str, Any], LogitsProcessor | None]] = {
+    "nothing more": ({}, None),
+    "logits_processor": ({}, _as_they_are),
+    "JSON schema, one by one": (_IN_FORMAT, None),
+    "JSON schema, forced tokens at once": ({"response_format": _FORMAT, "ignore_eos": False}, None),
+    "deterministic": ({"deterministic": True}, None),
+}
+"""What one row asks beside rows that ask for nothing."""
 
 
 class ByteLevelTokenizer:
@@ -110,7 +127,7 @@ async def _run(
         for batch in batches:
             require_room(subject.engine, [reached_tokens(subject.engine, batch, context, steps)] * batch)
         with Progress(transient=True) as progress:
-            task = progress.add_task("measuring", total=len(batches) * (repeats + 1) * len(KINDS))
+            task = progress.add_task("measuring", total=len(batches) * (repeats + 1) * (len(KINDS) + len(BESIDE)))
             figures = []
             for batch in batches:
                 rounds: dict[str, list[float]] = {name: [] for name in KINDS}
@@ -118,7 +135,13 @@ async def _run(
                     for name, asked in KINDS.items():
                         rounds[name] += [await _step(subject.engine, batch, context, steps, asked, turn)]
                         progress.advance(task)
-                figures.append({"batch": batch, "step_ms": {name: each[1:] for name, each in rounds.items()}})
+                beside: dict[str, list[tuple[float, float]]] = {name: [] for name in BESIDE}
+                for turn in range(repeats + 1):
+                    for name, (asked, hook) in BESIDE.items():
+                        beside[name] += [await _beside(subject.engine, batch, context, steps, asked, hook, turn)]
+                        progress.advance(task)
+                steps_ms = {name: each[1:] for name, each in rounds.items()}
+                figures.append({"batch": batch, "step_ms": steps_ms, "beside": {k: v[1:] for k, v in beside.items()}})
         seconds = _mask_seconds(subject.engine)
         masks = {"p50": 1e6 * median(seconds), "p99": 1e6 * percentile(seconds, 0.99), "count": len(seconds)}
         data = {
@@ -127,6 +150,8 @@ async def _run(
             "mask_us": masks,
         }
         table("one mask of the schema, one thread, us", ("p50", "p99"), [[f"{masks[at]:.1f}" for at in ("p50", "p99")]])
+        one_rows = [row for figure in figures for row in _one_rows(figure)]
+        table("one row among others, ms", ("rows and what one asks", "step of the others", "its own token"), one_rows)
         rows = [row for figure in figures for row in _rows(figure)]
         show("decode step with options in all rows, ms", _COLUMNS, rows, data, json_path)
 
@@ -145,6 +170,41 @@ def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
         [f"{figure['batch']}, {name}", spread(each, ".3f"), f"{100 * (median(each) / least - 1):+.1f}"]
         for name, each in found.items()
     ]
+
+
+def _one_rows(figure: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [f"{figure['batch']}, {name}", *(spread([each[at] for each in found], ".3f") for at in (0, 1))]
+        for name, found in figure["beside"].items()
+    ]
+
+
+async def _beside(
+    engine: Engine,
+    batch: int,
+    context: int,
+    steps: int,
+    asked: Mapping[str, Any],
+    hook: LogitsProcessor | None,
+    seed: int,
+) -> tuple[float, float]:
+    """Median milliseconds between tokens of rows that ask for nothing, while one asks; its own mean ones."""
+    prompts = random_prompts(batch, context, vocab_size=engine.info.vocab_size, seed=seed)
+    usual = {"temperature": 1.0, "seed": seed, "ignore_eos": True, "max_tokens": steps}
+    times: list[list[float]] = [[] for _ in prompts]
+
+    async def read(place: int) -> None:
+        params = SamplingParams(**{**usual, **asked}) if not place else SamplingParams(**usual)
+        async for _ in engine.stream(prompts[place], params, logits_processor=hook if not place else None):
+            times[place].append(1000 * time.perf_counter())
+
+    async with anyio.create_task_group() as tasks:
+        for place in range(batch):
+            tasks.start_soon(read, place)
+    own, *others = times
+    begun, ended = max(each[0] for each in times), min(each[-1] for each in times)
+    both = [b - a for each in others for a, b in itertools.pairwise(each) if begun <= a and b <= ended]
+    return median(both or [0.0]), (own[-1] - own[0]) / (len(own) - 1)
 
 
 async def _step(engine: Engine, batch: int, context: int, steps: int, asked: Mapping[str, Any], seed: int) -> float:

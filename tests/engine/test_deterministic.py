@@ -93,7 +93,7 @@ class Load:
         await self._engine.generate(prompt, asked)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     pages=st.sampled_from([60, 90, 400]),
