@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from types import TracebackType
 from typing import Self
 
@@ -85,7 +86,10 @@ class Life:
         )
         runner = opened.runner
         flights = Flights.of(self.config.launch_ahead, opened.info.device)
-        self._loop = StepLoop(scheduler, runner, self._waiter, self._hooks, flights=flights, clock=self._clock)
+        self._loop = StepLoop(
+            scheduler, runner, self._waiter, self._hooks, flights=flights,
+            hang_after=self.config.hang_seconds or inf, clock=self._clock,
+        )  # fmt: skip
         self._adapters = Adapters(opened.adapters, self.config, opened.info.model, self._loop, self._make_worker)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -161,7 +165,7 @@ class Life:
     async def _return_resources(self) -> None:
         opened, self._opened = self._opened, None
         crashed = self._loop and self._loop.crashed
-
+        hung = self._loop is not None and self._loop.hung
         stopped = crashed or EngineStopped("the engine closed before the adapter was loaded")
         join = None if self._adapters is None else self._adapters.close(stopped)
 
@@ -174,11 +178,13 @@ class Life:
 
         try:
             self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
-            if opened is not None:
+            if opened is not None and hung:
+                self._helper.submit(partial(close, opened), lambda result, error: None)  # which may take for ever
+            elif opened is not None:
                 await self._helper.run(partial(close, opened))
         finally:
-            self._helper.close()
-            self._waiter.close()
+            self._helper.close(join=not hung)
+            self._waiter.close(join=not hung)
 
     def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
         if self._loop is not None and self._loop.crashed is not None:

@@ -7,6 +7,7 @@ Next to read: engine.py.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,9 +31,11 @@ from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
 from headrace.engine.stats import EngineStats, Meter
-from headrace.engine.threads import Worker
+from headrace.engine.threads import Hung, Worker, stacks
 
 __all__ = ["StepLoop"]
+
+logger = logging.getLogger("headrace.engine")
 
 _SLICE = 32  # readers woken at once: they run for some 10 µs each before anything else does
 
@@ -52,6 +55,7 @@ class StepLoop:
         hooks: HookThread,
         *,
         flights: Flights,
+        hang_after: float = inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Drive `runner` with the plans of `scheduler`.
@@ -62,11 +66,14 @@ class StepLoop:
             waiter: The thread that blocks on steps.
             hooks: The thread that callers' hooks choose tokens in.
             flights: None yet.
+            hang_after: Seconds for which a step may be waited for; one that takes longer ends the loop.
             clock: Seconds, of arrivals, deadlines and step times.
         """
         self.scheduler = scheduler
         self.meter = Meter()
         self.crashed: EngineCrashed | None = None
+        self.hung = False
+        """Whether it died because a step did not end: one may be running still."""
         self._runner = runner
         self._waiter = waiter
         self._hooks = hooks
@@ -77,6 +84,7 @@ class StepLoop:
         self._closing = False
         self._idle = anyio.Event()
         self._launched = flights
+        self._hang_after = hang_after
         self.carry_out: Callable[[list[Move]], None] = _no_moves
         """Fills and empties the slots of adapters."""
         self.kv = KvWatch(scheduler)
@@ -267,7 +275,7 @@ class StepLoop:
 
     async def _let_steps_end(self) -> None:
         """Wait for what a dead loop had launched: the device must be still before its memory is returned."""
-        while self._launched:
+        while self._launched and not self.hung:
             step = self._launched.popleft().step
             with contextlib.suppress(Exception):
                 await self._waiter.run(step.wait)
@@ -294,7 +302,11 @@ class StepLoop:
         """Wait for a step and commit it."""
         try:
             try:
-                tokens = await self._waiter.run(oldest.step.wait)
+                tokens = await self._waiter.run(oldest.step.wait, self._hang_after)
+            except Hung as hung:
+                logger.error("a step is %s; the stacks of all threads follow\n%s", hung, stacks())
+                self.hung = True
+                raise EngineCrashed(f"a step is {hung}: the device hangs") from hung
             finally:
                 self._launched.popleft()
         except EngineCrashed:

@@ -11,6 +11,7 @@ import math
 import queue
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakMethod, ref
@@ -18,18 +19,25 @@ from weakref import WeakMethod, ref
 import anyio
 from anyio.lowlevel import current_token
 
-__all__ = ["Outcome", "Poster", "TaskWatch", "Worker", "outlast"]
+__all__ = ["Hung", "Outcome", "Poster", "TaskWatch", "Worker", "outlast", "stacks"]
 
 T = TypeVar("T")
 
 
-async def outlast(event: anyio.Event) -> BaseException | None:
-    """Wait for `event` whatever cancels the caller; the cancellation, which the caller raises when it is done."""
+class Hung(Exception):
+    """A call did not end in its time; its thread may be busy with it for ever."""
+
+
+async def outlast(event: anyio.Event, seconds: float = math.inf) -> BaseException | None:
+    """Wait for `event`, or so long, whatever cancels the caller; the cancellation, which the caller raises then."""
     cancelled: BaseException | None = None
+    ends = anyio.current_time() + seconds
     while not event.is_set():
         try:
-            with anyio.CancelScope(shield=True):
+            with anyio.CancelScope(deadline=ends, shield=True) as scope:
                 await event.wait()
+            if scope.cancelled_caught:
+                break
         except anyio.get_cancelled_exc_class() as error:  # asyncio's own cancellation heeds no shield
             cancelled = error
     return cancelled
@@ -124,10 +132,11 @@ class Worker:
         """Queue `call` at once; `done(result, error)` then runs on the event loop."""
         self._calls.put((cost, next(self._arrivals), call, done))
 
-    async def run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T], seconds: float = math.inf) -> T:
         """Run `call` in the thread and wait for its result, shielded from cancellation.
 
         Raises:
+            Hung: It takes longer than `seconds`.
             BaseException: Whatever `call` raised.
         """
         finished = anyio.Event()
@@ -138,9 +147,11 @@ class Worker:
             finished.set()
 
         self.submit(call, done)
-        cancelled = await outlast(finished)
+        cancelled = await outlast(finished, seconds)
         if cancelled is not None:
             raise cancelled
+        if not finished.is_set():
+            raise Hung(f"not done after {seconds:g} seconds")
         result, error = outcome
         outcome.clear()
         if error is not None:
@@ -180,11 +191,11 @@ class Worker:
                 if done is not None:
                     done(None, error)
 
-    def close(self) -> None:
-        """Finish what is queued and join the threads."""
+    def close(self, *, join: bool = True) -> None:
+        """Finish what is queued and join the threads, unless one of them may never end."""
         for _ in self._threads:
             self._calls.put((math.inf, next(self._arrivals), None, None))
-        for thread in self._threads:
+        for thread in self._threads if join else ():
             thread.join()
 
     def _run(self) -> None:
@@ -214,3 +225,12 @@ class Outcome:
 
     def __call__(self) -> None:
         self._done(self._result, self._error)
+
+
+def stacks() -> str:
+    """Where every other thread of the process is; lines of code, never values."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    parts = [f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in frames]
+    return "\n".join(parts)

@@ -7,14 +7,12 @@ on the event loop.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
-import traceback
 from functools import partial
 
 from headrace.engine import HeadraceError
-from headrace.engine.threads import Poster
+from headrace.engine.threads import Poster, stacks
 from headrace.server.errors import ApiError
 from headrace.server.service import Service
 
@@ -73,7 +71,7 @@ class Watchdog:
         """Log the beginning of a hang once, with the stacks of all threads; `hangs`."""
         if hangs and not before:
             self._service.telemetry.recorder.stalls += 1
-            logger.error("%s; the stacks of all threads follow\n%s", what, _stacks())
+            logger.error("%s; the stacks of all threads follow\n%s", what, stacks())
         return hangs
 
     def _answer(self) -> None:
@@ -87,12 +85,3 @@ class Watchdog:
             return self._service.engine.step_age
         except HeadraceError:  # closed or dead, which is no hang
             return 0.0
-
-
-def _stacks() -> str:
-    """Where every other thread of the process is; lines of code, never values."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
-    parts = [f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in frames]
-    return "\n".join(parts)

@@ -538,3 +538,35 @@ async def test_an_open_engine_changes_neither_signals_nor_environment() -> None:
         assert state() == before
         await returned(engine)
     assert state() == before
+
+
+async def test_a_step_that_hangs_ends_the_engine_and_returns_what_it_held_if_it_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+
+    def hang_here() -> None:
+        release.wait(20)
+
+    class Runner(ScriptedRunner):
+        def close(self) -> None:
+            """As real ones do: wait until nothing runs."""
+            release.wait(20)
+            super().close()
+
+    runner = Runner(CAPACITY, gate=hang_here)
+    async with no_leaks():
+        with pytest.raises(EngineCrashed, match="a step is not done after 0.2 seconds: the device hangs"):
+            async with ScriptedEngine(CAPACITY, lambda: runner, hang_seconds=0.2) as engine:
+                streams = [engine.stream(name, greedy(5)) for name in ("first", "second")]
+                for stream in streams:
+                    with pytest.raises(EngineCrashed, match="the device hangs"):
+                        await read(stream)
+                with pytest.raises(EngineCrashed):
+                    engine.stats()
+        assert not runner.closed
+        release.set()
+        await until(lambda: runner.closed)
+        await until(lambda: not any(thread.name.startswith("headrace") for thread in threading.enumerate()))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "in hang_here" in told and "thread MainThread" not in told and "thread headrace-waiter" in told

@@ -130,6 +130,7 @@ class EngineWorld:
             "adapter_host_memory": chance.choice([64, 200, 10_000]),
             "max_step_adapters": chance.choice([None, 1]),
             "hook_seconds": 60.0,
+            "hang_seconds": None,
             "seed": seed,
         }
         self.engine = SimulatedEngine(self.machine, self.runner, self.disk, slots, **self.options)

@@ -153,7 +153,7 @@ class _VirtualWorker(Worker):
         super().submit(call, done, cost=cost)
         self._take_up()
 
-    def close(self) -> None:
+    def close(self, *, join: bool = True) -> None:
         """What is left runs now: whoever joins a thread waits for it."""
         self.closed = True
         while self._running is not None:
