@@ -61,7 +61,6 @@ def make_requests(
     if params.beam_width is not None:
         return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size, worn)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
-    limit = len(ids) + (params.max_tokens if params.max_tokens is not None else _UNLIMITED)
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
     shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
     requests: list[Request] = []
@@ -70,7 +69,7 @@ def make_requests(
             Request(
                 tokens=list(ids),
                 prompt_len=len(ids),
-                limit=limit,
+                limit=len(ids) + (_UNLIMITED if params.max_tokens is None else params.max_tokens),
                 sampling=_sampling(params, seed + choice * _GOLDEN),
                 shaping=shaping,
                 reporting=_reporting(params, choice, len(ids)),
