@@ -379,3 +379,39 @@ def nobody_is_told_of_a_deadline(rig: Rig) -> None:
         return []
 
     rig.scheduler.take_lapsed = take_lapsed  # type: ignore[method-assign]
+
+
+@planted
+def a_completion_is_computed_again_as_a_prompt_is(rig: Rig) -> None:
+    def make(most: Callable[[Request], int]) -> Callable[[Request], int]:
+        return lambda request: (
+            most(request) if request.planned < request.prompt_len else rig.capacity.max_batched_tokens
+        )
+
+    replace(rig.scheduler._turns, "_most", make)
+
+
+@planted
+def a_deterministic_request_takes_what_others_computed(rig: Rig) -> None:
+    def make(usable: Callable[[Request], list[bytes]]) -> Callable[[Request], list[bytes]]:
+        def all_but_the_last(request: Request) -> list[bytes]:
+            found = usable(request)
+            return request.keys[: (len(request.tokens) - 1) // rig.capacity.page_size] if request.alone else found
+
+        return all_but_the_last
+
+    replace(rig.scheduler.prefixes, "usable", make)
+
+
+@planted
+def steps_of_one_request_keep_all_others_waiting(rig: Rig) -> None:
+    turns = rig.scheduler._turns
+
+    def make(planned: Callable[..., None]) -> Callable[..., None]:
+        def plans(plan: StepPlan, requests: Any) -> None:
+            planned(plan, requests)
+            turns.is_due = turns.any
+
+        return plans
+
+    replace(turns, "planned", make)
