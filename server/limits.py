@@ -39,8 +39,6 @@ class Permit:
     account: _Account
     weight: int
     limits: Limits
-    places: int
-    """That it takes in the queue."""
     tokens: int = 0
     """Of the prompt, that wait."""
     charged: int = 0
@@ -114,7 +112,7 @@ class Limits:
 
     @property
     def queued(self) -> int:
-        """Choices and texts that wait for a step."""
+        """Choices, and requests for vectors, that wait."""
         return self._queue.choices
 
     def set_limits(self, name: str, limits: KeyLimits) -> None:
@@ -132,14 +130,13 @@ class Limits:
         """What a key may use."""
         return self._own.get(name, self._settings.default_limits)
 
-    def admit(self, caller: Caller, weight: int, priority: int = 0, *, places: int | None = None) -> Permit:
+    def admit(self, caller: Caller, weight: int, priority: int = 0) -> Permit:
         """Take a request in.
 
         Args:
             caller: Who asks.
             weight: Prompts times choices.
             priority: Lower is served first.
-            places: That it takes in the queue, as far as there may be so many; None for as many as its weight.
 
         Raises:
             ApiError: 429 where the key has used up what it may, 503 where too much waits, 400 where one request asks
@@ -160,12 +157,11 @@ class Limits:
             if account.tokens <= 0:
                 pause = (1.0 - account.tokens) * 60.0 / max(limits.tokens_per_minute, 1)
                 raise self._too_many(f"this key may use {limits.tokens_per_minute} tokens a minute", pause)
-        places = weight if places is None else min(places, self._settings.max_queue)
-        self.check_queue(places)
-        self._queue.choices += places
+        self.check_queue(weight)
+        self._queue.choices += weight
         account.live += weight
         self.live += 1
-        return Permit(account, weight, self, places)
+        return Permit(account, weight, self)
 
     def check_queue(self, weight: int = 1) -> None:
         """Refuse where so many more choices would be too many to wait.
@@ -197,11 +193,11 @@ class Limits:
 
     def left_queue(self, permit: Permit, departed: bool = True) -> None:
         """A permit no longer waits; `departed` if that is because it was served."""
-        self._queue.choices -= permit.places
+        self._queue.choices -= permit.weight
         self._queue.tokens -= permit.tokens
         if departed:
-            self._queue.departures.append((self._clock(), permit.places))
-            self._queue.departed += permit.places
+            self._queue.departures.append((self._clock(), permit.weight))
+            self._queue.departed += permit.weight
             self._forget_old()
 
     def release(self, permit: Permit) -> None:

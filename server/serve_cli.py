@@ -73,7 +73,8 @@ BlockOption = Annotated[int, typer.Option(help="Tokens in a page of keys and val
 PrefixOption = Annotated[bool, typer.Option(help="Keep past prompts for requests that begin alike.")]
 SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no seed.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE; repeatable.")
+    list[str] | None,
+    typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE, such as allow_download=true; repeatable."),
 ]
 AdapterOption = Annotated[
     list[str] | None, typer.Option(help="NAME=FOLDER of an adapter in PEFT's format to load at the start; repeatable.")

@@ -16,7 +16,6 @@ import anyio
 from starlette.types import Scope
 
 from headrace.engine import Usage
-from headrace.engine.embeddings import AHEAD
 from headrace.server.connection import Connection, body
 from headrace.server.errors import ApiError, as_api_error, error_response
 from headrace.server.gate import CALLER, REQUEST_ID
@@ -104,7 +103,7 @@ class Vectors:
         try:
             service.check_accepting()  # it may have begun to drain while the body was read
             with service.limits.answer(caller, self._held()):
-                self._permit = service.limits.admit(caller, 1, self._ask.priority, places=self._places())
+                self._permit = service.limits.admit(caller, 1, self._ask.priority)
                 service.running.add(self)
                 self._scope.deadline = anyio.current_time() + self._timeout
                 parts: list[bytes] = []
@@ -126,10 +125,6 @@ class Vectors:
     def _held(self) -> int:
         """Bytes that it holds at most: its texts, or ids, and its answer."""
         return self._ask.size + sum(len(text) * (4 if isinstance(text, str) else 36) for text in self._ask.texts)
-
-    def _places(self) -> int:
-        """Texts that wait in the engine at a time."""
-        return min(len(self._ask.texts), AHEAD * self._service.engine.info.max_rows)
 
     async def _work(self, permit: Permit) -> list[bytes]:
         """Charge the key with about as many tokens as there will be, and at the end with as many as there were."""

@@ -32,7 +32,7 @@ from headrace.server.vectors import VectorAsk, Vectors, Worked
 __all__ = ["VectorRoute", "ask_embeddings", "ask_ranks", "ask_scores"]
 
 _FLOAT_BYTES, _BASE64_BYTES, _NUMBER_BYTES = 4, 6, 14  # of an element as it is computed, and as it is shown
-_ENTRY_BYTES = 128  # of an entry of an answer, besides its vector
+_ENTRY_BYTES = 2048  # of a text that waits in the engine, and of its entry in the answer, besides its vector
 
 
 class VectorRoute:
