@@ -67,7 +67,8 @@ class Failures:
         """Make the next steps at most half of `plan`; False if it was as small as can be, and not the first."""
         if not plan.size:
             return True
-        if plan.size == 1 and plan.tokens <= self._capacity.page_size and self.is_cautious:
+        is_least = plan.size == 1 and (plan.alone or plan.tokens <= self._capacity.page_size)
+        if is_least and self.is_cautious:
             self._allow(self._capacity.max_rows, self._capacity.max_batched_tokens)  # it was this one's fault
             return False
         self._allow(min(self.most_rows, plan.size // 2), min(self.most_tokens, plan.tokens // 2))

@@ -178,9 +178,11 @@ def test_steps_are_half_as_large_after_each_that_found_no_memory_until_one_reque
     assert not rig.scheduler.failures.is_cautious  # they were many steps
 
 
-def test_one_that_never_finds_memory_is_the_only_one_to_fail() -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_that_never_finds_memory_is_the_only_one_to_fail(alone: bool) -> None:
+    """Also where its steps may not be made smaller, since they depend on its tokens alone."""
     rig = rig_of(2, rows=8)
-    requests = [rig.submit([name, *SHARED], 6)[0] for name in range(6)]
+    requests = [rig.submit([name, *SHARED], 6, alone=alone and name == 3)[0] for name in range(6)]
     doomed = requests[3]
     launch = rig.launch
 
