@@ -165,7 +165,7 @@ class ScriptedRunner:
         size = self.capacity.page_size
         for _, place in plan.spills:
             self._host[place] = [_POISON] * size
-        for _, page in plan.fetches:
+        for _, page in [*plan.copies, *plan.fetches]:
             self._cells[page] = [_POISON] * size
         for work in plan.works:
             for position in range(work.start, work.start + work.num_tokens):

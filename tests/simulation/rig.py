@@ -318,14 +318,19 @@ class Rig:
             self._take(emission)
         self._settled()
 
-    def resize(self, pages: int) -> None:
-        """Let what is in flight end, then have so many pages, or as many as requests need at least."""
+    def resize(self, pages: int, *, fails: bool = False) -> None:
+        """Let what is in flight end, then have so many pages, or as many as requests need at least.
+
+        Args:
+            pages: How many.
+            fails: Whether the device fails to move what would be lost.
+        """
         while self.flights:
             self.complete()
         pages = max(pages, self.scheduler.least_pages)
         self._note(lambda number: f"resize     to {number} pages", pages)
         self.runner.resize(max(pages, self.scheduler.pool.num_pages))
-        self._move(self.scheduler.resize(pages))
+        self._move(self.scheduler.resize(pages), fails=fails)
         self.runner.resize(self.scheduler.pool.num_pages)
         self._settled()
 
@@ -345,11 +350,17 @@ class Rig:
         self.scheduler.wake_up()
         self._settled()
 
-    def _move(self, plans: Sequence[StepPlan]) -> None:
+    def _move(self, plans: Sequence[StepPlan], *, fails: bool = False) -> None:
         for plan in plans:
-            self._note(say_plan, plan, "")
+            self._note(say_plan, plan, "step" if fails else "")
             self._watch.check_roots(plan)
-            self.scheduler.commit(plan, self.runner.launch(plan).wait())
+            if fails:
+                self.faults[plan.step] = RuntimeError("scripted")
+            step = self.runner.launch(plan)
+            if fails:
+                assert not self.scheduler.fail(plan, RequestFailed("scripted")), "nobody's step failed"
+            else:
+                self.scheduler.commit(plan, step.wait())
 
     def turn(self) -> bool:
         """One turn of a step loop: launch as far ahead as allowed, complete one step; False if nothing was done."""

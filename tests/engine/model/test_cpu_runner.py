@@ -82,6 +82,17 @@ def test_pages_come_and_go(opened: Opened) -> None:
     assert run_all(opened, 2) == alone
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_sleeping_runner_has_no_pages_and_weights_only_if_they_are_kept(opened: Opened, keep: bool) -> None:
+    runner: Any = opened.runner
+    before = run_all(opened, 2)
+    weights, pages = weakref.ref(runner._decoder), weakref.ref(runner._kv.pages_LPsKTD)
+    runner.sleep(keep_weights=keep)
+    assert pages() is None and (weights() is not None) is keep
+    runner.wake(64)
+    assert run_all(opened, 2) == before
+
+
 def test_a_row_that_has_stopped_is_left_alone(tmp_path: Path) -> None:
     check_stops(Zoo(tmp_path, "cpu"), "cpu")
 

@@ -44,8 +44,11 @@ def test_outputs_are_what_they_would_be_alone_however_the_pool_changes(
             with suppress(PromptTooLong):
                 rig.submit([*start, chance.randrange(VOCAB)], chance.randint(1, 20), n=chance.choice([1, 1, 2]))
         elif act < 0.35:
-            rig.resize(chance.choice([1, 2, 4, 7, 12, 20, 33])) if not asleep else rig.wake()
-            asleep = False
+            if asleep:
+                rig.wake()
+                asleep = False
+            else:
+                rig.resize(chance.choice([1, 2, 4, 7, 12, 20, 33]), fails=chance.random() < 0.1)
         elif act < 0.4 and not asleep:
             rig.sleep(forget=chance.random() < 0.5)
             asleep = True
