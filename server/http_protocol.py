@@ -23,12 +23,8 @@ _MAX_HEAD = 65_536
 _MIN_CHUNK = 64  # bytes that parts of a body have on average, beyond the first thousand
 _FREE_CHUNKS = 1024
 _MAX_UNREAD = 4 * 2**20  # bytes of a body that are thrown away after its answer
-_SILENCE = {
-    "TCP_USER_TIMEOUT": 45_000,  # milliseconds without an acknowledgement of what was sent
-    "TCP_KEEPIDLE": 15,  # seconds without anything sent, then so many probes at such distances
-    "TCP_KEEPINTVL": 10,
-    "TCP_KEEPCNT": 3,
-}
+_SILENCE = 15.0  # seconds, beyond those that a client may leave unread, in which its host must acknowledge something
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # where nothing is sent that it could acknowledge
 
 
 class _BoundedConnection(h11.Connection):
@@ -92,7 +88,7 @@ class BoundedH11(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Expect a head."""
         super().connection_made(transport)
-        _notice_dead_host(transport.get_extra_info("socket"))
+        _notice_dead_host(transport.get_extra_info("socket"), self._stall_timeout + _SILENCE)
         if len(self.connections) > self._max_connections:
             transport.abort()
         else:
@@ -176,11 +172,11 @@ class BoundedH11(H11Protocol):
             self._stall_timer = None
 
 
-def _notice_dead_host(sock: Any) -> None:
-    """Let the system end a connection whose other host has died, which says no goodbye, within a minute."""
+def _notice_dead_host(sock: Any, seconds: float) -> None:
+    """Let the system end a connection whose other host has died, which says no goodbye, in about so many seconds."""
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _SILENCE.items():
+    for name, value in {**_PROBES, "TCP_USER_TIMEOUT": int(1000 * seconds)}.items():
         if hasattr(socket, name):  # not every system has them all
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
