@@ -24,8 +24,8 @@ __all__ = ["run"]
 _QUIET = ("b", "c", "d")
 _PROMPT, _OUTPUT = (300, 700), (100, 200)
 _FLOOD = 10
-_MEASURING = 10.0
-"""Seconds of the closed loop."""
+_WARMING = 6.0
+"""Seconds of each load before any of it counts: rows start and end evenly by then."""
 _SETTLING = 1.0
 """Seconds for what was cancelled to leave the engine."""
 
@@ -34,33 +34,28 @@ _SETTLING = 1.0
 class _Asked:
     tenant: str
     at: float
-    first: float | None = None
+    wait: float | None = None
     """Seconds from asking to the first token."""
-    tokens: int = 0
-    """Of the answer, read so far."""
-    prompt: int = 0
 
 
 def run(
     target: Target, *, rows: int, seconds: float, loads: Sequence[float], scale: float, json_path: str | None
 ) -> None:
     """Measure under `first_come` and `fair_share`, with the quiet tenants at each of `loads` of their fair share."""
-    figures: dict[str, Any] = {}
-    fair = replace(target, more={**target.more, "policy": "fair_share"})
-    figures["conditions"], rate, calm, flood = anyio.run(_measure, fair, rows, seconds, tuple(loads), scale, None)
-    first = replace(target, more={**target.more, "policy": "first_come"})
-    _, _, _, beside = anyio.run(_measure, first, rows, seconds, (max(loads),), scale, rate)
-    figures |= {"requests_per_second": rate, "all alike": calm, "fair_share": flood, "first_come": beside}
+    under = {name: replace(target, more={**target.more, "policy": name}) for name in ("first_come", "fair_share")}
+    conditions, rate, beside, _ = anyio.run(_measure, under["first_come"], rows, seconds, (), loads, scale, None)
+    _, _, flood, calm = anyio.run(_measure, under["fair_share"], rows, seconds, loads, loads, scale, rate)
     cells = []
     for load in loads:
-        ratio = flood[load]["ttft_p99"] / calm[load]["ttft_p99"]
+        ratios = [each[load]["ttft_p99"] / calm[load]["ttft_p99"] for each in (beside, flood)]
         cells += [
             _row(load, "fair_share", "all alike", calm[load], ""),
-            _row(load, "fair_share", f"one at {_FLOOD} times", flood[load], f"{ratio:.2f}"),
+            _row(load, "fair_share", f"one at {_FLOOD} times", flood[load], f"{ratios[1]:.2f}"),
+            _row(load, "first_come", f"one at {_FLOOD} times", beside[load], f"{ratios[0]:.2f}"),
         ]
-    cells.append(_row(max(loads), "first_come", f"one at {_FLOOD} times", beside[max(loads)], ""))
     table(f"four tenants, {rate:.1f} requests a second in a closed loop; TTFT of the three quiet ones", _COLUMNS, cells)
-    save(figures, json_path)
+    figures = {"conditions": conditions, "requests_per_second": rate, "all alike": calm}
+    save(figures | {"fair_share": flood, "first_come": beside}, json_path)
 
 
 _COLUMNS = ("share asked for", "policy", "load", "TTFT p50, s", "p99, s", "ratio", "tokens/s", "requests")
@@ -73,22 +68,25 @@ def _row(load: float, policy: str, name: str, found: dict[str, float], ratio: st
 
 
 async def _measure(
-    target: Target, rows: int, seconds: float, loads: Sequence[float], scale: float, rate: float | None
+    target: Target,
+    rows: int,
+    seconds: float,
+    calm_loads: Sequence[float],
+    loads: Sequence[float],
+    scale: float,
+    rate: float | None,
 ) -> tuple[dict[str, object], float, dict[float, Any], dict[float, Any]]:
-    """The conditions, the rate of a closed loop unless one is given, and the figures of all alike and of the flood."""
+    """The conditions, the rate of a closed loop unless one is given, and the figures of the flood and of all alike."""
     calm, flood = {}, {}
     async with opened(target, rows=rows) as subject:
         load = _Load(subject, rows, scale)
-        if rate is None:
-            await load.closed(_MEASURING)
-            rate = await load.closed(_MEASURING)
-            for share in loads:
-                calm[share] = await load.open(share * rate / 4, share * rate / 4, seconds)
-        else:
-            await load.closed(_MEASURING)
+        measured = await load.closed(_WARMING)
+        rate = rate or measured
+        for share in calm_loads:
+            calm[share] = await load.open(share * rate / 4, share * rate / 4, seconds)
         for share in loads:
             flood[share] = await load.open(_FLOOD * share * rate / 4, share * rate / 4, seconds)
-        return subject.conditions(target, rows=rows, seconds=seconds, scale=scale), rate, calm, flood
+        return subject.conditions(target, rows=rows, seconds=seconds, scale=scale), rate, flood, calm
 
 
 class _Load:
@@ -103,6 +101,8 @@ class _Load:
         vocab = subject.engine.info.vocab_size
         self._words = [self._chance.randrange(vocab) for _ in range(_PROMPT[1])]
         self._vocab = vocab
+        self._tokens = 0
+        """Of prompts that were answered, and of answers, read so far."""
 
     async def closed(self, seconds: float) -> float:
         """Requests a second with twice as many clients as rows, each asking anew when it is answered."""
@@ -117,9 +117,9 @@ class _Load:
         async with anyio.create_task_group() as tasks:
             for number in range(2 * self._rows):
                 tasks.start_soon(client, number)
-            await anyio.sleep(seconds / 2)  # until rows start and end evenly
+            await anyio.sleep(_WARMING)
             before, started = answered, time.perf_counter()
-            await anyio.sleep(seconds / 2)
+            await anyio.sleep(seconds)
             rate = (answered - before) / (time.perf_counter() - started)
             tasks.cancel_scope.cancel()
         await anyio.sleep(_SETTLING)
@@ -128,24 +128,29 @@ class _Load:
     async def open(self, loud: float, quiet: float, seconds: float) -> dict[str, Any]:
         """Figures of the quiet tenants with these rates, in requests a second of each tenant."""
         asked: list[_Asked] = []
-        ended = time.perf_counter() + seconds
+        started = time.perf_counter() + _WARMING
+        ended = started + seconds
 
         async def tenant(name: str, rate: float, chance: random.Random) -> None:
             at = time.perf_counter()
             while (at := at + chance.expovariate(rate)) < ended:
                 await anyio.sleep(max(0.0, at - time.perf_counter()))
-                asked.append(_Asked(name, at))
-                tasks.start_soon(self._ask, asked[-1])
+                each = _Asked(name, at)
+                if name in _QUIET and at >= started:
+                    asked.append(each)
+                tasks.start_soon(self._ask, each)
 
         async with anyio.create_task_group() as tasks:
             for name, rate in (("a", loud), *((name, quiet) for name in _QUIET)):
                 tasks.start_soon(tenant, name, rate, random.Random(f"{name} {rate}"))
+            await anyio.sleep(_WARMING)
+            before, began = self._tokens, time.perf_counter()
             await anyio.sleep(seconds)
             now = time.perf_counter()
+            per_second = (self._tokens - before) / (now - began)
             tasks.cancel_scope.cancel()
-        found = _figures(asked, now, seconds)
         await anyio.sleep(_SETTLING)
-        return found
+        return _figures(asked, now) | {"tokens_per_second": per_second}
 
     async def _ask(self, asked: _Asked) -> None:
         chance, name = self._chance, next(self._names)
@@ -153,25 +158,24 @@ class _Load:
         prompt = [name % self._vocab, name // self._vocab, *self._words[:length]]
         params = SamplingParams(temperature=0.0, max_tokens=self._scaled(chance.randint(*_OUTPUT)), ignore_eos=True)
         async for _ in self._engine.stream(prompt, params, tenant=asked.tenant):
-            if asked.first is None:
-                asked.first, asked.prompt = time.perf_counter() - asked.at, len(prompt)
-            asked.tokens += 1
+            if asked.wait is None:
+                asked.wait = time.perf_counter() - asked.at
+                self._tokens += len(prompt)
+            self._tokens += 1
 
     def _scaled(self, tokens: int) -> int:
         return max(1, round(self._scale * tokens))
 
 
-def _figures(asked: Sequence[_Asked], now: float, seconds: float) -> dict[str, Any]:
+def _figures(asked: Sequence[_Asked], now: float) -> dict[str, Any]:
     """Who has no token yet has waited until now."""
     quiet: dict[str, list[float]] = {name: [] for name in _QUIET}
     for each in asked:
-        if each.tenant in quiet:
-            quiet[each.tenant].append(now - each.at if each.first is None else each.first)
+        quiet[each.tenant].append(now - each.at if each.wait is None else each.wait)
     together = [wait for waits in quiet.values() for wait in waits]
     return {
         "ttft_p50": percentile(together, 0.5),
         "ttft_p99": percentile(together, 0.99),
         "ttft_p99_each": {name: percentile(waits, 0.99) for name, waits in quiet.items()},
-        "tokens_per_second": sum(each.prompt + each.tokens for each in asked) / seconds,
         "requests": len(together),
     }

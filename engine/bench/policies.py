@@ -21,7 +21,22 @@ from headrace.engine.scheduling.policies import POLICIES, policy_of
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.scheduler import Scheduler
 
-__all__ = ["Arrival", "Outcome", "run", "simulate"]
+__all__ = [
+    "DEVICE",
+    "TENANTS",
+    "Arrival",
+    "Outcome",
+    "Simulation",
+    "goodput",
+    "greedy_load",
+    "hurried_load",
+    "loud_load",
+    "mixed_load",
+    "quiet_load",
+    "run",
+    "served",
+    "simulate",
+]
 
 _DECODE_ROWS = (1, 16, 64, 256)
 _DECODE_SECONDS = (3.98e-3, 4.87e-3, 6.57e-3, 14.7e-3)
@@ -58,7 +73,9 @@ class Outcome:
 
 
 @dataclass
-class _Simulation:
+class Simulation:
+    """A scheduler on its clock, and what became of what it was asked."""
+
     scheduler: Scheduler
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     now: float = 0.0
@@ -78,11 +95,11 @@ def step_seconds(plan: StepPlan) -> float:
     return from_ + (to - from_) * (rows - low) / (high - low) + prefilled * _PREFILL_SECONDS
 
 
-def simulate(policy: Any, arrivals: Sequence[Arrival], until: float | None = None) -> _Simulation:
-    """Serve `arrivals` until that time, or for `_SECONDS`; what runs or waits then is left."""
-    until = _SECONDS if until is None else until
+def simulate(policy: Any, arrivals: Sequence[Arrival], itl_target: float | None = None) -> Simulation:
+    """Serve `arrivals` for `_SECONDS`; what runs or waits then is left."""
+    until = _SECONDS
     capacity = Capacity(num_pages=_ROWS * 512, max_rows=_ROWS, max_batched_tokens=2048, **_SHAPE)
-    made = _Simulation(Scheduler(capacity, secret=b"bench", policy=policy_of(policy)))
+    made = Simulation(Scheduler(capacity, secret=b"bench", policy=policy_of(policy), itl_target=itl_target))
     coming = sorted(arrivals, key=lambda arrival: arrival.at)
     next_one = 0
     while made.now < until:
@@ -107,7 +124,7 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], until: float | None = Non
     return made
 
 
-def _submit(made: _Simulation, arrival: Arrival) -> None:
+def _submit(made: Simulation, arrival: Arrival) -> None:
     deadline = None if arrival.deadline is None else arrival.at + arrival.deadline
     request = Request(
         tokens=[len(made.outcomes), *[7] * (arrival.prompt - 1)],  # no two have a page in common
@@ -128,7 +145,7 @@ def _submit(made: _Simulation, arrival: Arrival) -> None:
         made.outcomes[request.id] = outcome
 
 
-def _take(made: _Simulation, emissions: Iterable[Emission]) -> None:
+def _take(made: Simulation, emissions: Iterable[Emission]) -> None:
     for emission in emissions:
         outcome = made.outcomes[emission.request.id]
         if emission.token is not None:
@@ -152,27 +169,43 @@ def poisson(rate: float, make: Callable[[random.Random, float], Arrival], seed: 
 
 # -- the cases --------------------------------------------------------------------------------------------------------
 
+_SIZES = ((10, None), (30, None), (30, 0.03))
 _FAIRNESS = (("ttft_p99", 2), ("ratio", 2), ("jain", 3), ("tokens_per_second", 0))
-_TENANTS = ("a", "b", "c", "d")
+TENANTS = ("a", "b", "c", "d")
 _FAIR = 9.2  # requests a second of each tenant: together what the device can do
 _LESS = 8.0
+DEVICE = 36.0
+"""Requests a second, of those that `_chat` draws, that the device can do."""
 
 
 def _chat(tenant: str) -> Callable[[random.Random, float], Arrival]:
     return lambda chance, now: Arrival(now, chance.randint(300, 700), chance.randint(100, 200), tenant)
 
 
+def quiet_load(rate: float) -> list[Arrival]:
+    """Three tenants with so many requests a second each."""
+    return [arrival for tenant in TENANTS[1:] for arrival in poisson(rate, _chat(tenant), tenant)]
+
+
+def loud_load(rate: float) -> list[Arrival]:
+    """The fourth."""
+    return poisson(rate, _chat("a"), f"a {rate}")
+
+
+def greedy_load(rate: float) -> list[Arrival]:
+    """Four that ask for 2, 5, 8 and 11 times `rate`."""
+    return [a for number, t in enumerate(TENANTS) for a in poisson((2 + 3 * number) * rate, _chat(t), t)]
+
+
 def fairness(rate: float = _FAIR) -> dict[str, Any]:
     """A tenant at ten times the `rate`, in requests a second, to which three others keep."""
-    quiet = [arrival for tenant in _TENANTS[1:] for arrival in poisson(rate, _chat(tenant), tenant)]
-    fair_load = [*quiet, *poisson(rate, _chat("a"), "a")]
-    flood = [*quiet, *poisson(10 * rate, _chat("a"), "loud")]
-    greedy = [a for number, t in enumerate(_TENANTS) for a in poisson((2 + 3 * number) * rate, _chat(t), t)]
-    calm = simulate("fair_share", fair_load)
+    quiet, greedy = quiet_load(rate), greedy_load(rate)
+    flood = [*quiet, *loud_load(10 * rate)]
+    calm = simulate("fair_share", [*quiet, *loud_load(rate)])
     found: dict[str, Any] = {"ttft_p99_all_fair": _ttft(calm, "b")}
     for policy in ("first_come", "fair_share"):
         made = simulate(policy, flood)
-        shares = _served(simulate(policy, greedy))
+        shares = list(served(simulate(policy, greedy)).values())
         found[policy] = {
             "ttft_p99": _ttft(made, "b"),
             "ratio": _ttft(made, "b") / found["ttft_p99_all_fair"],
@@ -182,53 +215,67 @@ def fairness(rate: float = _FAIR) -> dict[str, Any]:
     return found
 
 
-def _ttft(made: _Simulation, tenant: str) -> float:
+def _ttft(made: Simulation, tenant: str) -> float:
     """The 99th percentile; who has no token yet has waited until now."""
     outcomes = [outcome for outcome in made.outcomes.values() if outcome.arrival.tenant == tenant]
     return percentile([made.now - each.arrival.at if each.first is None else each.first for each in outcomes], 0.99)
 
 
-def _served(made: _Simulation) -> list[float]:
+def served(made: Simulation) -> dict[str, float]:
     """Tokens that each tenant was given, those generated counted twice."""
-    served = dict.fromkeys(_TENANTS, 0.0)
+    found = dict.fromkeys(TENANTS, 0.0)
     for outcome in made.outcomes.values():
         if outcome.first is not None:
             arrival = outcome.arrival
-            served[arrival.tenant] += arrival.prompt + 2 * arrival.output
-    return list(served.values())
+            found[arrival.tenant] += arrival.prompt + 2 * arrival.output
+    return found
 
 
-def sizes() -> dict[str, Any]:
-    """Short questions with short answers beside long documents, at the limit of the device."""
-    short = poisson(60.0, lambda chance, now: Arrival(now, chance.randint(20, 120), 10, "short"), "short")
+def mixed_load(output: int) -> list[Arrival]:
+    """Short questions with so many tokens of answer beside long documents, at the limit of the device."""
+    short = poisson(60.0, lambda chance, now: Arrival(now, chance.randint(20, 120), output, "short"), "short")
     long = poisson(6.0, lambda chance, now: Arrival(now, chance.randint(3000, 7000), 100, "long"), "long")
+    return [*short, *long]
+
+
+def sizes(output: int = 10, itl_target: float | None = None) -> dict[str, Any]:
+    """What `mixed_load` sees at the 99th percentile."""
     found = {}
     for policy in ("first_come", "size_classes"):
-        made = simulate(policy, [*short, *long])
+        made = simulate(policy, mixed_load(output), itl_target)
         found[policy] = {kind: _latency(made, kind) for kind in ("short", "long")}
     return found
 
 
-def _latency(made: _Simulation, kind: str) -> float:
+def _latency(made: Simulation, kind: str) -> float:
     outcomes = [outcome for outcome in made.outcomes.values() if outcome.arrival.tenant == kind]
     return percentile([made.now - each.arrival.at if each.end is None else each.end for each in outcomes], 0.99)
 
 
-def deadlines() -> dict[str, Any]:
-    """Half as much again as the device can do, each to be done within a few seconds."""
+def hurried_load(rate: float) -> list[Arrival]:
+    """So many requests a second, each to be done within a few seconds."""
 
     def make(chance: random.Random, now: float) -> Arrival:
-        arrival = _chat(chance.choice(_TENANTS))(chance, now)
+        arrival = _chat(chance.choice(TENANTS))(chance, now)
         arrival.deadline = chance.uniform(2.0, 8.0)
         return arrival
 
-    arrivals = poisson(1.5 * 36.0, make, "deadlines")
+    return poisson(rate, make, "deadlines")
+
+
+def deadlines() -> dict[str, Any]:
+    """Half as much again as the device can do."""
+    arrivals = hurried_load(1.5 * DEVICE)
     found = {}
     for name in ("first_come", "deadlines"):
         made = simulate(name, arrivals)
-        good = sum(outcome.in_time for outcome in made.outcomes.values())
-        found[name] = {"goodput": good / made.now, "late_tokens": made.late_tokens}
+        found[name] = {"goodput": goodput(made), "late_tokens": made.late_tokens}
     return found
+
+
+def goodput(made: Simulation) -> float:
+    """Answers a second that ended in time."""
+    return sum(outcome.in_time for outcome in made.outcomes.values()) / made.now
 
 
 def host_time() -> dict[str, float]:
@@ -269,8 +316,10 @@ def _host_time(policy: str) -> float:
 def run(*, json_path: str | None) -> None:
     """Simulate all cases and print them."""
     data: dict[str, Any] = {"conditions": conditions(rows=_ROWS, seconds=_SECONDS)}
-    fair, less, classes, late, host = fairness(), fairness(_LESS), sizes(), deadlines(), host_time()
-    data |= {"fairness": fair, "fairness below the share": less, "sizes": classes, "deadlines": late}
+    fair, less, late, host = fairness(), fairness(_LESS), deadlines(), host_time()
+    classes = {(output, target): sizes(output, target) for output, target in _SIZES}
+    data |= {"fairness": fair, "fairness below the share": less, "deadlines": late}
+    data |= {"sizes": {f"{output} tokens, {target}": found for (output, target), found in classes.items()}}
     data |= {"plan_and_commit_microseconds": host}
     for rate, found in ((_FAIR, fair), (_LESS, less)):
         table(
@@ -285,8 +334,12 @@ def run(*, json_path: str | None) -> None:
         )
     table(
         "short questions beside long documents: p99 from arrival to end, s",
-        ("policy", "short", "long"),
-        [[name, f"{f['short']:.2f}", f"{f['long']:.2f}"] for name, f in classes.items()],
+        ("short answers, tokens", "ITL target", "policy", "short", "long"),
+        [
+            [str(output), str(target or ""), name, f"{f['short']:.2f}", f"{f['long']:.2f}"]
+            for (output, target), found in classes.items()
+            for name, f in found.items()
+        ],
     )
     table(
         "1.5 times what the device can do, with deadlines",
