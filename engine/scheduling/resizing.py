@@ -65,25 +65,23 @@ class Resizing:
         if forget:
             self._forget()
         copies = list(moved.items())
-        plan = StepPlan(step, entries=self._follow(moved), copies=copies[:_MOST_COPIES])
-        self._swaps.host.load(plan)
-        if not (plan.spills or plan.copies):
-            return []
-        starts = range(_MOST_COPIES, len(copies), _MOST_COPIES)
-        more = (StepPlan(0, copies=copies[start : start + _MOST_COPIES]) for start in starts)
-        plans = [plan, *more]
-        for number, each in enumerate(plans, step):
-            each.step = number
-        return plans
+        entries = self._follow(moved)
+        plans = []
+        for start in range(0, max(1, len(copies)), _MOST_COPIES):
+            part = copies[start : start + _MOST_COPIES]
+            follow = [entry for _, page in part for entry in entries.get(page, ())]
+            plans.append(StepPlan(step + len(plans), entries=follow, copies=part))
+        self._swaps.host.load(plans[0])  # what leaves is read before its page may be written
+        return plans if copies or plans[0].spills else []
 
-    def _follow(self, moved: dict[int, int]) -> list[PageEntry]:
-        """Change the page tables by what has `moved`."""
-        entries = []
+    def _follow(self, moved: dict[int, int]) -> dict[int, list[PageEntry]]:
+        """Change the page tables by what has `moved`; the entries of each page in its new place."""
+        entries: dict[int, list[PageEntry]] = {}
         for request in self._roster.requests.values():
             for place, page in enumerate(request.pages):
                 if page in moved:
-                    request.pages[place] = moved[page]
-                    entries.append(PageEntry(request.row, place, moved[page]))
+                    page = request.pages[place] = moved[page]
+                    entries.setdefault(page, []).append(PageEntry(request.row, place, page))
         return entries
 
     def _forget(self) -> None:

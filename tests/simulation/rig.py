@@ -318,12 +318,12 @@ class Rig:
             self._take(emission)
         self._settled()
 
-    def resize(self, pages: int, *, fails: bool = False) -> None:
+    def resize(self, pages: int, *, fails: str = "") -> None:
         """Let what is in flight end, then have so many pages, or as many as requests need at least.
 
         Args:
             pages: How many.
-            fails: Whether the device fails to move what would be lost.
+            fails: What happens to every other plan that moves what would be lost, from the first on, as in `launch`.
         """
         while self.flights:
             self.complete()
@@ -350,14 +350,15 @@ class Rig:
         self.scheduler.wake_up()
         self._settled()
 
-    def _move(self, plans: Sequence[StepPlan], *, fails: bool = False) -> None:
-        for plan in plans:
-            self._note(say_plan, plan, "step" if fails else "")
+    def _move(self, plans: Sequence[StepPlan], *, fails: str = "") -> None:
+        for place, plan in enumerate(plans):
+            fault = fails if place % 2 == 0 else ""
+            self._note(say_plan, plan, fault)
             self._watch.check_roots(plan)
-            if fails:
+            if fault == "step":
                 self.faults[plan.step] = RuntimeError("scripted")
-            step = self.runner.launch(plan)
-            if fails:
+            step = None if fault == "launch" else self.runner.launch(plan)
+            if step is None or fault:
                 assert not self.scheduler.fail(plan, RequestFailed("scripted")), "nobody's step failed"
             else:
                 self.scheduler.commit(plan, step.wait())
