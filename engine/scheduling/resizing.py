@@ -66,7 +66,7 @@ class Resizing:
             self._forget()
         copies = list(moved.items())
         entries = self._follow(moved)
-        plans = []
+        plans: list[StepPlan] = []
         for start in range(0, max(1, len(copies)), _MOST_COPIES):
             part = copies[start : start + _MOST_COPIES]
             follow = [entry for _, page in part for entry in entries.get(page, ())]

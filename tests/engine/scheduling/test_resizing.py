@@ -181,3 +181,17 @@ def test_a_deadline_passes_while_the_scheduler_sleeps() -> None:
     assert rig.launch() is None and rig.ends == {request.id: "deadline"}
     rig.wake()
     rig.check_empty()
+
+
+@pytest.mark.parametrize("fails", ["step", "launch"])
+def test_only_those_start_over_whose_pages_were_lost_on_their_way(fails: str) -> None:
+    rig = rig_of(20, prefix_cache=False)
+    filler, lost, moved = (rig.submit(prompt(name, length), 12)[0] for name, length in ((1, 24), (2, 6), (3, 6)))
+    rig.turn()
+    rig.turn()
+    rig.finish(filler)
+    assert len(lost.pages) == len(moved.pages) == 2
+    rig.resize(6, fails=fails)
+    assert (lost.preemptions, moved.preemptions) == (1, 0) and moved.state is State.RUNNING
+    rig.run()
+    rig.check_empty()
