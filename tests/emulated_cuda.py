@@ -300,8 +300,9 @@ class Graph:
         self.gpu.check()
         assert self._recorder is not None, "a graph is replayed that holds nothing"
         self.gpu.replays.append(len(self._recorder.operations))
-        for operation in self._recorder.operations:
-            operation()
+        with torch.inference_mode():  # torch knows nothing of what a graph does
+            for operation in self._recorder.operations:
+                operation()
 
     def reset(self) -> None:
         self.gpu.check()

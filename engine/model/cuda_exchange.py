@@ -6,7 +6,7 @@ and device each count replays, and so mean the same line. Next to read: cuda_row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from headrace.ops.cuda_scatter import Batch, Turns, apply_words, leave_ids
 
-__all__ = ["MOST_PAIRS", "Changes", "Exchange"]
+__all__ = ["MOST_PAIRS", "Exchange", "Pieces"]
 
 MOST_PAIRS: Final = 2048
 """Of places and words that one replay takes."""
 _TURNS = 16
 """Replays after which a line is used again: by then somebody has waited for the first one's step."""
 
-Changes: TypeAlias = Sequence[tuple[NDArray[np.int64] | NDArray[np.int32], NDArray[np.int64] | NDArray[np.int32]]]
+Pieces: TypeAlias = Sequence[tuple[NDArray[np.int64] | NDArray[np.int32], NDArray[np.int64] | NDArray[np.int32]]]
 """Places, and the words that go there."""
 
 
@@ -41,17 +41,26 @@ class Exchange:
         self._turns = Turns(self.turn_2, words_TW, ids_TB)
         self._turn = 0
         self._words: list[NDArray[np.int32]] = list(words_TW.numpy())
+        self._views = [line.data for line in self._words]
         self._ids: list[NDArray[np.int32]] = list(ids_TB.numpy())
         self._words[self.spare][0] = 0
 
-    def give(self, changes: Changes) -> NDArray[np.int32]:
-        """Leave at most `MOST_PAIRS` to the graph that is replayed next; where its ids will be once it is done."""
+    def give(self, cells: Mapping[int, int], pieces: Pieces) -> NDArray[np.int32]:
+        """Leave at most `MOST_PAIRS` to the graph that is replayed next; where its ids will be once it is done.
+
+        Args:
+            cells: Place -> word.
+            pieces: More of them; no place may come twice.
+        """
         turn, self._turn = self._turn, (self._turn + 1) % _TURNS
-        line, end = self._words[turn], 1
-        for places, words in changes:
-            start, end = end, end + 2 * len(places)
+        view, end = self._views[turn], 1
+        for place, word in cells.items():
+            view[end], view[end + 1] = place, word
+            end += 2
+        for places, words in pieces:
+            line, start, end = self._words[turn], end, end + 2 * len(places)
             line[start:end:2], line[start + 1 : end : 2] = places, words
-        line[0] = end // 2
+        view[0] = end // 2
         return self._ids[turn]
 
     def apply(self, target: Tensor, batch: Batch) -> None:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cuda_decodes import Decodes
 from headrace.engine.model.cuda_exchange import MOST_PAIRS, Exchange
 from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, PageEntry, RowOptions
 from headrace.ops.cuda_scatter import Batch, scatter_words
@@ -67,7 +68,7 @@ class DeviceRows:
         self.pool_RC = part("pool").view(rows, context)
         self.pages: _Words = np.full((rows, pages), scratch_page, np.int32)
         """The page table, on the host."""
-        self._pages_flat = self.pages.reshape(-1)
+        self._pages_flat = self.pages.reshape(-1).data
         self.filtered = np.zeros(rows, np.bool_)
         """Whether a row asks for top-k, top-p or min-p."""
         self.slots: _Words = np.full(rows, -1, np.int32)
@@ -76,6 +77,8 @@ class DeviceRows:
         self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
         self._named: NDArray[np.int64] = np.empty(0, np.int64)
         """The rows of the last call of `batch`, which nobody writes to."""
+        self._latest: Decodes | None = None
+        """The last of them, where `_lengths` does not know of it yet."""
         self.exchange = Exchange(capacity.max_rows, device)
         words = 1 + 2 * _MOST_SENT
         self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
@@ -83,21 +86,27 @@ class DeviceRows:
         self._staged = torch.zeros(words, dtype=torch.int32, device=device)
         self._copied = [torch.cuda.Event() for _ in range(_RING)]
         self._sends = 0
-        self._changes: list[tuple[NDArray[np.int64] | _Words, NDArray[np.int64] | _Words]] = []
+        self._pieces: list[tuple[NDArray[np.int64] | _Words, NDArray[np.int64] | _Words]] = []
         """Places and words that are still to be sent."""
+        self._cells: dict[int, int] = {}
+        """The same of single words."""
 
     def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry], options: Sequence[RowOptions] = ()) -> None:
         """Take in a plan's new rows and page entries; `flush` or `hand_over` sends them.
 
         Rows with options get all their tokens, those too that the prefix cache spares computing.
         """
-        if self._changes:  # of a step that failed before it sent them: no place may come twice in one send
+        if (
+            self._pieces or self._cells
+        ):  # of a step that failed before it sent them: no place may come twice in one send
             self.flush()
         known = {each.row: each.tokens for each in options}
         for new in new_rows:
             self._add_row(new._replace(start=0, tokens=known[new.row]) if new.row in known else new)
-        if entries:
-            self._add_entries(entries)
+        table, columns = self._offset["table"], self.pages.shape[1]
+        for row, place, page in entries:
+            at = row * columns + place
+            self._pages_flat[at] = self._cells[table + at] = page
 
     def give(self, given: Sequence[GivenTokens]) -> None:
         """Take in tokens that the host chose; after `add`, and sent with the rest."""
@@ -105,9 +114,14 @@ class DeviceRows:
             first = self._offset["pool"] + row * self._context + start
             self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
 
-    def batch(self, rows: NDArray[np.int64], starts: NDArray[np.int64], bucket: int) -> None:
-        """Make the first `bucket` rows of `batch_R` these, padded, about to compute the tokens at `starts`."""
-        if rows is not self._named:  # as it mostly is
+    def batch(self, decodes: Decodes, bucket: int) -> None:
+        """Make the first `bucket` rows of `batch_R` those of `decodes`, padded, about to compute what these say."""
+        rows = decodes.rows
+        if rows is self._named and decodes.goes_on:  # as it mostly is: the device knows all of it
+            self._latest = decodes
+            return
+        self._settle()
+        if rows is not self._named:
             wanted = np.full(bucket, self.padding_row, np.int32)
             wanted[: len(rows)] = rows
             (changed,) = np.nonzero(self._batch[:bucket] != wanted)
@@ -115,6 +129,7 @@ class DeviceRows:
                 self._put(self._offset["batch"] + changed, wanted[changed])
                 self._batch[:bucket] = wanted
             self._named = rows
+        starts = decodes.starts
         (stale,) = np.nonzero(self._lengths[rows] != starts)
         if len(stale):
             self._put(self._offset["lengths"] + rows[stale], starts[stale])
@@ -122,16 +137,21 @@ class DeviceRows:
 
     def sampled(self, row: int, length: int) -> None:
         """Note that a prefill of `row` ends by sampling, which sets its length on the device."""
+        self._settle()
         self._lengths[row] = length
 
     def unsampled(self, rows: NDArray[np.int64]) -> None:
         """Note that a decode of these rows chooses nothing, which leaves their lengths on the device as they were."""
+        self._settle()
         self._lengths[rows] = -1
 
     def flush(self) -> None:
         """Send the changes since the last time, on the current stream."""
-        if self._changes:
-            columns, self._changes = zip(*self._changes, strict=True), []
+        if self._cells:
+            self._put(np.array(list(self._cells)), np.array(list(self._cells.values())))
+            self._cells = {}
+        if self._pieces:
+            columns, self._pieces = zip(*self._pieces, strict=True), []
             places, words = (np.concatenate(each, dtype=np.int32, casting="same_kind") for each in columns)
             self._send_all(self._arena, places, words)
 
@@ -141,10 +161,10 @@ class DeviceRows:
         Returns:
             Where its ids will be, in the order of the batch, once its step is done.
         """
-        if sum(len(places) for places, _ in self._changes) > MOST_PAIRS:
+        if len(self._cells) + sum(len(places) for places, _ in self._pieces) > MOST_PAIRS:
             self.flush()
-        changes, self._changes = self._changes, []
-        return self.exchange.give(changes)
+        cells, pieces, self._cells, self._pieces = self._cells, self._pieces, {}, []
+        return self.exchange.give(cells, pieces)
 
     def send(self, target: Tensor, places: NDArray[np.int64], words: _Words) -> None:
         """Send words to another tensor, on the current stream.
@@ -174,7 +194,8 @@ class DeviceRows:
         view[0] = len(places)
         view[1:end:2] = places
         view[2:end:2] = words
-        self._staged[:end].copy_(self._ring[slot][:end], non_blocking=True)
+        with torch.inference_mode():
+            self._staged[:end].copy_(self._ring[slot][:end], non_blocking=True)
         self._copied[slot].record()
         scatter_words(target, self._staged, len(places))
 
@@ -199,16 +220,14 @@ class DeviceRows:
         asks = 0 < sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self.filtered[row] = asks and sampling.temperature > 0.0
         self.slots[row] = slot
+        self._settle()
         self._lengths[row] = -1  # whatever the row's last request left there
 
-    def _add_entries(self, entries: Sequence[PageEntry]) -> None:
-        # The last entry of a place holds, and writes of one kernel have no order.
-        columns = self._pages
-        changed = {row * columns + place: page for row, place, page in entries}
-        places = np.fromiter(changed.keys(), np.int64, len(changed))
-        pages = np.fromiter(changed.values(), np.int32, len(changed))
-        self._pages_flat[places] = pages
-        self._put(self._offset["table"] + places, pages)
+    def _settle(self) -> None:
+        """Note the lengths of rows that have only gone on of late."""
+        if self._latest is not None:
+            self._lengths[self._latest.rows] = self._latest.starts + 1
+            self._latest = None
 
     def _put(self, places: NDArray[np.int64] | _Words, words: NDArray[np.int64] | _Words) -> None:
-        self._changes.append((places, words))
+        self._pieces.append((places, words))

@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.engine.model.cuda_adapters import CudaBank
+from headrace.engine.model.cuda_decodes import Decodes, Ordering
 from headrace.engine.model.cuda_reports import Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Variant
 from headrace.engine.model.cuda_steps import (
     CudaStep,
-    Decodes,
-    Ordering,
     Result,
     faults_are_fatal,
     places_of,
@@ -282,13 +281,13 @@ class CudaRunner:
         """Enqueue decodes that come alone; False, and nothing happens, if something must be captured or waited for."""
         decodes = self._ordering.of(plan.rows, plan.starts)
         variant = self._sampler.variant(decodes.rows)
-        keys = self._graphs.keys(decodes.rows, decodes.starts, variant)
+        keys = self._graphs.keys(decodes, variant)
         if variant.masked or not self._graphs.ready(keys):
             return False
         if variant.places:
             self._enqueue(plan, decodes, [], step)
             return True
-        with torch.inference_mode(), self._stream, faults_are_fatal():
+        with self._stream, faults_are_fatal():
             self._rows.add((), plan.entries)
             step.ids, step.places = self._decode(decodes, (), keys), decodes.back
             step.result.done.record(self._stream)
@@ -317,7 +316,7 @@ class CudaRunner:
         if decodes is not None:
             samples = not plan.alone or plan.works[0].samples
             variant = self._sampler.variant(decodes.rows) if samples else None
-            keys = self._graphs.keys(decodes.rows, decodes.starts, variant)
+            keys = self._graphs.keys(decodes, variant)
             step.ids, step.places = self._decode(decodes, copies, keys), decodes.back
             lines = self._sampler.lines(decodes.rows, 0) if samples else []
         else:
@@ -366,8 +365,8 @@ class CudaRunner:
     def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key]) -> NDArray[np.int32]:
         """Enqueue one token of each row; where the ids will be, unless no graph of `keys` chooses any."""
         rows = self._rows
-        logits_or_all, *choice = self._graphs.prepare(keys, decodes.starts)
-        rows.batch(decodes.rows, decodes.starts, keys[0].bucket)
+        logits_or_all, *choice = self._graphs.prepare(keys, decodes)
+        rows.batch(decodes, keys[0].bucket)
         if copies:
             rows.flush()
             CudaOps.copy_pages(self._kv, copies)

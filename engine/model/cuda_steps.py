@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.errors import EngineCrashed
+from headrace.engine.model.cuda_decodes import Decodes, Ordering
 from headrace.engine.model.cuda_reports import Lines, SentLines, with_reports
 from headrace.engine.model.pools import settle
 from headrace.engine.scheduling.plan import CHOSEN_LATER, StepPlan, Work
 from headrace.engine.scheduling.shaping import Choice
 
-__all__ = ["CudaStep", "Decodes", "Ordering", "Result", "faults_are_fatal", "places_of", "split"]
+__all__ = ["CudaStep", "Result", "faults_are_fatal", "places_of", "split"]
 
 
 class Result:
@@ -136,33 +136,6 @@ class CudaStep:
             return self._tokens
 
 
-class Decodes(NamedTuple):
-    """The rows of a decode step as they stand in the batch: attention starts them in order, so the longest come first,
-    and the short ones fill its end."""
-
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    back: NDArray[np.int64]
-    """Where each of the works stands."""
-
-
-class Ordering:
-    """Puts decodes in order; remembers that of the last step, since most steps have the same rows, which all grow."""
-
-    def __init__(self) -> None:
-        """Start with none."""
-        self._rows: list[int] = []
-        self._order = self._ordered = self._back = np.empty(0, np.int64)
-
-    def of(self, rows: list[int], starts: list[int]) -> Decodes:
-        """The decodes of a plan; for the rows of the last call `Decodes.rows` is the same array."""
-        starts_W = np.array(starts, np.int64)
-        if rows != self._rows:
-            self._order = (-starts_W).argsort(kind="stable")
-            self._rows, self._ordered, self._back = rows, np.array(rows, np.int64)[self._order], self._order.argsort()
-        return Decodes(self._ordered, starts_W[self._order], self._back)
-
-
 def split(plan: StepPlan) -> tuple[Decodes | None, list[Work]]:
     """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after.
 
@@ -188,17 +161,26 @@ def places_of(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -
     return places
 
 
-@contextlib.contextmanager
-def faults_are_fatal() -> Iterator[None]:
-    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
+class _FaultsAreFatal:
+    """Turns a fault of the device, after which its context is lost, into `EngineCrashed`."""
+
+    def __enter__(self) -> None:
+        """Nothing can have failed yet."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Let everything else pass."""
+        if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
+            return
         if isinstance(error, torch.AcceleratorError) or _is_lost():  # Triton and FlashInfer raise errors of their own
             raise EngineCrashed(f"the device failed: {error}") from error
-        raise
+
+
+_FAULTS_ARE_FATAL = _FaultsAreFatal()
+
+
+def faults_are_fatal() -> contextlib.AbstractContextManager[None]:
+    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
+    return _FAULTS_ARE_FATAL
 
 
 def _is_lost() -> bool:

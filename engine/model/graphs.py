@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda_adapters import BARE, CudaBank, Worn
+from headrace.engine.model.cuda_decodes import Decodes
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import RowSampler, Variant
 from headrace.engine.model.decoder import Decoder
@@ -131,6 +132,7 @@ class DecodeGraphs:
         self._device = kv.device
         self._pdl = next(iter(ops.values())).pdl
         self._shape = next(iter(ops.values())).shape
+        self._is_fp8 = self._shape.kv_dtype != self._shape.dtype
         self._inputs = self._allocate(max_rows)
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -151,22 +153,22 @@ class DecodeGraphs:
                 for key in _keys(size, self._way(size, context), variant):
                     self._graph(key)
 
-    def keys(self, rows: NDArray[np.int64], starts: NDArray[np.int64], variant: Variant | None) -> list[Key]:
-        """The graphs whose replay is one decode step of `rows`, about to compute the tokens at `starts`.
+    def keys(self, decodes: Decodes, variant: Variant | None) -> list[Key]:
+        """The graphs whose replay is one step of `decodes`, the rows of `DeviceRows.batch_R`.
 
         There is one; for a variant that is masked there are two, with the logits in between. Without a variant nothing
         is chosen.
         """
-        bucket = self._bucket_of[len(starts)]
-        worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[rows])
-        return _keys(bucket, self._way(bucket, int(starts.sum()) // len(starts) + 1), variant, worn)
+        bucket = self._bucket_of[len(decodes.rows)]
+        worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[decodes.rows])
+        return _keys(bucket, self._way(bucket, decodes.mean_context), variant, worn)
 
     def ready(self, keys: Sequence[Key]) -> bool:
         """Whether `prepare` would find them captured: capturing takes a hundred milliseconds."""
         return all(key in self._graphs for key in keys)
 
-    def prepare(self, keys: Sequence[Key], starts: NDArray[np.int64]) -> list[torch.cuda.CUDAGraph]:
-        """The graphs of `keys`, planned for a batch of rows that compute the tokens at `starts`.
+    def prepare(self, keys: Sequence[Key], decodes: Decodes) -> list[torch.cuda.CUDAGraph]:
+        """The graphs of `keys`, planned for `decodes`.
 
         Raises:
             DeviceUnavailable: One had to be captured, and could not be.
@@ -176,9 +178,10 @@ class DecodeGraphs:
         bucket, way, *_ = keys[0]
         if way == "fa2":
             lengths = np.ones(bucket, np.int64)
-            lengths[: len(starts)] += starts
+            lengths[: len(decodes.rows)] += decodes.starts
             last, self._last_planned = self._last_planned, 0  # none, should planning fail
-            self._plans[bucket].plan(lengths, anew=last != bucket)
+            with torch.inference_mode():
+                self._plans[bucket].plan(lengths, anew=last != bucket)
             self._last_planned = bucket
         return graphs
 
@@ -202,8 +205,7 @@ class DecodeGraphs:
     def _way(self, bucket: int, context: int) -> str:
         if self._choice != "auto":
             return self._choice
-        fp8 = self._shape.kv_dtype != self._shape.dtype
-        way = choose(bucket, context, fp8=fp8, even=self._is_even)
+        way = choose(bucket, context, fp8=self._is_fp8, even=self._is_even)
         return "fa2" if way == "fused" and self._shape.head_dim not in FusedDecode.HEAD_DIMS else way
 
     def _graph(self, key: Key) -> torch.cuda.CUDAGraph:
