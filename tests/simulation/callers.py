@@ -118,9 +118,8 @@ class Callers:
         cut = chance.choice([len(start), chance.randrange(len(start) + 1)])
         ids = start[:cut] + [FIRST + chance.randrange(LETTERS) for _ in range(chance.randrange(1, 9))]
         stops: dict[str, Any] = chance.choice([{}, {}, {"stop_token_ids": (100, 101)}, {"stop": ("f", "gh")}])
-        params = SamplingParams(
-            temperature=0, max_tokens=chance.randint(1, settings.longest), n=n, seed=chance.randrange(99), **stops
-        )
+        most, seed, alone = chance.randint(1, settings.longest), chance.randrange(99), sum(ids) % 8 == 0
+        params = SamplingParams(temperature=0, max_tokens=most, n=n, seed=seed, deterministic=alone, **stops)
         told = Told(name, params, ids, self._house.machine.clock)
         told.least_pool = self._house.least_pool
         if chance.random() < 0.5:
