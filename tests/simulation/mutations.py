@@ -126,7 +126,7 @@ def an_evicted_page_is_still_offered(rig: Rig) -> None:
 
 @planted
 def the_budget_is_exceeded_by_one(rig: Rig) -> None:
-    replace(rig.scheduler, "_plan_tokens", lambda old: lambda plan, request, most: old(plan, request, most + 1))
+    replace(rig.scheduler, "_admit", lambda old: lambda plan, most, *rest, **more: old(plan, most + 1, *rest, **more))
 
 
 @planted
