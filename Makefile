@@ -47,14 +47,22 @@ unit: $(TEST_READY) ## the tests alone; TESTS=path picks some
 	$(say) 'pytest'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses=8 --dist loadgroup $(TESTS)
 
-# About an hour of simulated chaos, every planted bug, and some minutes of real load; SEEDS and REQUESTS make it shorter.
-soak: SEEDS ?= 200000
-soak: REQUESTS ?= 20000
-soak: $(TEST_READY) ## the long simulation, the whole mutation gate, and load on the CPU
+# Each is what it says on two cores; SEEDS, SECONDS, MINUTES and REQUESTS make it shorter, or longer.
+soak: SEEDS ?= 20000
+soak: SECONDS ?= 3600
+soak: MINUTES ?= 10
+soak: REQUESTS ?= 5000
+soak: export OMP_NUM_THREADS = 1
+soak: $(TEST_READY) ## every planted bug, many simulated lives, an hour of simulated chaos, ten minutes of real load
 	$(say) 'the mutation gate: which seed finds which planted bug'
-	@HEADRACE_MUTATIONS=all $(BIN)/python -m pytest -q -s tests/simulation/test_mutations.py
-	$(say) 'simulation: $(SEEDS) seeds'
-	@HEADRACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -x tests/simulation
+	@HEADRACE_MUTATIONS=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 -rP tests/simulation/test_mutations.py
+	$(say) 'simulation: $(SEEDS) seeds of schedulers, and as many of engines'
+	@HEADRACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -x -n logical --maxprocesses=8 \
+		tests/simulation/test_simulation.py tests/simulation/test_engine_simulation.py
+	$(say) 'chaos: one engine through $(SECONDS) seconds of virtual time'
+	@HEADRACE_SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest -q -s tests/simulation/test_soak.py
+	$(say) 'load: the real model on the CPU for $(MINUTES) minutes'
+	@HEADRACE_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -q -s tests/engine/test_real_load.py
 	$(say) 'load: $(REQUESTS) requests on the CPU, cancelled at random, in too few pages'
 	@HEADRACE_TEST_DEVICE=cpu HEADRACE_SOAK=$(REQUESTS) $(BIN)/python -m pytest -q -x tests/gpu/test_soak.py
 

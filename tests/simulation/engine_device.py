@@ -252,4 +252,5 @@ class SimulatedEngine(ScriptedEngine):
 
     def _open(self) -> Opened:
         opened = super()._open()
-        return replace(opened, abilities=opened.abilities | {"hooks"}, adapters=self._device)
+        info = replace(opened.info, device="cuda:0")  # which lets the engine decide how far ahead it launches
+        return replace(opened, info=info, abilities=opened.abilities | {"hooks"}, adapters=self._device)

@@ -6,6 +6,7 @@ Each function plants one, and its first line says what happens then. No tests he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from simulation.engine_world import EngineWorld
@@ -39,32 +40,36 @@ def loop_of(world: EngineWorld) -> StepLoop:
 
 @planted
 def a_stream_is_left_open_after_its_step_failed(world: EngineWorld) -> None:
-    def make(deliver: Callable[[Sequence[Emission]], None]) -> Callable[[Sequence[Emission]], None]:
-        return lambda emissions: deliver([each for each in emissions if each.error is None])
+    def deliver(old: Callable[[Emission], None], generation: Generation, emission: Emission) -> None:
+        if emission.error is None:
+            old(emission)
 
-    replace(loop_of(world), "_deliver", make)
+    each_delivery(world, deliver)
 
 
 @planted
 def a_finish_is_delivered_twice(world: EngineWorld) -> None:
-    generations = loop_of(world)._generations
+    def deliver(old: Callable[[Emission], None], generation: Generation, emission: Emission) -> None:
+        old(emission)
+        if emission.finish_reason is not None:
+            choice = generation._choice_of[emission.request.id]
+            generation.mailbox.put(Delivered(choice, emission.token, None, emission.finish_reason))
 
-    def make(deliver: Callable[[Sequence[Emission]], None]) -> Callable[[Sequence[Emission]], None]:
-        def delivers(emissions: Sequence[Emission]) -> None:
-            kept = dict(generations)
-            deliver(emissions)
-            for emission in emissions:
-                if emission.finish_reason is not None and emission.request.id in kept:
-                    generation = kept[emission.request.id]
-                    generation.mailbox.put(generation_item(generation, emission))
-
-        return delivers
-
-    replace(loop_of(world), "_deliver", make)
+    each_delivery(world, deliver)
 
 
-def generation_item(generation: Generation, emission: Emission) -> Any:
-    return Delivered(generation._choice_of[emission.request.id], emission.token, None, emission.finish_reason)
+def each_delivery(world: EngineWorld, change: Callable[..., None]) -> None:
+    """Have `change` deliver in the place of every new generation."""
+
+    def make(submit: Callable[..., None]) -> Callable[..., None]:
+        def submits(generation: Generation, prompt: list[int], requests: Sequence[Request]) -> None:
+            old = generation.deliver
+            generation.deliver = partial(change, old, generation)  # type: ignore[method-assign]
+            submit(generation, prompt, requests)
+
+        return submits
+
+    replace(loop_of(world), "submit", make)
 
 
 @planted
@@ -142,8 +147,8 @@ def _without_waking(step_loop: StepLoop) -> Callable[[Callable[..., None]], Call
 
 @planted
 def a_step_builds_on_one_that_was_never_launched(world: EngineWorld) -> None:
-    step_loop = loop_of(world)
-    step_loop._may_launch = lambda: len(step_loop._launched) < step_loop._launch_ahead  # type: ignore[method-assign]
+    flights = loop_of(world)._launched
+    flights.may_grow = lambda scheduler: len(flights) < 3  # type: ignore[method-assign]
 
 
 @planted

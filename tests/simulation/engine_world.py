@@ -43,6 +43,7 @@ from headrace.engine.errors import (
 )
 from headrace.engine.generation import Generation
 from headrace.engine.loop import StepLoop
+from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.scheduling.policies import POLICIES
 
 __all__ = ["EngineWorld", "live"]
@@ -50,8 +51,17 @@ __all__ = ["EngineWorld", "live"]
 _TRACE = 40
 _PATIENCE = 1e5  # seconds: a hundred hung steps
 _SHORT = 12  # characters of a prompt beyond which a thread tokenises it
+_MOST_AHEAD = 8  # steps, where the engine decides
+_SAMPLES = 60  # of a long life
 _CHANGES = 15  # of adapters, by each operator
+_RARE = Faults(slow=0.005, step=0.005, launch=0.005, memory=0.005, row=0.01, move=0.1)
+"""In a long life, where a step that hangs would leave time for nothing else."""
 _NAMES = ["x", "y", "z"]
+
+
+def _capacity(**sizes: int) -> Capacity:
+    """A small device, whose vocabulary is that of bytes."""
+    return capacity(**sizes, vocab=257)
 
 
 def live(seed: int, tamper: Callable[[EngineWorld], None] | None = None, seconds: float = 0.0) -> EngineWorld:
@@ -102,25 +112,20 @@ class EngineWorld:
         self.seed = seed
         chance = random.Random(f"engine {seed}")
         self._chance = chance
-        rows = chance.choice([1, 2, 4, 8])
-        self.capacity = capacity(
-            pages=chance.choice([8, 12, 20, 60]),
-            size=chance.choice([1, 2, 4, 16]),
-            rows=rows,
-            budget=chance.choice([rows, rows + 3, rows + 64]),
-            context=chance.choice([30, 60, 200]),
-            vocab=257,
-        )
+        self.capacity = self._draw_capacity(chance) if not seconds else _capacity(pages=40, rows=8, budget=24)
         self.machine = Machine(seed)
-        self.faults = self._draw_faults(chance)
+        self.machine.loop.most_turns += int(seconds * 5000)
+        self.faults = self._draw_faults(chance) if not seconds else _RARE
         device = random.Random(f"device {seed}")
         self.runner = SimulatedRunner(self.capacity, self.machine, replace(self.faults), device)
         self.disk = Disk(self.runner.rates, random.Random(f"disk {seed}"))
-        slots = chance.choice([0, 0, 1, 2, 4])
+        if seconds:
+            self.runner.step_seconds = 0.01
+        slots = chance.choice([0, 0, 1, 2, 4]) if not seconds else 2
         policy = chance.choice(["first_come", *POLICIES])
         self.may_give_up = policy == "deadlines"
         self.options: dict[str, Any] = {
-            "launch_ahead": chance.choice([1, 2, 2, 3, 4]),
+            "launch_ahead": chance.choice([1, 2, None, 3, 4]),
             "max_unread_tokens": chance.choice([1, 2, 8, 512]),
             "prefix_cache": chance.random() < 0.8,
             "swap_memory": chance.choice([0, 0, 3, 100]) * self.capacity.page_size,
@@ -134,7 +139,7 @@ class EngineWorld:
             "seed": seed,
         }
         self.engine = SimulatedEngine(self.machine, self.runner, self.disk, slots, **self.options)
-        elastic = random.Random(f"elastic {seed}").random() < 0.3
+        elastic = seconds > 0 or random.Random(f"elastic {seed}").random() < 0.3
         self.least_pages = self.capacity.num_pages
         self.least_pool = (lambda: self.least_pages * self.capacity.page_size) if elastic else None
         self.pages = self.capacity.num_pages
@@ -143,14 +148,19 @@ class EngineWorld:
             self.capacity = replace(self.capacity, num_pages=2 * self.pages)
         self.callers = Callers(self, self._draw_settings(chance, slots))
         self.seconds = seconds or chance.choice([0.1, 1.0, 5.0])
-        self.count_of_callers = chance.randint(4, 16) if not seconds else int(seconds * 5)
+        self.count_of_callers = chance.randint(4, 16) if not seconds else int(seconds * 6)
         self.closing = False
+        self.sampled: list[tuple[float, int]] | None = [] if seconds else None
+        """Of a long life: (seconds, Python objects that it holds), again and again."""
         self.reached: Counter[str] = Counter()
-        self._closes = chance.choice(["at the end"] * 5 + ["at once", "drains", "drains in vain"])
+        closes = chance.choice(["at the end"] * 5 + ["at once", "drains", "drains in vain"])
+        self._closes = closes if not seconds else "at the end"
         last = self.count_of_callers - 1
         self._drains_at = chance.choice([1, last]) if self._closes.startswith("drains") else -1
         self._drained = anyio.Event()
-        self._jumps = chance.random() < 0.2
+        self._jumps = chance.random() < 0.2 and not seconds
+        self._changes = range(_CHANGES if not seconds else int(seconds))
+        self._pace = min(self.seconds, 5.0)
         self._slots = slots
         self._pending: set[int] = set()
         """Callers that have not gone."""
@@ -160,6 +170,17 @@ class EngineWorld:
         """What stood under each name, change by change."""
         self._events: deque[tuple[float, Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
         self._nested = False
+
+    @staticmethod
+    def _draw_capacity(chance: random.Random) -> Capacity:
+        rows = chance.choice([1, 2, 4, 8])
+        return _capacity(
+            pages=chance.choice([8, 12, 20, 60]),
+            size=chance.choice([1, 2, 4, 16]),
+            rows=rows,
+            budget=chance.choice([rows, rows + 3, rows + 64]),
+            context=chance.choice([30, 60, 200]),
+        )
 
     @staticmethod
     def _draw_faults(chance: random.Random) -> Faults:
@@ -216,13 +237,8 @@ class EngineWorld:
         """Callers come one after another; then all of them are waited for, or the engine is closed under them."""
         chance = random.Random(f"host {self.seed}")
         async with anyio.create_task_group() as helpers:
-            for number in range(2 if self._slots else 0):
-                helpers.start_soon(self._guarded, self._operate(random.Random(f"operator {self.seed} {number}")))
-            helpers.start_soon(self._guarded, self._observe(random.Random(f"observer {self.seed}")))
-            if self.least_pool is not None:
-                helpers.start_soon(self._guarded, self._stretch(random.Random(f"memory {self.seed}")))
-            if self._jumps:
-                helpers.start_soon(self._guarded, self._jump(random.Random(f"clock {self.seed}")))
+            for task in self._helpers():
+                helpers.start_soon(self._guarded, task)
             apart = 4 * self.seconds / self.count_of_callers
             for number in range(self.count_of_callers):
                 await anyio.sleep(chance.choice([0.0, apart]) * chance.random())
@@ -230,20 +246,37 @@ class EngineWorld:
                     helpers.start_soon(self._guarded, self._drain())
                 self._pending.add(number)
                 everybody.start_soon(self._guarded, self._call(number))
-            if self._loop().crashed is not None:
-                pass
-            elif self._closes == "at the end":
-                with anyio.move_on_after(_PATIENCE):
-                    while self._pending:
-                        self._gone = anyio.Event()
-                        await self._gone.wait()
-                self.machine.require(not self._pending, f"callers {sorted(self._pending)} wait for ever")
-                self.runner.rates = Faults()
-                if self._loop().crashed is None:
-                    await self._idle()
-            elif self._closes != "at once":
+            if self.sampled is not None:
+                await anyio.sleep(max(0.0, self.seconds - self.machine.loop.now))
+            if self._closes == "at the end":
+                await self._wait_for_all()
+            elif self._closes != "at once" and self._loop().crashed is None:
                 await self._drained.wait()
             helpers.cancel_scope.cancel()
+
+    def _helpers(self) -> list[Any]:
+        """Who else is there, as coroutines."""
+        found: list[Any] = [self._observe(random.Random(f"observer {self.seed}"))]
+        operators = range(2 if self._slots else 0)
+        found += [self._operate(random.Random(f"operator {self.seed} {number}")) for number in operators]
+        if self.sampled is not None:
+            found.append(self._sample(self.sampled))
+        if self.least_pool is not None:
+            found.append(self._stretch(random.Random(f"memory {self.seed}")))
+        if self._jumps:
+            found.append(self._jump(random.Random(f"clock {self.seed}")))
+        return found
+
+    async def _wait_for_all(self) -> None:
+        """Wait until all callers have gone and all has come back."""
+        with anyio.move_on_after(_PATIENCE):
+            while self._pending and self._loop().crashed is None:
+                self._gone = anyio.Event()
+                await self._gone.wait()
+        if self._loop().crashed is None:
+            self.machine.require(not self._pending, f"callers {sorted(self._pending)} wait for ever")
+            self.runner.rates = Faults()
+            await self._idle()
 
     async def _drain(self) -> None:
         """Close the engine while callers are at it."""
@@ -301,7 +334,7 @@ class EngineWorld:
 
     async def _operate(self, chance: random.Random) -> None:
         """Load, replace, pin and unload adapters, and change their files; first of all load them."""
-        for turn in range(_CHANGES):
+        for turn in self._changes:
             name = chance.choice(_NAMES) if turn >= len(_NAMES) else _NAMES[turn]
             what = chance.choice(["load", "load", "load", "unload", "pin", "unpin", "list", "files"])
             what = "load" if turn < len(_NAMES) else what
@@ -311,7 +344,7 @@ class EngineWorld:
                     await self._do(what, name, chance)
             self._remember()
             if turn >= len(_NAMES):
-                await anyio.sleep(self.seconds * chance.choice([0.1, 0.5]) * chance.random())
+                await anyio.sleep(self._pace * chance.choice([0.1, 0.5]) * chance.random())
 
     async def _do(self, what: str, name: str, chance: random.Random) -> None:
         adapters = self.engine.adapters
@@ -330,8 +363,8 @@ class EngineWorld:
     async def _stretch(self, chance: random.Random) -> None:
         """Give back memory, and take it again."""
         with suppress(EngineStopped, EngineCrashed):
-            for _ in range(_CHANGES):
-                await anyio.sleep(self.seconds * chance.choice([0.1, 0.5]) * chance.random())
+            for _ in self._changes:
+                await anyio.sleep(self._pace * chance.choice([0.1, 0.5]) * chance.random())
                 if chance.random() < 0.6:
                     pages = chance.randint(1, 2 * self.pages)
                     await self._resize(pages)
@@ -384,6 +417,13 @@ class EngineWorld:
                 told.cancelled = True
                 generation.cancel()
                 assert generation.finished, f"{told.name} waits for a device that hangs"
+
+    async def _sample(self, sampled: list[tuple[float, int]]) -> None:
+        """Collect garbage, and count what is left."""
+        while True:
+            await anyio.sleep(self.seconds / _SAMPLES)
+            gc.collect()
+            sampled.append((self.machine.loop.now, len(gc.get_objects())))
 
     async def _jump(self, chance: random.Random) -> None:
         """The machine sleeps, and its clocks do not agree about it."""
@@ -541,7 +581,7 @@ class EngineWorld:
             self.reached[fault] += 1
             self.note(lambda fault: f"{'device':10} {fault}", fault)
         self.runner.happened.clear()
-        ahead = self.options["launch_ahead"] + 2
+        ahead = (self.options["launch_ahead"] or _MOST_AHEAD) + 2
         for told, generation in self._met:
             assert generation._unfinished >= 0, f"{told.name} has ended more than once"
             most = self.options["max_unread_tokens"] + ahead * told.params.n
@@ -577,6 +617,11 @@ class EngineWorld:
         """Sizes and options, on one line."""
         options = ", ".join(f"{name}={value}" for name, value in self.options.items() if value not in (None, 0))
         return f"{self.capacity}, {self._closes}, {self.faults}, {options}"
+
+    @property
+    def requests(self) -> int:
+        """How many the scheduler was given."""
+        return self._loop().scheduler._roster._arrivals
 
     def trace(self) -> str:
         """The last events, oldest first, one a line."""
