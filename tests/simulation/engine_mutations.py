@@ -51,7 +51,7 @@ def a_stream_is_left_open_after_its_step_failed(world: EngineWorld) -> None:
 def a_finish_is_delivered_twice(world: EngineWorld) -> None:
     def deliver(old: Callable[[Emission], None], generation: Generation, emission: Emission) -> None:
         old(emission)
-        if emission.finish_reason is not None:
+        if emission.finish_reason is not None and type(generation) is Generation:
             choice = generation._choice_of[emission.request.id]
             generation.mailbox.put(Delivered(choice, emission.token, None, emission.finish_reason))
 
