@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 from simulation.engine_world import EngineWorld
@@ -163,6 +164,11 @@ def the_device_is_closed_under_a_step_in_flight(world: EngineWorld) -> None:
             await StepLoop._complete(step_loop, oldest)
 
     step_loop._complete = complete  # type: ignore[method-assign]
+
+
+@planted
+def a_step_that_hangs_is_never_given_up(world: EngineWorld) -> None:
+    loop_of(world)._hang_after = inf
 
 
 @planted

@@ -51,6 +51,7 @@ __all__ = ["EngineWorld", "live"]
 _TRACE = 40
 _PATIENCE = 1e5  # seconds: a hundred hung steps
 _SHORT = 12  # characters of a prompt beyond which a thread tokenises it
+_HANG = 300.0  # seconds after which a step is given up, where it is
 _MOST_AHEAD = 8  # steps, where the engine decides
 _SAMPLES = 60  # of a long life
 _CHANGES = 15  # of adapters, by each operator
@@ -135,9 +136,10 @@ class EngineWorld:
             "adapter_host_memory": chance.choice([64, 200, 10_000]),
             "max_step_adapters": chance.choice([None, 1]),
             "hook_seconds": 60.0,
-            "hang_seconds": None,
+            "hang_seconds": random.Random(f"hang {seed}").choice([None, None, _HANG]),
             "seed": seed,
         }
+        self.runner.may_be_given_up = self.options["hang_seconds"] is not None
         self.engine = SimulatedEngine(self.machine, self.runner, self.disk, slots, **self.options)
         elastic = seconds > 0 or random.Random(f"elastic {seed}").random() < 0.3
         self.least_pages = self.capacity.num_pages
@@ -276,7 +278,8 @@ class EngineWorld:
         if self._loop().crashed is None:
             self.machine.require(not self._pending, f"callers {sorted(self._pending)} wait for ever")
             self.runner.rates = Faults()
-            await self._idle()
+            with suppress(EngineCrashed):  # at last: a step had hung
+                await self._idle()
 
     async def _drain(self) -> None:
         """Close the engine while callers are at it."""
@@ -316,7 +319,7 @@ class EngineWorld:
         loop = self._loop()
         for turn in range(40):
             await self._settle()
-            if not (loop.scheduler.requests or self.runner.launched_steps):
+            if loop.crashed is not None or not (loop.scheduler.requests or self.runner.launched_steps):
                 break
             await anyio.sleep(min(0.01 * 2**turn, 600.0))
         assert not loop._generations, "streams are kept that nobody has"
@@ -404,6 +407,8 @@ class EngineWorld:
                 stats, age = self.engine.stats(), self.engine.step_age
                 assert stats.running <= self.capacity.max_rows + stats.steps_in_flight
                 assert age >= 0.0 and (not age or stats.steps_in_flight)
+                given_up = self.options["hang_seconds"] is not None and not self._jumps
+                assert not given_up or age < _HANG + 1.0, "a step that hangs is not given up"
                 if age > 60.0 and not self._jumps and self._loop()._generations and chance.random() < 0.5:
                     assert "a step hangs" in self.reached, "a hang that nobody made"
                     self._abort()
@@ -459,7 +464,8 @@ class EngineWorld:
         """As `House`."""
         rates = self.faults
         if isinstance(error, EngineCrashed):
-            return "scripted" in str(error)
+            given_up = "the device hangs" in str(error) and self.options["hang_seconds"] is not None
+            return "scripted" in str(error) or given_up
         if isinstance(error, PromptTooLong):
             return bool(error.value > error.limit)  # type: ignore[operator]
         expected: dict[type[HeadraceError], object] = {
@@ -604,11 +610,14 @@ class EngineWorld:
         """After the engine was closed: nobody waits, no thread is left, nothing is held."""
         assert not asyncio.all_tasks(self.machine.loop), "tasks were left behind"
         assert not self.machine.loop.complaints, self.machine.loop.complaints[0]
-        self.machine.check_still()
-        assert self.runner.closed, "the device was not closed"
+        crashed = self._loop().crashed
+        assert crashed is None or self.expects(crashed), f"nothing accounts for the crash: {crashed!r}"
+        if not self._loop().hung:
+            self.machine.check_still()
+            assert self.runner.closed, "the device was not closed"
         for told, generation in self._met:
             assert self._is_over(told, generation), f"{told.name} has no end"
-        if self._loop().crashed is None:
+        if crashed is None:
             self.watch.check_empty(())
 
     # -- what is told of it -------------------------------------------------------------------------------------------

@@ -154,9 +154,9 @@ class _VirtualWorker(Worker):
         self._take_up()
 
     def close(self, *, join: bool = True) -> None:
-        """What is left runs now: whoever joins a thread waits for it."""
+        """What is left runs now: whoever joins a thread waits for it. Who does not may never see it end."""
         self.closed = True
-        while self._running is not None:
+        while join and self._running is not None:
             timer, finish = self._running
             timer.cancel()
             finish()
