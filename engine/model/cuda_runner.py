@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.engine.model.cuda_adapters import CudaBank
 from headrace.engine.model.cuda_decodes import Decodes, Ordering
+from headrace.engine.model.cuda_moves import PageMoves
 from headrace.engine.model.cuda_reports import Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Variant
@@ -32,7 +33,6 @@ from headrace.engine.model.cuda_steps import (
 )
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs, Key
-from headrace.engine.model.host_pool import HostPool
 from headrace.engine.model.memory import borrow_stream, return_device_memory, return_stream
 from headrace.engine.model.prefills import Prefills
 from headrace.engine.model.spec import DecoderSpec
@@ -137,9 +137,7 @@ class CudaRunner:
                 max_rows=capacity.max_rows, attention=attention, bank=bank,
             )  # fmt: skip
             self._prefills = Prefills(decoder, ops, self._rows, self._sampler, self._kv, capacity, bank)
-        self._side = borrow_stream(device)
-        """Carries pages to the host and back."""
-        self._host: HostPool | None = None
+        self._moves = PageMoves(self._kv, self._stream, device)
         self._submitted = 0
         """Steps given to the launcher; only `launch` counts them."""
         self._enqueued = 0
@@ -217,7 +215,7 @@ class CudaRunner:
             EngineCrashed: The device failed.
         """
         with torch.inference_mode(), self._stream, faults_are_fatal():
-            self._stream.synchronize()
+            self._settle()
             self._memory.resize(num_pages)
 
     def open_host_pool(self, places: int) -> float:
@@ -227,19 +225,18 @@ class CudaRunner:
             Exception: The host has not so much memory that can be pinned.
         """
         with torch.inference_mode(), self._stream, faults_are_fatal():
-            self._host = HostPool(self._kv, places, pinned=True)
-            return self._host.measure(self._kv, self._capacity.num_pages, self._stream.synchronize)
+            return self._moves.open(places, self._capacity.num_pages, self._stream.synchronize)
 
     def close(self) -> None:
         """Wait for the device and return its memory; after a fault of the device, what can be returned."""
         self._plans.put(None)
         self._launcher.join()
         try:
-            self._stream.synchronize()
+            self._settle()
             self._graphs.close()
             self._memory.close()
             return_stream(self._stream)
-            return_stream(self._side)
+            self._moves.close()
             if self._bank is not None:
                 self._bank.close()
         except torch.AcceleratorError:
@@ -255,12 +252,17 @@ class CudaRunner:
             "_graphs",
             "_prefills",
             "_bank",
-            "_host",
+            "_moves",
         ):
             delattr(self, name)
         return_device_memory()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Wait until the device is still."""
+        self._stream.synchronize()
+        self._moves.settle()
 
     def _run_launcher(self) -> None:
         """The launcher's thread."""
@@ -288,6 +290,7 @@ class CudaRunner:
             self._enqueue(plan, decodes, [], step)
             return True
         with self._stream, faults_are_fatal():
+            self._moves.before(plan.entries)
             self._rows.add((), plan.entries)
             step.ids, step.places = self._decode(decodes, (), keys), decodes.back
             step.result.done.record(self._stream)
@@ -336,31 +339,16 @@ class CudaRunner:
         plan = self._sampler.hosts.take(plan)
         copies = plan.copies
         if plan.spills or plan.fetches:
-            self._swap(plan)
+            self._moves.enqueue(plan)
             copies = []
+        else:
+            self._moves.before(plan.entries)
         self._rows.add(plan.new_rows, plan.entries, plan.options)
         self._rows.give(plan.given)
         self._sampler.take(plan)
         self._sampler.grammars.give(plan.given)
         self._prefills.pools.update(plan)
         return copies
-
-    def _swap(self, plan: StepPlan) -> None:
-        """Enqueue the moves between device and host, and between them the copies of `plan`."""
-        with self._beside() as host:
-            host.spill(self._kv, plan.spills)
-        CudaOps.copy_pages(self._kv, plan.copies)
-        with self._beside() as host:
-            host.fetch(self._kv, plan.fetches)
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[HostPool]:
-        """On the side stream, behind all that was enqueued and ahead of all that will be."""
-        assert self._host is not None
-        self._side.wait_stream(self._stream)
-        with torch.cuda.stream(self._side):
-            yield self._host
-        self._stream.wait_stream(self._side)
 
     def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key]) -> NDArray[np.int32]:
         """Enqueue one token of each row; where the ids will be, unless no graph of `keys` chooses any."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from headrace.engine.model.memory import free_host_bytes
 __all__ = ["HostPool"]
 
 _CHUNK_BYTES = 64 << 20  # pinned memory is rounded up to a power of two, so that larger pieces could waste half
-_TRIAL_PAGES = 8
+_RUN_BYTES = 16 << 20  # that are copied at once, through as much memory of the device
+_TRIAL_PAGES = 32
 _TRIALS = 4
 
 
@@ -36,6 +37,7 @@ class HostPool:
             raise MemoryError(f"{needed} bytes for pages, of which {free} are free")
         shape = (kv.shape[0], *kv.shape[2:])
         self._per_chunk = max(1, _CHUNK_BYTES // kv[:, 0].nbytes)
+        self._per_run = max(1, _RUN_BYTES // kv[:, 0].nbytes) if pinned else 1
         self._chunks = [
             torch.empty((min(self._per_chunk, places - start), *shape), dtype=kv.dtype, pin_memory=pinned)
             for start in range(0, places, self._per_chunk)
@@ -44,13 +46,22 @@ class HostPool:
 
     def spill(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue copies of whole pages (page, place) of the cache `kv` to here."""
-        for page, place in pairs:
-            self._at(place).copy_(kv[:, page], non_blocking=True)
+        for place, pages in self._runs((place, page) for page, place in pairs):
+            here = self._at(place, len(pages))
+            if len(pages) == 1:
+                here[0].copy_(kv[:, pages[0]], non_blocking=True)
+            else:
+                here.copy_(_words(kv).index_select(0, _indices(pages, kv)).view(kv.dtype), non_blocking=True)
 
     def fetch(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue copies of (place, page) from here to the cache `kv`."""
-        for place, page in pairs:
-            kv[:, page].copy_(self._at(place), non_blocking=True)
+        for place, pages in self._runs(pairs):
+            here = self._at(place, len(pages))
+            if len(pages) == 1:
+                kv[:, pages[0]].copy_(here[0], non_blocking=True)
+            else:
+                there = torch.empty_like(here, device=kv.device, pin_memory=False).copy_(here, non_blocking=True)
+                _words(kv).index_copy_(0, _indices(pages, kv), there.view(torch.uint8))
 
     def measure(self, kv: Tensor, pages: int, wait: Callable[[], None]) -> float:
         """Seconds that a page takes one way, by moving some of the first `pages`; others may have no memory.
@@ -67,5 +78,28 @@ class HostPool:
             rounds.append((time.perf_counter() - started) / len(pairs))
         return min(rounds)
 
-    def _at(self, place: int) -> Tensor:
-        return self._chunks[place // self._per_chunk][place % self._per_chunk]
+    def _runs(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
+        """(first place, page of each place from there on) of pieces of (place, page) that one copy can move."""
+        first, pages = 0, list[int]()
+        for place, page in sorted(pairs):
+            follows = place == first + len(pages) and place % self._per_chunk and len(pages) < self._per_run
+            if pages and not follows:
+                yield first, pages
+            if not pages or not follows:
+                first, pages = place, []
+            pages.append(page)
+        if pages:
+            yield first, pages
+
+    def _at(self, place: int, count: int) -> Tensor:
+        start = place % self._per_chunk
+        return self._chunks[place // self._per_chunk][start : start + count]
+
+
+def _words(kv: Tensor) -> Tensor:
+    """`[pages, layers, ...]` uint8: an 8-bit cache has no copies by index of its own."""
+    return kv.view(torch.uint8).transpose(0, 1)
+
+
+def _indices(pages: Sequence[int], kv: Tensor) -> Tensor:
+    return torch.tensor(pages, dtype=torch.int64).to(kv.device, non_blocking=True)

@@ -41,7 +41,7 @@ from headrace.engine import (
     SamplingParams,
 )
 from headrace.engine.grammars import CompiledGrammar
-from headrace.engine.scheduling.plan import Capacity, PageEntry
+from headrace.engine.scheduling.plan import Capacity, PageEntry, StepPlan
 from headrace.engine.scheduling.request import Sampling
 
 LENGTHS = (1, 2, 16, 17, 37, 65, 127, 128)
@@ -293,6 +293,39 @@ def test_pages_come_and_go_under_graphs_that_stay(zoo: Zoo, gpu: Gpu, attention:
     runner.resize(200)
     assert abs(gpu.addresses.backed - before - kv_bytes(zoo.folder("qwen3"), 160)) <= kv_bytes(zoo.folder("qwen3"), 20)
     runner.close()
+
+
+def test_a_step_waits_for_no_page_on_its_way_out_but_those_it_writes(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, waits = torch.device("cuda", 0), []
+    stream = torch.cuda.Stream(device)
+    kv = torch.arange(2 * 40 * 8, dtype=torch.float32).view(2, 40, 8)
+    was = kv.clone()
+    moves = importlib.import_module("headrace.engine.model.cuda_moves").PageMoves(kv, stream, device)
+    moves.open(20, 40, lambda: None)
+    monkeypatch.setattr(stream, "wait_stream", lambda other: waits.append("all"), raising=False)
+    monkeypatch.setattr(stream, "wait_event", lambda event: waits.append("those that leave"), raising=False)
+
+    def plan(**fields: Any) -> list[str]:
+        waits.clear()
+        moves.enqueue(StepPlan(0, **fields))
+        return list(waits)
+
+    out = [(page, 19 - page) for page in range(5, 15)]
+    assert plan(spills=out, entries=[PageEntry(0, 0, 30)]) == []
+    moves.before([PageEntry(0, 1, 4), PageEntry(0, 2, 15)])
+    assert waits == []
+    moves.before([PageEntry(0, 3, 9)])
+    assert waits == ["those that leave"]
+    moves.before([PageEntry(0, 3, 10)])
+    assert waits == ["those that leave"], "all of them have left by then"
+    assert plan(spills=[(20, 0), (21, 1)], entries=[PageEntry(0, 4, 21)]) == ["all"]
+    gpu.wait(gpu.mark())  # whose host reads pinned memory as soon as a copy from it is enqueued
+    assert plan(copies=[(30, 20)], fetches=[(0, 3)]) == ["those that leave", "all"]
+    kv[:, 5:15] = 0
+    assert plan(fetches=[(place, page) for page, place in out]) == ["all"]
+    gpu.wait(gpu.mark())
+    assert torch.equal(kv[:, 5:15], was[:, 5:15]) and torch.equal(kv[:, 3], was[:, 20])
+    assert torch.equal(kv[:, 20], was[:, 30])
 
 
 # -- what only some rows ask ----------------------------------------------------------------------------------------
