@@ -159,7 +159,7 @@ class Pinned(Tensor):
                 if not torch.equal(origin, kept):
                     gpu.fault("pinned memory was written before the device had read it")
         else:
-            there.fill_(NONSENSE)
+            there.fill_(NONSENSE if there.dtype.is_signed else 0xA5)
 
             def arrive() -> None:
                 there.copy_(kept)
@@ -315,7 +315,7 @@ MAP_NORESERVE = 0x4000
 
 
 class Addresses:
-    """What `ops.cuda_pages` asks of CUDA's driver. Memory that is new, or not there any more, reads as NaN."""
+    """What `ops.cuda_memory` asks of CUDA's driver. Memory that is new, or not there any more, reads as NaN."""
 
     GRAIN = 1 << 14
 
@@ -653,7 +653,7 @@ def emulated() -> Iterator[Gpu]:
             patch.setitem(sys.modules, name, module)
         replace_torch(patch, gpu)
         open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
-        patch.setattr(importlib.import_module("headrace.ops.cuda_pages"), "_driver", lambda: gpu.addresses)
+        patch.setattr(importlib.import_module("headrace.ops.cuda_memory"), "_driver", lambda: gpu.addresses)
 
         class Staging(weights._Staging):
             def __init__(self, device: torch.device) -> None:

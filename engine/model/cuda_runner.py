@@ -12,7 +12,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from headrace.engine.model.cuda_moves import PageMoves
 from headrace.engine.model.cuda_reports import Lines
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import PLAIN, VARIANTS, RowSampler, Variant
+from headrace.engine.model.cuda_sleep import Weights
 from headrace.engine.model.cuda_steps import (
     CudaStep,
     Result,
@@ -43,9 +44,6 @@ from headrace.ops.cuda import CudaOps
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_linear import LinearScratch
 from headrace.ops.paged import KvScales
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["CudaRunner", "cuda_ops"]
 
@@ -108,6 +106,7 @@ class CudaRunner:
         attention: str,
         device: torch.device,
         bank: CudaBank | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """Allocate rows and the paged cache; `warm_up` captures.
 
@@ -118,8 +117,9 @@ class CudaRunner:
             attention: How to decode: "auto", "fused", "even", "fa2" or "xqa".
             device: The GPU.
             bank: What rows may wear, closed with this; None where they wear nothing.
+            weights: Where the model's parameters are, closed with this; None where they are somebody else's.
         """
-        self._capacity, self._bank = capacity, bank
+        self._capacity, self._bank, self._weights = capacity, bank, weights
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
         with torch.inference_mode(), self._stream:
@@ -218,6 +218,21 @@ class CudaRunner:
             self._settle()
             self._memory.resize(num_pages)
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the memory of pages and weights; blocks until the device is still. Graphs stay as they are."""
+        assert self._weights is not None
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._settle()
+            self._weights.sleep(self._memory, keep=keep_weights)
+        return_device_memory()
+
+    def wake(self, num_pages: int) -> None:
+        """Have the weights at their old places, and so many pages; blocks."""
+        assert self._weights is not None
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._weights.wake(self._memory, num_pages)
+        return_device_memory()
+
     def open_host_pool(self, places: int) -> float:
         """Have room for so many pages in pinned memory; seconds that moving one takes. Nothing is in flight.
 
@@ -239,21 +254,12 @@ class CudaRunner:
             self._moves.close()
             if self._bank is not None:
                 self._bank.close()
+            if self._weights is not None:
+                self._weights.close()
         except torch.AcceleratorError:
             # On a device that failed, freeing pinned memory ends the process: it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
-        for name in (
-            "_kv",
-            "_memory",
-            "_rows",
-            "_sampler",
-            "_ids",
-            "_results",
-            "_graphs",
-            "_prefills",
-            "_bank",
-            "_moves",
-        ):
+        for name in "_kv _memory _rows _sampler _ids _results _graphs _prefills _bank _weights _moves".split():
             delattr(self, name)
         return_device_memory()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
+from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.memory import return_device_memory
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import Source, load_weights
@@ -20,9 +22,11 @@ from headrace.engine.scheduling.plan import Capacity
 try:
     from headrace.engine.model.cuda_adapters import CudaBank
     from headrace.engine.model.cuda_runner import CudaRunner, cuda_ops
+    from headrace.engine.model.cuda_sleep import Weights
     from headrace.ops.cuda import CudaOps
     from headrace.ops.cuda_cache import keep_compiled, use_cache
     from headrace.ops.cuda_even import EvenDecode
+    from headrace.ops.cuda_weights import WeightMemory
 except ImportError as error:
     raise DeviceUnavailable(f"device: CUDA needs headrace's `cuda` extra: {error}") from error
 
@@ -63,7 +67,10 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
 def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device) -> Device:
     dtype = torch.bfloat16
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
-    weights = load_weights(source, spec, dtype=dtype, device=device, seed=config.seed)
+    memory = WeightMemory(device)
+    dropped = source.path if isinstance(source, GgufFile) else source  # an open file is closed by then
+    load = partial(load_weights, spec=spec, dtype=dtype, device=device, seed=config.seed, empty=memory.empty)
+    weights = load(source)
     ops = cuda_ops(
         spec,
         page_size=config.page_size,
@@ -79,7 +86,10 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
-    runner = CudaRunner(decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank)
+    runner = CudaRunner(
+        decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
+        weights=Weights(memory, partial(load, dropped)),
+    )  # fmt: skip
     try:
         runner.warm_up()
     except BaseException:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
@@ -34,11 +35,13 @@ from headrace.engine.model.weight_plan import (
 from headrace.ops.linear import GROUP, GroupQuantised
 from headrace.ops.paged import KvScales
 
-__all__ = ["DecoderWeights", "LayerWeights", "Progress", "Source", "Weight", "load_weights"]
+__all__ = ["DecoderWeights", "Empty", "LayerWeights", "Progress", "Source", "Weight", "load_weights"]
 
 Weight = Tensor | GroupQuantised
 Source: TypeAlias = str | os.PathLike[str] | GgufFile | Literal["random"]
 """A Hugging Face folder with safetensors, a GGUF file (its path, or open: then it stays open), or `"random"`."""
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes an uninitialised tensor on the device."""
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
@@ -148,11 +151,13 @@ class _FromFile:
         self,
         source: SafetensorsFolder | GgufFile,
         spec: DecoderSpec,
+        empty: Empty,
         dtype: torch.dtype,
         device: torch.device,
         keep_packed: bool,
         progress: Progress | None,
     ) -> None:
+        self.empty = empty
         self.source = source
         self.names = GGUF_NAMES if isinstance(source, GgufFile) else HF_NAMES
         if not isinstance(source, GgufFile) and not any(name.startswith("model.") for name in source.shapes):
@@ -172,7 +177,7 @@ class _FromFile:
         self.total_bytes = sum(source.nbytes(name) for name in wanted)
 
     def dense(self, fused: Fused) -> Tensor:
-        out = torch.empty(fused.shape, dtype=self.dtype, device=self.device)
+        out = self.empty(fused.shape, self.dtype)
         first = 0
         for part in fused.parts:
             self._fill(out[first : first + part.rows], part)
@@ -320,13 +325,13 @@ def _place(target: Tensor, rows: Tensor, first: int, order: Tensor | None) -> No
 class _Random:
     """Makes random parameters that depend on the seed alone."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(self, empty: Empty, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.empty = empty
         self.dtype = dtype
-        self.device = device
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
     def dense(self, fused: Fused) -> Tensor:
-        out = torch.empty(fused.shape, dtype=self.dtype, device=self.device)
+        out = self.empty(fused.shape, self.dtype)
         return out.fill_(1.0) if fused.is_norm else out.normal_(0.0, _INIT_STD, generator=self.generator)
 
     def linear(self, fused: Fused) -> Weight:
@@ -342,6 +347,7 @@ def load_weights(
     keep_packed: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
+    empty: Empty | None = None,
 ) -> DecoderWeights:
     """Return a model's parameters in `dtype` on `device`.
 
@@ -353,30 +359,37 @@ def load_weights(
         keep_packed: Whether products whose parts are all Q4_0 or Q4_1 stay in their 4 bits.
         seed: What `"random"` draws from.
         progress: Called after each tensor with the bytes done and the bytes in all.
+        empty: Makes the tensors that are not kept packed, always in the same order; None is torch's.
 
     Raises:
         ModelRejected: A tensor is missing, left over, of another shape or not finite, or a file is damaged.
     """
     device = torch.device(device)
+    empty = empty or partial(_empty, device)
     if source == "random":
-        return _assemble(spec, _Random(dtype, device, seed))
+        return _assemble(spec, _Random(empty, dtype, device, seed))
     if isinstance(source, GgufFile):
-        return _load(source, spec, dtype, device, keep_packed, progress)
+        return _load(source, spec, empty, dtype, device, keep_packed, progress)
     path = Path(source)
     opened = GgufFile(path) if path.suffix == ".gguf" else SafetensorsFolder(path)
     with opened as files:
-        return _load(files, spec, dtype, device, keep_packed, progress)
+        return _load(files, spec, empty, dtype, device, keep_packed, progress)
+
+
+def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _load(
     source: SafetensorsFolder | GgufFile,
     spec: DecoderSpec,
+    empty: Empty,
     dtype: torch.dtype,
     device: torch.device,
     keep_packed: bool,
     progress: Progress | None,
 ) -> DecoderWeights:
-    maker = _FromFile(source, spec, dtype, device, keep_packed, progress)
+    maker = _FromFile(source, spec, empty, dtype, device, keep_packed, progress)
     if spec.tied_head:
         maker.check_tied(maker.names.of(top_plan(spec)["embedding_VE"].parts[0]))
     weights = _assemble(spec, maker)

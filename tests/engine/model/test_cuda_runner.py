@@ -25,6 +25,7 @@ from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
 from gpu.options import KINDS, Answer, answers, check_same
 from gpu.shaping import SideBySide
+from gpu.test_elastic import check_resizing_under_load, check_sleeping_under_load
 from gpu.test_families import scaled_outputs
 from gpu.test_options import mixed
 from gpu.test_resize import check_resizing, opened_on
@@ -326,6 +327,42 @@ def test_a_step_waits_for_no_page_on_its_way_out_but_those_it_writes(gpu: Gpu, m
     gpu.wait(gpu.mark())
     assert torch.equal(kv[:, 5:15], was[:, 5:15]) and torch.equal(kv[:, 3], was[:, 20])
     assert torch.equal(kv[:, 20], was[:, 30])
+
+
+def test_streams_go_on_after_memory_went_and_came_back(zoo: Zoo, gpu: Gpu) -> None:
+    check_resizing_under_load(zoo, "cuda", 3, swaps=True)
+    check_sleeping_under_load(zoo, "cuda", swaps=True)
+
+
+def test_weights_come_back_to_where_they_were_or_not_at_all(gpu: Gpu) -> None:
+    memory = importlib.import_module("headrace.ops.cuda_weights").WeightMemory(torch.device("cuda", 0))
+    shapes = [(3, 5), (1,), (300, 700), (8, 8)]
+
+    def make() -> list[torch.Tensor]:
+        return [memory.empty(shape, torch.float32) for shape in shapes]
+
+    made = make()
+    for number, each in enumerate(made):
+        each.fill_(number)
+    backed = gpu.addresses.backed
+    for _ in range(2):
+        memory.release(keep=True)
+        assert gpu.addresses.backed == 0 and memory.has_copy
+        gpu.free_bytes, whole = backed // 4, gpu.free_bytes
+        with pytest.raises(torch.OutOfMemoryError):
+            memory.restore()
+        assert gpu.addresses.backed == 0 and memory.has_copy
+        gpu.free_bytes = whole
+        assert memory.restore() and gpu.addresses.backed == backed
+        memory.drop_copy()
+        assert all((each == number).all() for number, each in enumerate(made))
+    memory.release(keep=True)
+    memory.release(keep=False)
+    assert not memory.restore()
+    memory.rewind()
+    assert [each.data_ptr() for each in make()] == [each.data_ptr() for each in made]
+    memory.close()
+    assert gpu.addresses.backed == 0
 
 
 # -- what only some rows ask ----------------------------------------------------------------------------------------
