@@ -7,7 +7,7 @@ nothing else. Never decides what moves. Next to read: host_pool.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,10 +34,8 @@ class PageMoves:
         self._kv, self._stream = kv, stream
         self._side = borrow_stream(device)
         self._host: HostPool | None = None
-        self._leaving: set[int] = set()
-        """Pages that may still be on their way out."""
-        self._left = torch.cuda.Event()
-        """After the last of them."""
+        self._leaving: dict[int, torch.cuda.Event] = {}
+        """Of each page that may still be on its way out, what says that it has left."""
 
     def open(self, places: int, pages: int, wait: Callable[[], None]) -> float:
         """Have room for so many pages in pinned memory; seconds that moving one takes, `wait` being as `measure`'s."""
@@ -47,7 +45,7 @@ class PageMoves:
     def before(self, entries: Sequence[PageEntry]) -> None:
         """Let the next step, which gets these pages, write to them."""
         if self._leaving:
-            self._wait_for({entry.page for entry in entries})
+            self._wait_for(entry.page for entry in entries)
 
     def enqueue(self, plan: StepPlan) -> None:
         """Enqueue all moves and copies of `plan`, whose step is enqueued next."""
@@ -68,9 +66,10 @@ class PageMoves:
         if len(at_once) < len(plan.spills):
             later = [pair for pair in plan.spills if pair[0] not in writes]
             with self._beside() as host:
-                host.spill(self._kv, later)
-                self._left.record(self._side)
-            self._leaving.update(page for page, _ in later)
+                for pages in host.spills(self._kv, later):
+                    left = torch.cuda.Event()
+                    left.record(self._side)
+                    self._leaving.update(dict.fromkeys(pages, left))
 
     def settle(self) -> None:
         """Wait until nothing is on its way."""
@@ -82,10 +81,12 @@ class PageMoves:
         return_stream(self._side)
         self._host = None
 
-    def _wait_for(self, writes: set[int]) -> None:
-        if not self._leaving.isdisjoint(writes):
-            self._stream.wait_event(self._left)
-            self._leaving.clear()
+    def _wait_for(self, writes: Iterable[int]) -> None:
+        waited = {self._leaving[page] for page in writes if page in self._leaving}
+        if waited:
+            for left in waited:
+                self._stream.wait_event(left)
+            self._leaving = {page: left for page, left in self._leaving.items() if left not in waited}
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[HostPool]:

@@ -46,12 +46,18 @@ class HostPool:
 
     def spill(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue copies of whole pages (page, place) of the cache `kv` to here."""
+        for _ in self.spills(kv, pairs):
+            pass
+
+    def spills(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+        """As `spill`; the pages of each copy, once it is enqueued."""
         for place, pages in self._runs((place, page) for page, place in pairs):
             here = self._at(place, len(pages))
             if len(pages) == 1:
                 here[0].copy_(kv[:, pages[0]], non_blocking=True)
             else:
                 here.copy_(_words(kv).index_select(0, _indices(pages, kv)).view(kv.dtype), non_blocking=True)
+            yield pages
 
     def fetch(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue copies of (place, page) from here to the cache `kv`."""
