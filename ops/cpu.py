@@ -248,6 +248,12 @@ class CpuOps:
         """The product itself."""
         return packed(x_NI)
 
+    def add_product(
+        self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, norm_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The product; the norm adds it."""
+        return packed(x_NI), residual_NE
+
     def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
         """RMS norm of the sum."""
         return self.normed_sum(x_NE, residual_NE, weight_E)[0]

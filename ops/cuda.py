@@ -18,6 +18,7 @@ import torch
 from headrace.ops import cuda_fused as fused
 from headrace.ops.cuda_attention import DecodeAttention, HeadShape, PrefillAttention
 from headrace.ops.cuda_decode import FusedDecode
+from headrace.ops.cuda_even_linear import EvenLinear, Squares
 from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch, linear, linear_silu_mul
 from headrace.ops.cuda_pages import PageMemory
 from headrace.ops.cuda_vector import AddNorm, vector_linear
@@ -82,6 +83,7 @@ class CudaOps:
         eps: float,
         cos_sin_PD: Tensor,
         scratch: LinearScratch,
+        even: EvenLinear | None = None,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
     ) -> None:
         """Compute with heads of `shape`.
@@ -91,13 +93,14 @@ class CudaOps:
             eps: Of the norms.
             cos_sin_PD: float32 [positions, D]: D/2 cosines, then D/2 sines.
             scratch: Of the one stream on which this runs.
+            even: Computes the products that it can, on that stream; None where it cannot run.
             kv_scales: Of layers whose 8-bit keys and values have any; those of 16 bits have none.
         """
         self.shape = shape
         self.eps = eps
         self.device = cos_sin_PD.device
         self._cos_sin_PD = cos_sin_PD
-        self._scratch = scratch
+        self._scratch, self._even = scratch, even
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
         self.pdl = torch.cuda.get_device_capability(cos_sin_PD.device) >= (9, 0)
         """Whether kernels may be launched dependently: a feature of Hopper and newer."""
@@ -138,20 +141,35 @@ class CudaOps:
         out_NO = torch.empty(rows, weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
         if rows == 1:
             vector_linear(x_NI, weight_OI, out_NO, pdl=self.pdl)
+        elif (even := self._even_for(rows, weight_OI)) is not None:
+            even.product(x_NI, weight_OI, out_NO)
         elif rows <= MAX_ROWS and size_in % _LINEAR_MULTIPLE == 0:
             linear(x_NI, weight_OI, out_NO, self._scratch, pdl=self.pdl)
         else:
             torch.mm(x_NI, weight_OI.t(), out=out_NO)
         return out_NO if bias_O is None else out_NO.add_(bias_O)
 
+    def add_product(
+        self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, norm_E: Tensor | None
+    ) -> tuple[Tensor, Tensor | Squares]:
+        """The sum, multiplied by the norm's weight but not by its factors, and its squares; or what `norm` takes."""
+        even = self._even_for(len(x_NI), packed.weight_OI)
+        # In fp16 a sum without the norm's factors may overflow.
+        if even is None or norm_E is None or packed.bias_O is not None or x_NI.dtype == torch.float16:
+            return self.product(x_NI, packed), residual_NE
+        out_NE = torch.empty_like(residual_NE)
+        return out_NE, even.add(x_NI, packed.weight_OI, residual_NE, norm_E, out_NE)
+
     def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
         """RMS norm of the sum."""
         return self.normed_sum(x_NE, residual_NE, weight_E)[0]
 
     def norm_product(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct
+        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
     ) -> tuple[Tensor, Tensor]:
         """(product of the norm of the sum, the sum)."""
+        if isinstance(residual_NE, Squares):
+            return self._even_product(x_NE, packed, residual_NE), residual_NE.total_NE
         if x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
             out_NO, total_NE = self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=False)
             return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O), total_NE
@@ -159,11 +177,13 @@ class CudaOps:
         return self.product(normed_NE, packed), total_NE
 
     def norm_feed(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct
+        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
     ) -> tuple[Tensor, Tensor]:
         """(silu(gate) * up of the norm of the sum, the sum)."""
         weight_2FI, rows = packed.weight_OI, x_NE.shape[0]
         size_out, size_in = weight_2FI.shape[0] // 2, weight_2FI.shape[1]
+        if isinstance(residual_NE, Squares):
+            return self._even_feed(x_NE, packed, residual_NE), residual_NE.total_NE
         if packed.bias_O is None and rows == 1 and size_in <= _NORM_FEATURES:
             return self._vector(x_NE, residual_NE, weight_E, weight_2FI, gated=True)
         normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
@@ -171,8 +191,11 @@ class CudaOps:
         if packed.bias_O is None and rows == 1:
             vector_linear(normed_NE, weight_2FI, out_NF, gated=True, pdl=self.pdl)
             return out_NF, total_NE
+        even = self._even_for(rows, weight_2FI)
         gated = rows <= MAX_ROWS and size_out >= _GATED_FEATURES and size_in % _LINEAR_MULTIPLE == 0
-        if packed.bias_O is None and gated:
+        if packed.bias_O is None and even is not None:
+            even.silu_mul(normed_NE, weight_2FI, out_NF)
+        elif packed.bias_O is None and gated:
             linear_silu_mul(normed_NE, weight_2FI, out_NF, pdl=self.pdl)
         else:
             fused.silu_mul(self.product(normed_NE, packed), out_NF, pdl=self.pdl)
@@ -224,6 +247,26 @@ class CudaOps:
         return x_NE, residual_NE
 
     # --- inside
+
+    def _even_for(self, rows: int, weight_OI: Tensor) -> EvenLinear | None:
+        return self._even if self._even is not None and self._even.fits(rows, *weight_OI.shape) else None
+
+    def _even_product(self, x_NI: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
+        """The product of a norm that lacks its factors."""
+        assert self._even is not None
+        out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
+        self._even.product(x_NI, packed.weight_OI, out_NO, squares)
+        return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O)
+
+    def _even_feed(self, x_NE: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
+        """silu(gate) * up of such a norm."""
+        assert self._even is not None
+        out_NF = torch.empty(len(x_NE), len(packed.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
+        if packed.bias_O is None:
+            self._even.silu_mul(x_NE, packed.weight_OI, out_NF, squares)
+        else:
+            fused.silu_mul(self._even_product(x_NE, packed, squares), out_NF, pdl=self.pdl)
+        return out_NF
 
     def _vector(
         self, x_1E: Tensor, residual_1E: Tensor | None, norm_E: Tensor, weight_OI: Tensor, *, gated: bool

@@ -565,11 +565,44 @@ class EvenModule:
         Kernel.gpu.launch("even decode", work)
 
 
+class EvenLinearModule:
+    """The compiled csrc/even_linear.cu."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def run(
+        self, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor, norm: Tensor, squares_out: Tensor,
+        squares_in: Tensor, planes: Tensor, counters: Tensor, kind: int, scaled: bool, eps: float, blocks: int,
+        lines: int, slots: int, processors: int, pdl: bool,
+    ) -> None:  # fmt: skip
+        def work() -> None:
+            if len(x) > self._rows or weight.shape[0] % 64 or x.shape[1] % 64 or out.data_ptr() == x.data_ptr():
+                raise Misuse("a product that the kernel cannot compute")
+            y = x.float() @ weight.float().T
+            if scaled:
+                y = y * torch.rsqrt(squares_in.sum(0) / x.shape[1] + eps)[:, None]
+            if kind == 1:
+                gate, up = y.chunk(2, 1)
+                y = gate * torch.sigmoid(gate) * up
+            if kind == 2:
+                y = y + residual.float()
+                residual.copy_(y)
+                squares_out.copy_((y * y).view(len(y), -1, 64).sum(2).T)
+                y = y * norm.float()
+            out.copy_(y)
+
+        Kernel.gpu.launch("even linear", work)
+
+
 def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) -> SimpleNamespace:
-    """As `flashinfer.jit.core.gen_jit_spec`, for the one source of ours."""
+    """As `flashinfer.jit.core.gen_jit_spec`, for the sources of ours."""
     defines = dict(flag.removeprefix("-D").split("=") for flag in extra_cuda_cflags)
-    assert [source.name for source in sources] == ["even_decode.cu"]
-    return SimpleNamespace(build_and_load=lambda: EvenModule(int(defines["PAGE"])))
+    makes: dict[str, Callable[[], Any]] = {
+        "even_decode.cu": lambda: EvenModule(int(defines["PAGE"])),
+        "even_linear.cu": lambda: EvenLinearModule(int(defines["ROWS"])),
+    }
+    return SimpleNamespace(build_and_load=makes[sources[0].name])
 
 
 # -- putting it in place --------------------------------------------------------------------------------------------

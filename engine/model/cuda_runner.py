@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -42,10 +43,13 @@ from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.ops.cuda import CudaOps
 from headrace.ops.cuda_attention import HeadShape
+from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_linear import LinearScratch
 from headrace.ops.paged import KvScales
 
 __all__ = ["CudaRunner", "cuda_ops"]
+
+logger = logging.getLogger("headrace.engine")
 
 _RESULTS = 16  # more than any launch_ahead
 _USUAL_CONTEXT = 1024  # tokens
@@ -72,6 +76,7 @@ def cuda_ops(
     angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
     scratch = LinearScratch(device)
+    even = _even_linear(scratch, dtype, spec.norm_eps)
     return {
         window: CudaOps(
             HeadShape(
@@ -86,10 +91,23 @@ def cuda_ops(
             eps=spec.norm_eps,
             cos_sin_PD=cos_sin_PD,
             scratch=scratch,
+            even=even,
             kv_scales=kv_scales,
         )
         for window in dict.fromkeys(spec.windows)
     }
+
+
+def _even_linear(scratch: LinearScratch, dtype: torch.dtype, eps: float) -> EvenLinear | None:
+    """The products that deal weights out evenly, where they run: wheels of compiled kernels lack them."""
+    if not EvenLinear.supports(dtype, scratch.planes.device):
+        return None
+    try:
+        EvenLinear.build(dtype)
+    except (RuntimeError, OSError) as error:
+        logger.warning("batches multiply by Triton and cuBLAS, which are slower: a kernel was not compiled: %s", error)
+        return None
+    return EvenLinear(scratch, eps=eps, pdl=True)
 
 
 class CudaRunner:

@@ -27,7 +27,8 @@ class DecoderOps(Protocol):
     """What a device offers to a block. Products, `step` and `kv` are the device's own and pass through untouched.
 
     `residual_NE` is what the sums so far have made, None before the first; `x_NE` is added to it. Results may share
-    memory with `x_NE` and `residual_NE`, which nobody reads afterwards.
+    memory with `x_NE` and `residual_NE`, which nobody reads afterwards. What `add_product` returns is the device's own,
+    for the one call that computes the norm that it was told of.
     """
 
     def pack(self, weight: Weight, bias_O: Tensor | None) -> Any:
@@ -38,19 +39,19 @@ class DecoderOps(Protocol):
         """x W^T + b, [N, O]."""
         ...
 
+    def add_product(self, x_NI: Tensor, packed: Any, residual_NE: Tensor, norm_E: Tensor | None) -> tuple[Tensor, Any]:
+        """(x_NE, residual_NE) for the norm of weight `norm_E` and the product after it; None: for `norm`."""
+        ...
+
     def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
         """RMS norm of the sum: s / sqrt(mean(s^2) + eps) * w (Zhang and Sennrich, 2019)."""
         ...
 
-    def norm_product(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: Any
-    ) -> tuple[Tensor, Tensor]:
+    def norm_product(self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any) -> tuple[Tensor, Tensor]:
         """(product of the norm of the sum, the sum)."""
         ...
 
-    def norm_feed(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: Any
-    ) -> tuple[Tensor, Tensor]:
+    def norm_feed(self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any) -> tuple[Tensor, Tensor]:
         """(silu(gate) * up, the sum), where the product of the norm of the sum holds F gates, then F ups."""
         ...
 
@@ -178,11 +179,12 @@ class Decoder:
         residual_NE = None
         for layer, block in enumerate(self._blocks):
             ops, step = self._ops[block.window], steps[block.window]
-            qkv_NX, residual_NE = ops.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv)
+            qkv_NX, total_NE = ops.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv)
             x_NX = ops.attend(qkv_NX, block.q_norm_D, block.k_norm_D, step, kv, layer)
-            x_NE = ops.product(x_NX, block.o)
-            x_NF, residual_NE = ops.norm_feed(x_NE, residual_NE, block.post_norm_E, block.gate_up)
-            x_NE = ops.product(x_NF, block.down)
+            x_NE, residual_NE = ops.add_product(x_NX, block.o, total_NE, block.post_norm_E)
+            x_NF, total_NE = ops.norm_feed(x_NE, residual_NE, block.post_norm_E, block.gate_up)
+            next_norm_E = self._blocks[layer + 1].input_norm_E if layer + 1 < len(self._blocks) else None
+            x_NE, residual_NE = ops.add_product(x_NF, block.down, total_NE, next_norm_E)
         return x_NE, residual_NE
 
     def _adapted_blocks(

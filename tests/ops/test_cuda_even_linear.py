@@ -1,0 +1,129 @@
+"""Products whose weights are dealt out evenly, against float64: alone, and with residual, norm and activation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.ops import reference
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("flashinfer")
+
+from headrace.ops.cuda_even_linear import EvenLinear, Squares
+from headrace.ops.cuda_linear import LinearScratch
+
+GPU = torch.device("cuda")
+EPS = 1e-5
+if torch.cuda.get_device_capability(GPU)[0] != 9:
+    pytest.skip("needs Hopper", allow_module_level=True)
+
+ROWS = [2, 16, 17, 33, 64, 65, 100, 192, 256]
+SIZES = [(6144, 4096), (1024, 3072), (4096, 14336), (576, 576), (64, 64)]
+"""The last two: fewer tiles and chunks than multiprocessors, and an odd number of lines."""
+
+
+def error(out: torch.Tensor, truth: torch.Tensor) -> float:
+    distance = (out.double() - truth.double()).norm() / truth.double().norm()
+    return float("inf") if torch.isnan(distance) else float(distance)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, device=GPU)
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=GPU)
+
+
+@pytest.fixture(scope="module")
+def scratch() -> LinearScratch:
+    return LinearScratch(GPU)
+
+
+@pytest.mark.parametrize(("size_out", "size_in"), SIZES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_product_is_right_and_repeats_itself(rows: int, size_out: int, size_in: int, scratch: LinearScratch) -> None:
+    x, weight = random(rows, size_in), random(size_out, size_in) / size_in**0.5
+    outs = []
+    for pdl in (False, True, True):
+        out = poison(rows, size_out)
+        EvenLinear(scratch, eps=EPS, pdl=pdl).product(x, weight, out)
+        outs.append(out)
+    assert error(outs[0], reference.linear(x, weight, None)) < 4e-3
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
+    assert int(scratch.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(("size_out", "size_in"), [(3072, 1024), (14336, 4096), (1568, 576), (32, 64)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_silu_mul(rows: int, size_out: int, size_in: int, scratch: LinearScratch) -> None:
+    x, weight = random(rows, size_in), random(2 * size_out, size_in) / size_in**0.5
+    out = poison(rows, size_out)
+    EvenLinear(scratch, eps=EPS, pdl=True).silu_mul(x, weight, out)
+    assert error(out, reference.silu_mul(reference.linear(x, weight, None))) < 5e-3
+
+
+@pytest.mark.parametrize(("hidden", "size_in"), [(4096, 14336), (1024, 3072), (576, 1536), (64, 64)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_norm_between_two_products_costs_no_precision(
+    rows: int, hidden: int, size_in: int, scratch: LinearScratch
+) -> None:
+    x, residual, norm = random(rows, size_in), random(rows, hidden), random(hidden)
+    first, second = random(hidden, size_in) / size_in**0.5, random(640, hidden) / hidden**0.5
+    even = EvenLinear(scratch, eps=EPS, pdl=True)
+    kept, scaled, out, fed = residual.clone(), poison(rows, hidden), poison(rows, 640), poison(rows, 320)
+    squares = even.add(x, first, kept, norm, scaled)
+    even.product(scaled, second, out, squares)
+    even.silu_mul(scaled, second, fed, squares)
+    total = reference.linear(x, first, None) + residual.float()
+    assert squares.total_NE is kept and error(kept, total) < 4e-3
+    assert error(squares.parts_EN.sum(0), total.square().sum(1)) < 1e-3
+    truth = reference.linear(reference.rms_norm(total, norm, EPS), second, None)
+    assert error(out, truth) < 5e-3
+    assert error(fed, reference.silu_mul(truth)) < 8e-3
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+def test_a_chain_in_a_graph_is_the_same_every_time(rows: int, scratch: LinearScratch) -> None:
+    """Each kernel begins while those before it still run."""
+    even, x, residual, norm = (
+        EvenLinear(scratch, eps=EPS, pdl=True),
+        random(rows, 1024),
+        random(rows, 1024),
+        random(1024),
+    )
+    up, down = [random(6144, 1024) / 32 for _ in range(6)], [random(1024, 3072) / 55 for _ in range(6)]
+
+    def layers() -> torch.Tensor:
+        now, squares = x, Squares(kept.copy_(residual), parts)
+        for wide, narrow in zip(up, down, strict=True):
+            inner, given = torch.empty(rows, 3072, dtype=x.dtype, device=GPU), torch.empty_like(x)
+            even.silu_mul(now, wide, inner, squares)
+            squares = even.add(inner, narrow, kept, norm, given)
+            now = given
+        return now
+
+    kept, parts = torch.empty_like(residual), residual.float().square().view(rows, 16, 64).sum(2).T.contiguous()
+    truth = layers().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, truth)
+
+
+def test_fp16(scratch: LinearScratch) -> None:
+    x, weight = random(40, 512, dtype=torch.float16), random(768, 512, dtype=torch.float16) / 22
+    out = poison(40, 768, dtype=torch.float16)
+    EvenLinear(scratch, eps=EPS).product(x, weight, out)
+    assert error(out, reference.linear(x, weight, None)) < 1e-3
+
+
+def test_what_fits(scratch: LinearScratch) -> None:
+    even = EvenLinear(scratch, eps=EPS)
+    assert even.fits(2, 64, 64) and even.fits(256, 151936, 1024)
+    assert not even.fits(1, 64, 64) and not even.fits(257, 64, 64)
+    assert not even.fits(2, 65, 64) and not even.fits(2, 64, 96) and not even.fits(2, 64 * 4096, 64)
