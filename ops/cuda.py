@@ -249,7 +249,7 @@ class CudaOps:
     # --- inside
 
     def _even_for(self, rows: int, weight_OI: Tensor) -> EvenLinear | None:
-        return self._even if self._even is not None and self._even.fits(rows, *weight_OI.shape) else None
+        return self._even if EvenLinear.fits(rows, *weight_OI.shape) else None
 
     def _even_product(self, x_NI: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
         """The product of a norm that lacks its factors."""

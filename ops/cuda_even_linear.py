@@ -1,8 +1,7 @@
-"""Products of few rows, their weights dealt out evenly among multiprocessors (csrc/even_linear.cu); never for prefills.
+"""Products of 2 to 64 rows with residual, norm and activation inside (csrc/even_linear.cu); never chooses them.
 
-A product is its weight's bytes and little else. This one keeps every multiprocessor reading for the same time, begins
-with its own weights while the kernel before it still runs, and takes residual, norm and activation into itself. Needs
-Hopper for its copies and products. I input features, O output features, N rows.
+Such a product is its weight's bytes and little else. Every multiprocessor reads for the same time, beginning while the
+kernel before still runs. Needs Hopper for its copies and clusters. I input features, O output features, N rows.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from flashinfer.jit.core import gen_jit_spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda_linear import LinearScratch
-
-__all__ = ["EvenLinear", "Squares"]
+__all__ = ["Division", "EvenLinear", "Squares", "division"]
 
 _SOURCE = Path(__file__).parent / "csrc" / "even_linear.cu"
 _LINE = 64
@@ -29,18 +26,18 @@ _PLAIN, _GATED, _ADD = range(3)
 _HOPPER = 9
 
 
-class _Tile(NamedTuple):
-    """How a product is divided: blocks of 64 features, lines of 64 inputs in a chunk, and chunks in shared memory."""
+_PADDED = (16, 32, 64)
+"""Numbers of rows that there are kernels for."""
 
-    blocks: int
+
+class Division(NamedTuple):
+    """How a product is divided: blocks that share the inner dimension, lines of 64 inputs in a chunk, chunks ahead."""
+
+    splits: int
     lines: int
     slots: int
-
-
-# Measured on an H200. Up to 64 rows two launches have room on a multiprocessor.
-_TILES = {16: _Tile(1, 2, 5), 32: _Tile(1, 2, 4), 64: _Tile(2, 1, 4), 128: _Tile(2, 1, 6), 256: _Tile(2, 1, 4)}
-_MOST_ROWS = max(_TILES)
-_MOST_BLOCKS = 4  # of a tile, on two multiprocessors
+    early: bool = False
+    """Let the next kernel start at once."""
 
 
 class Squares(NamedTuple):
@@ -53,16 +50,14 @@ class Squares(NamedTuple):
 
 
 class EvenLinear:
-    """The products of one stream, whose scratch they share."""
+    """The products of one model."""
 
-    def __init__(self, scratch: LinearScratch, *, eps: float, pdl: bool = False) -> None:
-        """Compute with `scratch`, and `eps` of the norms; with `pdl` launch programmatically dependent.
+    def __init__(self, *, eps: float, pdl: bool = False) -> None:
+        """Compute with `eps` of the norms; with `pdl` launch programmatically dependent.
 
         No kernel before a product may then write its weight.
         """
-        self._scratch, self._eps, self._pdl = scratch, eps, pdl
-        device = scratch.planes.device
-        self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self._eps, self._pdl = eps, pdl
 
     @staticmethod
     def build(dtype: torch.dtype) -> None:
@@ -72,18 +67,18 @@ class EvenLinear:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        with ThreadPoolExecutor(len(_TILES)) as pool:
-            list(pool.map(lambda rows: _module(rows, dtype), _TILES))
+        with ThreadPoolExecutor(len(_PADDED)) as pool:
+            list(pool.map(lambda rows: _module(rows, dtype), _PADDED))
 
     @staticmethod
     def supports(dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels can be compiled."""
         return torch.cuda.get_device_capability(device)[0] == _HOPPER and dtype in (torch.bfloat16, torch.float16)
 
-    def fits(self, rows: int, size_out: int, size_in: int) -> bool:
+    @staticmethod
+    def fits(rows: int, size_out: int, size_in: int) -> bool:
         """Whether a product of such sizes can be computed; gates and ups both count as outputs."""
-        whole = size_out % _LINE == 0 and size_in % _LINE == 0
-        return 1 < rows <= _MOST_ROWS and whole and size_out // _LINE + _MOST_BLOCKS <= len(self._scratch.counters)
+        return 1 < rows <= _PADDED[-1] and size_out % _LINE == 0 and size_in % _LINE == 0
 
     def product(self, x_NI: Tensor, weight_OI: Tensor, out_NO: Tensor, squares: Squares | None = None) -> None:
         """`out = x W^T`, accumulated in float32.
@@ -120,20 +115,24 @@ class EvenLinear:
         norm_E: Tensor | None = None,
         parts_EN: Tensor | None = None,
     ) -> None:
-        rows = next(rows for rows in _TILES if len(x_NI) <= rows)
-        tile, planes = _TILES[rows], self._scratch.planes
+        rows = next(rows for rows in _PADDED if len(x_NI) <= rows)
         _module(rows, x_NI.dtype).run(
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,
-            planes if parts_EN is None else parts_EN, planes if squares is None else squares.parts_EN,
-            planes, self._scratch.counters,
-            kind, squares is not None, self._eps, *tile, self._blocks, self._pdl,
+            out if parts_EN is None else parts_EN, out if squares is None else squares.parts_EN,
+            kind, squares is not None, self._eps, *division(rows, gated=kind == _GATED), self._pdl,
         )  # fmt: skip
+
+
+def division(rows: int, *, gated: bool) -> Division:
+    """The one that was fastest on an H200; leaves room on a multiprocessor for the next product."""
+    splits = 2 if gated else 4
+    return Division(splits, 2, 5) if rows <= 16 else Division(splits, 2, 4) if rows <= 32 else Division(splits, 1, 5)
 
 
 @functools.cache
 def _module(rows: int, dtype: torch.dtype) -> Any:
-    """The kernels for up to `rows` rows, compiled unless kept."""
+    """The kernels for up to `rows` rows, one of `_PADDED`, compiled unless kept."""
     version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]  # a cache may hold an older one
     kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     spec = gen_jit_spec(

@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
 class LinearScratch:
     """Partial sums and counters of split products; shared by all products of one stream."""
 
-    def __init__(self, device: torch.device | str, *, floats: int = 5 << 20, tiles: int = 4096) -> None:
+    def __init__(self, device: torch.device | str, *, floats: int = 4 << 20, tiles: int = 4096) -> None:
         self.planes = torch.empty(floats, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
 

@@ -134,6 +134,7 @@ def test_greedy_tokens_are_transformers_best(
     judges(name).check(anyio.run(roomy), f"{name}, room for all")
     judges(name).check(anyio.run(cramped), f"{name}, chunked and preempted")
     assert gpu.launches[{"xqa": "xqa", "fa2": "fa2 decode", "even": "even decode"}[attention]] and gpu.replays
+    assert gpu.launches["even linear"]
 
 
 def test_choices_of_one_prompt_copy_the_page_that_they_share(
@@ -687,20 +688,20 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    even = importlib.import_module("headrace.ops.cuda_even")
-
     def fail(*values: Any, **options: Any) -> None:
         raise RuntimeError("Could not find nvcc")
 
-    monkeypatch.setattr(even, "gen_jit_spec", fail)
-    even._module.cache_clear()
+    for name in ("cuda_even", "cuda_even_linear"):
+        module = importlib.import_module(f"headrace.ops.{name}")
+        monkeypatch.setattr(module, "gen_jit_spec", fail)
+        module._module.cache_clear()
 
     async def run() -> list[Output]:
         async with engine_on(zoo, "qwen3") as engine:
             return await together(engine, prompts(*LENGTHS), greedy(8))
 
-    judges("qwen3").check(anyio.run(run), "without the kernel of our own")
-    assert "even decode" not in gpu.launches and "fa2 decode" in gpu.launches
+    judges("qwen3").check(anyio.run(run), "without the kernels of our own")
+    assert not {"even decode", "even linear"} & set(gpu.launches) and "fa2 decode" in gpu.launches
     assert "nvcc" in caplog.text
 
 
