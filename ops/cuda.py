@@ -73,6 +73,11 @@ class GivenRows(NamedTuple):
     """For each layer keys, as they are after rotation, and values, behind queries that nobody reads."""
 
 
+def _is_whole(packed: CudaProduct) -> bool:
+    """Whether outputs, gates and ups too, come in pieces of 16 bytes."""
+    return len(packed.weight_OI) % 16 == 0
+
+
 class CudaOps:
     """The operations of one model's layers that share an attention window."""
 
@@ -169,8 +174,9 @@ class CudaOps:
     ) -> tuple[Tensor, Tensor]:
         """(product of the norm of the sum, the sum)."""
         if isinstance(residual_NE, Squares):
-            return self._even_product(x_NE, packed, residual_NE), residual_NE.total_NE
-        if x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
+            if self._even is not None and _is_whole(packed):
+                return self._even_product(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
+        elif x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
             out_NO, total_NE = self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=False)
             return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O), total_NE
         normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
@@ -183,8 +189,9 @@ class CudaOps:
         weight_2FI, rows = packed.weight_OI, x_NE.shape[0]
         size_out, size_in = weight_2FI.shape[0] // 2, weight_2FI.shape[1]
         if isinstance(residual_NE, Squares):
-            return self._even_feed(x_NE, packed, residual_NE), residual_NE.total_NE
-        if packed.bias_O is None and rows == 1 and size_in <= _NORM_FEATURES:
+            if self._even is not None and _is_whole(packed):
+                return self._even_feed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
+        elif packed.bias_O is None and rows == 1 and size_in <= _NORM_FEATURES:
             return self._vector(x_NE, residual_NE, weight_E, weight_2FI, gated=True)
         normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
         out_NF = torch.empty(rows, size_out, dtype=x_NE.dtype, device=x_NE.device)
@@ -237,8 +244,11 @@ class CudaOps:
             step.attention.run(q_NX.view(head), kv_layer, inputs, out_NX.view(head), scales)
         return out_NX
 
-    def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+    def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         """(RMS norm of the sum, the sum)."""
+        if isinstance(residual_NE, Squares):
+            squares_N1 = residual_NE.parts_EN.sum(0)[:, None]
+            return (x_NE * torch.rsqrt(squares_N1 / x_NE.shape[1] + self.eps)).to(x_NE.dtype), residual_NE.total_NE
         if residual_NE is None:
             normed_NE = torch.empty_like(x_NE)
             fused.rms_norm(x_NE, weight_E, self.eps, normed_NE, pdl=self.pdl)
@@ -251,21 +261,20 @@ class CudaOps:
     def _even_for(self, rows: int, weight_OI: Tensor) -> EvenLinear | None:
         return self._even if EvenLinear.fits(rows, *weight_OI.shape) else None
 
-    def _even_product(self, x_NI: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
+    @staticmethod
+    def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
         """The product of a norm that lacks its factors."""
-        assert self._even is not None
         out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
-        self._even.product(x_NI, packed.weight_OI, out_NO, squares)
+        even.product(x_NI, packed.weight_OI, out_NO, squares)
         return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O)
 
-    def _even_feed(self, x_NE: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
+    def _even_feed(self, even: EvenLinear, x_NE: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
         """silu(gate) * up of such a norm."""
-        assert self._even is not None
         out_NF = torch.empty(len(x_NE), len(packed.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
         if packed.bias_O is None:
-            self._even.silu_mul(x_NE, packed.weight_OI, out_NF, squares)
+            even.silu_mul(x_NE, packed.weight_OI, out_NF, squares)
         else:
-            fused.silu_mul(self._even_product(x_NE, packed, squares), out_NF, pdl=self.pdl)
+            fused.silu_mul(self._even_product(even, x_NE, packed, squares), out_NF, pdl=self.pdl)
         return out_NF
 
     def _vector(

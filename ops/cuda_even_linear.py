@@ -18,26 +18,21 @@ from flashinfer.jit.core import gen_jit_spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Division", "EvenLinear", "Squares", "division"]
+__all__ = ["EvenLinear", "Squares"]
 
 _SOURCE = Path(__file__).parent / "csrc" / "even_linear.cu"
 _LINE = 64
+_MOST_ROWS = 64
 _PLAIN, _GATED, _ADD = range(3)
 _HOPPER = 9
 
-
-_PADDED = (16, 32, 64)
-"""Numbers of rows that there are kernels for."""
-
-
-class Division(NamedTuple):
-    """How a product is divided: blocks that share the inner dimension, lines of 64 inputs in a chunk, chunks ahead."""
-
-    splits: int
-    lines: int
-    slots: int
-    early: bool = False
-    """Let the next kernel start at once."""
+_SLOTS = {16: 10, 32: 8, 64: 6}
+"""By the number of rows that kernels are padded to: chunks of 128 inputs in shared memory at once."""
+_FEW_SLOTS = {16: 5, 32: 4, 64: 6}
+"""Where four blocks form a cluster: as few as keep them near enough to each other."""
+# Measured on an H200: more weights than these are read as fast by cuda_linear's kernels. The more rows, the more there
+# is to gain from norms and residuals inside.
+_MOST_WEIGHTS = {16: 16 << 20, 32: 16 << 20, 64: 128 << 20}
 
 
 class Squares(NamedTuple):
@@ -67,8 +62,8 @@ class EvenLinear:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        with ThreadPoolExecutor(len(_PADDED)) as pool:
-            list(pool.map(lambda rows: _module(rows, dtype), _PADDED))
+        with ThreadPoolExecutor(len(_SLOTS)) as pool:
+            list(pool.map(lambda rows: _module(rows, dtype), _SLOTS))
 
     @staticmethod
     def supports(dtype: torch.dtype, device: torch.device) -> bool:
@@ -77,8 +72,10 @@ class EvenLinear:
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:
-        """Whether a product of such sizes can be computed; gates and ups both count as outputs."""
-        return 1 < rows <= _PADDED[-1] and size_out % _LINE == 0 and size_in % _LINE == 0
+        """Whether this is the way to compute a product of such sizes; gates and ups both count as outputs."""
+        if not 1 < rows <= _MOST_ROWS or size_out % _LINE or size_in % _LINE:
+            return False
+        return size_out * size_in <= _MOST_WEIGHTS[_padded(rows)]
 
     def product(self, x_NI: Tensor, weight_OI: Tensor, out_NO: Tensor, squares: Squares | None = None) -> None:
         """`out = x W^T`, accumulated in float32.
@@ -115,24 +112,24 @@ class EvenLinear:
         norm_E: Tensor | None = None,
         parts_EN: Tensor | None = None,
     ) -> None:
-        rows = next(rows for rows in _PADDED if len(x_NI) <= rows)
+        rows, tiles = _padded(len(x_NI)), len(weight) // _LINE
+        splits = 4 if tiles <= 32 else 2 if tiles <= 64 and x_NI.shape[1] >= 2048 else 1
+        slots = (_FEW_SLOTS if splits == 4 else _SLOTS)[rows]
         _module(rows, x_NI.dtype).run(
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,
             out if parts_EN is None else parts_EN, out if squares is None else squares.parts_EN,
-            kind, squares is not None, self._eps, *division(rows, gated=kind == _GATED), self._pdl,
+            kind, squares is not None, self._eps, splits, slots, self._pdl,
         )  # fmt: skip
 
 
-def division(rows: int, *, gated: bool) -> Division:
-    """The one that was fastest on an H200; leaves room on a multiprocessor for the next product."""
-    splits = 2 if gated else 4
-    return Division(splits, 2, 5) if rows <= 16 else Division(splits, 2, 4) if rows <= 32 else Division(splits, 1, 5)
+def _padded(rows: int) -> int:
+    return next(padded for padded in _SLOTS if rows <= padded)
 
 
 @functools.cache
 def _module(rows: int, dtype: torch.dtype) -> Any:
-    """The kernels for up to `rows` rows, one of `_PADDED`, compiled unless kept."""
+    """The kernels for up to `rows` rows, one of `_SLOTS`, compiled unless kept."""
     version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]  # a cache may hold an older one
     kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     spec = gen_jit_spec(

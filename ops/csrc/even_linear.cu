@@ -8,8 +8,7 @@
 // then every block sends its sums to the others, each of which finishes its share of the rows. Sums are added in the order
 // of the blocks: results do not vary from run to run.
 //
-// Weights depend on no kernel before this one: the ring fills with them while that one still runs. The kernel after this
-// one may start once the last bytes are asked for, no earlier: more bytes in flight are served unevenly.
+// Weights depend on no kernel before this one: the ring fills with them while that one still runs.
 //
 // A norm between two products costs no kernel: the first (kAdd) adds the residual, multiplies by the norm's weight and
 // leaves sums of squares; the second (`squares_in`) multiplies its outputs by each row's factor.
@@ -64,7 +63,7 @@ struct Arguments {
   const Element* norm; // kAdd: [size_out]
   float* squares_out;       // kAdd: [size_out / 64, rows]
   const float* squares_in;  // null or [size_in / 64, rows]
-  int rows, size_out, size_in, chunks, tiles, slots, kind, early;
+  int rows, size_out, size_in, chunks, tiles, slots, kind;
   int64_t out_stride;
   float eps;
 };
@@ -209,11 +208,11 @@ union Eight {
 
 // --- the division
 
-// How a product is divided: blocks of a cluster, lines of a chunk, and whether a tile is gates and ups by turns.
-template <int kSplitsOf, int kLinesOf, bool kGatedOf>
+// How a product is divided: blocks of a cluster, and whether a tile is gates and ups by turns.
+template <int kSplitsOf, bool kGatedOf>
 struct Shape {
   static constexpr int kSplits = kSplitsOf;
-  static constexpr int kLines = kLinesOf;
+  static constexpr int kLines = 2;  // of a chunk
   static constexpr bool kGated = kGatedOf;
   static constexpr int kWide = kGated ? 32 : 64;     // features of a tile
   static constexpr int kOwn = kRows / kSplits;       // rows that a block finishes
@@ -490,7 +489,7 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
   __shared__ float factors[kRows];
   __shared__ __align__(16) float staged[kRows * kPitch];
   const int thread = threadIdx.x;
-  if (with.early) let_next_kernel_start();
+  let_next_kernel_start();
   if (thread == 0) {
     for (int slot = 0; slot < with.slots; ++slot) {
       barrier_init(filled + slot, 1);
@@ -508,7 +507,6 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
   } else if (thread < kMultipliers + 32) {
     if (thread == kMultipliers) {
       stream<S>(with, ring);
-      let_next_kernel_start();
     }
     __syncwarp();
   } else if (with.squares_in != nullptr) {
@@ -593,7 +591,8 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, bool
   config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(x.device().device_type, x.device().device_id));
   config.attrs = attributes;
   config.numAttrs = 1;
-  static const int most = most_clusters(reinterpret_cast<const void*>(even_linear<S>), config, x.device().device_id, S::kSplits);
+  static const int most =
+      most_clusters(reinterpret_cast<const void*>(even_linear<S>), config, x.device().device_id, S::kSplits);
   const int rounds = (with.tiles + most - 1) / most;
   config.gridDim = dim3((with.tiles + rounds - 1) / rounds * S::kSplits);
   config.numAttrs = pdl ? 2 : 1;
@@ -602,14 +601,13 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, bool
 
 void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView residual, TensorView norm,
                      TensorView squares_out, TensorView squares_in, int64_t kind, bool scaled, double eps, int64_t splits,
-                     int64_t lines, int64_t slots, bool early, bool pdl) {
+                     int64_t slots, bool pdl) {
   Arguments with{};
   with.rows = static_cast<int>(x.size(0));
   with.size_in = static_cast<int>(x.size(1));
   with.size_out = static_cast<int>(out.size(1));
   with.kind = static_cast<int>(kind);
   with.slots = static_cast<int>(slots);
-  with.early = early;
   require(with.rows <= kRows, "too many rows");
   require(slots <= kMostSlots, "too many slots");
   with.out = static_cast<Element*>(out.data_ptr());
@@ -619,17 +617,16 @@ void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView
   with.squares_in = scaled ? static_cast<const float*>(squares_in.data_ptr()) : nullptr;
   with.out_stride = out.stride(0);
   with.eps = static_cast<float>(eps);
-  const int64_t how = 100 * (kind == kGated) + 10 * splits + lines;
-#define CASE(a, b) \
-  if (how == 10 * a + b) return launch<Shape<a, b, false>>(with, x, weight, pdl); \
-  if (how == 100 + 10 * a + b) return launch<Shape<a, b, true>>(with, x, weight, pdl)
-  CASE(1, 2);
-  CASE(2, 2);
-  CASE(4, 2);
-  CASE(2, 1);
-  CASE(4, 1);
-  CASE(4, 4);
-  require(false, "no such division");
+  require(splits == 1 || splits == 2 || splits == 4, "no such division");
+  if (kind == kGated) {
+    if (splits == 1) launch<Shape<1, true>>(with, x, weight, pdl);
+    if (splits == 2) launch<Shape<2, true>>(with, x, weight, pdl);
+    if (splits == 4) launch<Shape<4, true>>(with, x, weight, pdl);
+  } else {
+    if (splits == 1) launch<Shape<1, false>>(with, x, weight, pdl);
+    if (splits == 2) launch<Shape<2, false>>(with, x, weight, pdl);
+    if (splits == 4) launch<Shape<4, false>>(with, x, weight, pdl);
+  }
 }
 
 }  // namespace

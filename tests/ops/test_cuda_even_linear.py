@@ -114,6 +114,7 @@ def test_fp16() -> None:
 
 
 def test_what_fits() -> None:
-    assert EvenLinear.fits(2, 64, 64) and EvenLinear.fits(64, 151936, 1024)
+    assert EvenLinear.fits(2, 64, 64) and EvenLinear.fits(64, 28672, 4096)
+    assert not EvenLinear.fits(16, 28672, 4096) and not EvenLinear.fits(64, 151936, 1024)
     assert not EvenLinear.fits(1, 64, 64) and not EvenLinear.fits(65, 64, 64)
     assert not EvenLinear.fits(2, 65, 64) and not EvenLinear.fits(2, 64, 96)
