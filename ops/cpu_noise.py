@@ -23,9 +23,9 @@ _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 7
 _LANES: Final = 1024  # counters of one block of 4,096 token ids, whose words come one quarter after the other
 
-RARE: Final = 8.0
-RARELY: Final = np.uint32(3.4e-4 * 2**32)
-"""Words from here on make noise below `RARE`: all but one in 3,000."""
+RARE: Final = 4.0
+RARELY: Final = np.uint32(0.0182 * 2**32)
+"""Words from here on make noise below `RARE`: all but one in 55."""
 
 
 def words(seed: int, position: int, count: int) -> NDArray[np.uint32]:

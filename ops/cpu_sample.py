@@ -62,26 +62,25 @@ def _sample_row(logits_V: Tensor, row: Choosing) -> int:
     if 0 < row.top_k < len(logits_V):
         # On the logits: at high temperatures float32 makes distinct ones equal in probability.
         logits_V = torch.where(logits_V >= torch.topk(logits_V, row.top_k).values[-1], logits_V, -math.inf)
-    scaled_V = logits_V * (1.0 / temperature)
-    if not math.isfinite(float(scaled_V.max())):
-        scaled_V = (logits_V - logits_V.max()) / temperature
-    most = scaled_V.max()
-    may_win_V = scaled_V >= most - _NOISE_RANGE
+    scaled_V = (logits_V * (1.0 / temperature)).numpy()
+    if not math.isfinite(scaled_V.max()):
+        scaled_V = ((logits_V - logits_V.max()) / temperature).numpy()
+    may_win_V = scaled_V >= scaled_V.max() - _NOISE_RANGE
     if row.top_p < 1.0 or row.min_p > 0.0:
-        probs_V = torch.softmax(scaled_V, dim=-1)
-        may_win_V &= probs_V >= _least_probability(probs_V, row)
-    scaled, may_win = scaled_V.numpy(), may_win_V.numpy()
-    if np.count_nonzero(may_win) > _FEW:
-        words_V = words(row.seed, row.position, len(scaled))
-        best = int(scaled.argmax())
-        reached = scaled[best] + gumbel(words_V[best : best + 1])[0]
-        # Of most tokens the word tells without a logarithm that their noise is too small.
-        (ids,) = np.nonzero(((scaled >= reached - RARE) | (words_V < RARELY)) & may_win)
-        words_N = words_V[ids]
-    else:
-        (ids,) = np.nonzero(may_win)
+        probs_V = torch.softmax(torch.from_numpy(scaled_V), dim=-1)
+        may_win_V &= (probs_V >= _least_probability(probs_V, row)).numpy()
+    if np.count_nonzero(may_win_V) <= _FEW:
+        (ids,) = np.nonzero(may_win_V)
         words_N = words_of(row.seed, row.position, ids)
-    return int(ids[(scaled[ids] + gumbel(words_N)).argmax()])
+    else:
+        words_V = words(row.seed, row.position, len(scaled_V))
+        rare_V = (words_V < RARELY) & may_win_V
+        (ids,) = np.nonzero(rare_V)
+        reached = (scaled_V[ids] + gumbel(words_V[ids])).max(initial=-np.inf)
+        # Of most other tokens the word tells without a logarithm that their noise is too small.
+        (ids,) = np.nonzero(rare_V | (may_win_V & (scaled_V >= reached - RARE)))
+        words_N = words_V[ids]
+    return int(ids[(scaled_V[ids] + gumbel(words_N)).argmax()])
 
 
 def _least_probability(probs_V: Tensor, row: Choosing) -> float:
