@@ -208,6 +208,12 @@ def a_choice_of_the_host_is_taken_after_the_request_has_gone(world: EngineWorld)
     replace(step_loop, "_chosen", make)
 
 
+@planted
+def who_came_last_is_served_first(world: EngineWorld) -> None:
+    waiting = loop_of(world).scheduler._roster.waiting
+    replace(waiting, "in_order", lambda old: lambda now: reversed(list(old(now))))
+
+
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 

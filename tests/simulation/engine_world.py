@@ -17,10 +17,11 @@ from typing import Any
 
 import anyio
 from anyio.lowlevel import checkpoint
-from simulation.callers import Callers, Settings
-from simulation.engine_device import FIRST, LETTERS, Disk, Faults, SimulatedEngine, SimulatedRunner
+from simulation.callers import Callers
+from simulation.engine_device import Disk, Faults, SimulatedEngine, SimulatedRunner
+from simulation.lot import HANG, NAMES, Lot
 from simulation.machine import Machine
-from simulation.rig import capacity, say_commit, say_plan
+from simulation.rig import say_commit, say_plan
 from simulation.told import Told
 from simulation.watch import StepWatch
 from simulation.world import Broken
@@ -43,26 +44,14 @@ from headrace.engine.errors import (
 )
 from headrace.engine.generation import Generation
 from headrace.engine.loop import StepLoop
-from headrace.engine.scheduling.plan import Capacity
-from headrace.engine.scheduling.policies import POLICIES
 
 __all__ = ["EngineWorld", "live"]
 
 _TRACE = 40
 _PATIENCE = 1e5  # seconds: a hundred hung steps
 _SHORT = 12  # characters of a prompt beyond which a thread tokenises it
-_HANG = 300.0  # seconds after which a step is given up, where it is
 _MOST_AHEAD = 8  # steps, where the engine decides
 _SAMPLES = 60  # of a long life
-_CHANGES = 15  # of adapters, by each operator
-_RARE = Faults(slow=0.005, step=0.005, launch=0.005, memory=0.005, row=0.01, move=0.1)
-"""In a long life, where a step that hangs would leave time for nothing else."""
-_NAMES = ["x", "y", "z"]
-
-
-def _capacity(**sizes: int) -> Capacity:
-    """A small device, whose vocabulary is that of bytes."""
-    return capacity(**sizes, vocab=257)
 
 
 def live(seed: int, tamper: Callable[[EngineWorld], None] | None = None, seconds: float = 0.0) -> EngineWorld:
@@ -111,59 +100,27 @@ class EngineWorld:
 
     def __init__(self, seed: int, seconds: float) -> None:
         self.seed = seed
-        chance = random.Random(f"engine {seed}")
-        self._chance = chance
-        self.capacity = self._draw_capacity(chance) if not seconds else _capacity(pages=40, rows=8, budget=24)
+        self.lot = lot = Lot(seed, seconds)
         self.machine = Machine(seed)
         self.machine.loop.most_turns += int(seconds * 5000)
-        self.faults = self._draw_faults(chance) if not seconds else _RARE
-        device = random.Random(f"device {seed}")
-        self.runner = SimulatedRunner(self.capacity, self.machine, replace(self.faults), device)
-        self.disk = Disk(self.runner.rates, random.Random(f"disk {seed}"))
+        self.runner = SimulatedRunner(lot.capacity, self.machine, replace(lot.faults), random.Random(f"device {seed}"))
+        self.runner.may_be_given_up = lot.options["hang_seconds"] is not None
         if seconds:
             self.runner.step_seconds = 0.01
-        slots = chance.choice([0, 0, 1, 2, 4]) if not seconds else 2
-        policy = chance.choice(["first_come", *POLICIES])
-        self.may_give_up = policy == "deadlines"
-        self.options: dict[str, Any] = {
-            "launch_ahead": chance.choice([1, 2, None, 3, 4]),
-            "max_unread_tokens": chance.choice([1, 2, 8, 512]),
-            "prefix_cache": chance.random() < 0.8,
-            "swap_memory": chance.choice([0, 0, 3, 100]) * self.capacity.page_size,
-            "policy": policy,
-            "itl_target_ms": chance.choice([None, None, 20.0]),
-            "max_adapters": 4,
-            "adapter_host_memory": chance.choice([64, 200, 10_000]),
-            "max_step_adapters": chance.choice([None, 1]),
-            "hook_seconds": 60.0,
-            "hang_seconds": random.Random(f"hang {seed}").choice([None, None, _HANG]),
-            "seed": seed,
-        }
-        self.runner.may_be_given_up = self.options["hang_seconds"] is not None
-        self.engine = SimulatedEngine(self.machine, self.runner, self.disk, slots, **self.options)
-        elastic = seconds > 0 or random.Random(f"elastic {seed}").random() < 0.3
-        self.least_pages = self.capacity.num_pages
-        self.least_pool = (lambda: self.least_pages * self.capacity.page_size) if elastic else None
-        self.pages = self.capacity.num_pages
-        """That it opens with."""
-        if self.least_pool is not None:
-            self.capacity = replace(self.capacity, num_pages=2 * self.pages)
-        self.callers = Callers(self, self._draw_settings(chance, slots))
-        self.seconds = seconds or chance.choice([0.1, 1.0, 5.0])
-        self.count_of_callers = chance.randint(4, 16) if not seconds else int(seconds * 6)
+        disk = self.disk = Disk(self.runner.rates, random.Random(f"disk {seed}"))
+        self.engine = SimulatedEngine(self.machine, self.runner, disk, lot.slots, **lot.options)
+        self.capacity = lot.capacity
+        self.least_pages = lot.capacity.num_pages
+        self.least_pool = (lambda: self.least_pages * lot.capacity.page_size) if lot.elastic else None
+        if lot.elastic:
+            self.capacity = replace(lot.capacity, num_pages=2 * lot.capacity.num_pages)
+        self.may_give_up = lot.options["policy"] == "deadlines"
+        self.callers = Callers(self, lot.settings)
         self.closing = False
         self.sampled: list[tuple[float, int]] | None = [] if seconds else None
         """Of a long life: (seconds, Python objects that it holds), again and again."""
         self.reached: Counter[str] = Counter()
-        closes = chance.choice(["at the end"] * 5 + ["at once", "drains", "drains in vain"])
-        self._closes = closes if not seconds else "at the end"
-        last = self.count_of_callers - 1
-        self._drains_at = chance.choice([1, last]) if self._closes.startswith("drains") else -1
         self._drained = anyio.Event()
-        self._jumps = chance.random() < 0.2 and not seconds
-        self._changes = range(_CHANGES if not seconds else int(seconds))
-        self._pace = min(self.seconds, 5.0)
-        self._slots = slots
         self._pending: set[int] = set()
         """Callers that have not gone."""
         self._gone = anyio.Event()
@@ -172,46 +129,6 @@ class EngineWorld:
         """What stood under each name, change by change."""
         self._events: deque[tuple[float, Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
         self._nested = False
-
-    @staticmethod
-    def _draw_capacity(chance: random.Random) -> Capacity:
-        rows = chance.choice([1, 2, 4, 8])
-        return _capacity(
-            pages=chance.choice([8, 12, 20, 60]),
-            size=chance.choice([1, 2, 4, 16]),
-            rows=rows,
-            budget=chance.choice([rows, rows + 3, rows + 64]),
-            context=chance.choice([30, 60, 200]),
-        )
-
-    @staticmethod
-    def _draw_faults(chance: random.Random) -> Faults:
-        if chance.random() < 0.3:
-            return Faults(slow=0.02)
-        rates = [0.0, 0.0, 0.02, 0.1]
-        return Faults(
-            slow=0.02,
-            hung=chance.choice([0.0, 0.0, 0.02]),
-            step=chance.choice(rates),
-            launch=chance.choice(rates),
-            memory=chance.choice(rates),
-            row=chance.choice(rates),
-            move=chance.choice([0.0, 0.0, 0.3]),
-            crash=0.005 if chance.random() < 0.1 else 0.0,
-        )
-
-    def _draw_settings(self, chance: random.Random, slots: int) -> Settings:
-        shared = [[FIRST + chance.randrange(LETTERS) for _ in range(chance.randrange(24))] for _ in range(2)]
-        return Settings(
-            prompts=shared,
-            longest=chance.choice([3, 10, 24]),
-            stalls=chance.choice([0.0, 0.05, 0.3]),
-            leaves=chance.choice([0.0, 0.4, 0.8]),
-            deadlines=chance.choice([0.0, 0.0, 0.4]),
-            hooks=chance.choice([0.0, 0.3]),
-            tenants=chance.choice([[None], [None, "a", "a", "b"]]),
-            adapters=[*_NAMES, "nobody"] if slots else [],
-        )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -241,31 +158,31 @@ class EngineWorld:
         async with anyio.create_task_group() as helpers:
             for task in self._helpers():
                 helpers.start_soon(self._guarded, task)
-            apart = 4 * self.seconds / self.count_of_callers
-            for number in range(self.count_of_callers):
+            apart = 4 * self.lot.seconds / self.lot.callers
+            for number in range(self.lot.callers):
                 await anyio.sleep(chance.choice([0.0, apart]) * chance.random())
-                if number == self._drains_at:
+                if number == self.lot.drains_at:
                     helpers.start_soon(self._guarded, self._drain())
                 self._pending.add(number)
                 everybody.start_soon(self._guarded, self._call(number))
             if self.sampled is not None:
-                await anyio.sleep(max(0.0, self.seconds - self.machine.loop.now))
-            if self._closes == "at the end":
+                await anyio.sleep(max(0.0, self.lot.seconds - self.machine.loop.now))
+            if self.lot.closes == "at the end":
                 await self._wait_for_all()
-            elif self._closes != "at once" and self._loop().crashed is None:
+            elif self.lot.closes != "at once" and self._loop().crashed is None:
                 await self._drained.wait()
             helpers.cancel_scope.cancel()
 
     def _helpers(self) -> list[Any]:
         """Who else is there, as coroutines."""
         found: list[Any] = [self._observe(random.Random(f"observer {self.seed}"))]
-        operators = range(2 if self._slots else 0)
+        operators = range(2 if self.lot.slots else 0)
         found += [self._operate(random.Random(f"operator {self.seed} {number}")) for number in operators]
         if self.sampled is not None:
             found.append(self._sample(self.sampled))
         if self.least_pool is not None:
             found.append(self._stretch(random.Random(f"memory {self.seed}")))
-        if self._jumps:
+        if self.lot.jumps:
             found.append(self._jump(random.Random(f"clock {self.seed}")))
         return found
 
@@ -283,8 +200,8 @@ class EngineWorld:
 
     async def _drain(self) -> None:
         """Close the engine while callers are at it."""
-        vain = self._closes == "drains in vain"
-        self.note(lambda how: f"{'engine':10} {how}", self._closes)
+        vain = self.lot.closes == "drains in vain"
+        self.note(lambda how: f"{'engine':10} {how}", self.lot.closes)
         self.reached["streams that were drained"] += sum(not generation.finished for _, generation in self._met)
         if vain:
             self._close_begins()
@@ -337,17 +254,17 @@ class EngineWorld:
 
     async def _operate(self, chance: random.Random) -> None:
         """Load, replace, pin and unload adapters, and change their files; first of all load them."""
-        for turn in self._changes:
-            name = chance.choice(_NAMES) if turn >= len(_NAMES) else _NAMES[turn]
+        for turn in self.lot.changes:
+            name = chance.choice(NAMES) if turn >= len(NAMES) else NAMES[turn]
             what = chance.choice(["load", "load", "load", "unload", "pin", "unpin", "list", "files"])
-            what = "load" if turn < len(_NAMES) else what
+            what = "load" if turn < len(NAMES) else what
             self.note(lambda name, what: f"{'operator':10} {what} {name}", name, what)
             with suppress(LoadFailed, UnknownAdapter, InvalidParams, EngineStopped, EngineCrashed):
                 with anyio.move_on_after(chance.choice([0.001, 10.0])):
                     await self._do(what, name, chance)
             self._remember()
-            if turn >= len(_NAMES):
-                await anyio.sleep(self._pace * chance.choice([0.1, 0.5]) * chance.random())
+            if turn >= len(NAMES):
+                await anyio.sleep(self.lot.pace * chance.choice([0.1, 0.5]) * chance.random())
 
     async def _do(self, what: str, name: str, chance: random.Random) -> None:
         adapters = self.engine.adapters
@@ -366,10 +283,10 @@ class EngineWorld:
     async def _stretch(self, chance: random.Random) -> None:
         """Give back memory, and take it again."""
         with suppress(EngineStopped, EngineCrashed):
-            for _ in self._changes:
-                await anyio.sleep(self._pace * chance.choice([0.1, 0.5]) * chance.random())
+            for _ in self.lot.changes:
+                await anyio.sleep(self.lot.pace * chance.choice([0.1, 0.5]) * chance.random())
                 if chance.random() < 0.6:
-                    pages = chance.randint(1, 2 * self.pages)
+                    pages = chance.randint(1, self.capacity.num_pages)
                     await self._resize(pages)
                 else:
                     await self._sleep(chance)
@@ -407,9 +324,9 @@ class EngineWorld:
                 stats, age = self.engine.stats(), self.engine.step_age
                 assert stats.running <= self.capacity.max_rows + stats.steps_in_flight
                 assert age >= 0.0 and (not age or stats.steps_in_flight)
-                given_up = self.options["hang_seconds"] is not None and not self._jumps
-                assert not given_up or age < _HANG + 1.0, "a step that hangs is not given up"
-                if age > 60.0 and not self._jumps and self._loop()._generations and chance.random() < 0.5:
+                given_up = self.lot.options["hang_seconds"] is not None and not self.lot.jumps
+                assert not given_up or age < HANG + 1.0, "a step that hangs is not given up"
+                if age > 60.0 and not self.lot.jumps and self._loop()._generations and chance.random() < 0.5:
                     assert "a step hangs" in self.reached, "a hang that nobody made"
                     self._abort()
                 await anyio.sleep(chance.choice([0.1, 1.0, 30.0]))
@@ -426,14 +343,14 @@ class EngineWorld:
     async def _sample(self, sampled: list[tuple[float, int]]) -> None:
         """Collect garbage, and count what is left."""
         while True:
-            await anyio.sleep(self.seconds / _SAMPLES)
+            await anyio.sleep(self.lot.seconds / _SAMPLES)
             gc.collect()
             sampled.append((self.machine.loop.now, len(gc.get_objects())))
 
     async def _jump(self, chance: random.Random) -> None:
         """The machine sleeps, and its clocks do not agree about it."""
         for _ in range(10):
-            await anyio.sleep(self.seconds * chance.random())
+            await anyio.sleep(self.lot.seconds * chance.random())
             seconds = chance.choice([0.1, 10.0, 3600.0])
             self.note(lambda seconds: f"{'clock':10} {seconds} s later", seconds)
             if chance.random() < 0.5:
@@ -462,16 +379,16 @@ class EngineWorld:
 
     def expects(self, error: HeadraceError) -> bool:
         """As `House`."""
-        rates = self.faults
+        rates = self.lot.faults
         if isinstance(error, EngineCrashed):
-            given_up = "the device hangs" in str(error) and self.options["hang_seconds"] is not None
+            given_up = "the device hangs" in str(error) and self.lot.options["hang_seconds"] is not None
             return "scripted" in str(error) or given_up
         if isinstance(error, PromptTooLong):
             return bool(error.value > error.limit)  # type: ignore[operator]
         expected: dict[type[HeadraceError], object] = {
-            EngineStopped: self.closing or self._closes.startswith("drain"),
+            EngineStopped: self.closing or self.lot.closes.startswith("drain"),
             Overloaded: True,
-            UnknownAdapter: self._slots,
+            UnknownAdapter: self.lot.slots,
             HookFailed: True,
             NonFiniteLogits: rates.row,
             OutOfMemory: rates.memory + rates.launch,
@@ -573,7 +490,7 @@ class EngineWorld:
 
     def _check_order(self, plan: Any) -> None:
         """Who came first starts first, where that is the policy and nothing but room can be what one waits for."""
-        if self.options["policy"] != "first_come" or self.options["prefix_cache"] or not plan.new_rows:
+        if self.lot.options["policy"] != "first_come" or self.lot.options["prefix_cache"] or not plan.new_rows:
             return
         new = {row.row for row in plan.new_rows}
         last = max(work.request.order for work in plan.works if work.row in new)
@@ -587,10 +504,10 @@ class EngineWorld:
             self.reached[fault] += 1
             self.note(lambda fault: f"{'device':10} {fault}", fault)
         self.runner.happened.clear()
-        ahead = (self.options["launch_ahead"] or _MOST_AHEAD) + 2
+        ahead = (self.lot.options["launch_ahead"] or _MOST_AHEAD) + 2
         for told, generation in self._met:
             assert generation._unfinished >= 0, f"{told.name} has ended more than once"
-            most = self.options["max_unread_tokens"] + ahead * told.params.n
+            most = self.lot.options["max_unread_tokens"] + ahead * told.params.n
             assert len(generation.mailbox) + generation.held <= most, f"{told.name} does not read, and it goes on"
 
     def _forget(self) -> None:
@@ -624,8 +541,8 @@ class EngineWorld:
 
     def describe(self) -> str:
         """Sizes and options, on one line."""
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items() if value not in (None, 0))
-        return f"{self.capacity}, {self._closes}, {self.faults}, {options}"
+        options = ", ".join(f"{name}={value}" for name, value in self.lot.options.items() if value not in (None, 0))
+        return f"{self.capacity}, {self.lot.closes}, {self.lot.faults}, {options}"
 
     @property
     def requests(self) -> int:
