@@ -9,7 +9,7 @@ import anyio
 
 __all__ = ["Pacer"]
 
-_WINDOW = 0.01  # seconds: whoever waits for the same window is woken at once, and holds the event loop that long
+_WINDOW = 0.01  # seconds, about: whoever waits for the same window is woken at once, and holds the event loop so long
 
 
 class _Window:
@@ -33,17 +33,18 @@ class Pacer:
 
     def __init__(self, events_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Allow so many events a second."""
-        self._budget = max(1, int(events_per_second * _WINDOW))
+        self._budget = max(1, round(events_per_second * _WINDOW))
+        self._span = self._budget / events_per_second
         self._clock = clock
         self._latest = _Window(0.0, 0)
 
     async def turn(self) -> None:
         """Take the right to send one event, waiting for it if need be."""
         now, window = self._clock(), self._latest
-        if now >= window.starts + _WINDOW:
+        if now >= window.starts + self._span:
             self._latest = window = _Window(now, self._budget)
         elif not window.left:
-            self._latest = window = _Window(window.starts + _WINDOW, self._budget)
+            self._latest = window = _Window(window.starts + self._span, self._budget)
         window.left -= 1
         if window.starts <= now:
             return

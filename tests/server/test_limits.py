@@ -135,7 +135,10 @@ def test_a_secret_opens_for_its_holder_alone(keys: dict[str, str], guess: bytes)
 
 
 @pytest.mark.anyio
-async def test_the_pacer_keeps_to_its_rate_and_lets_everybody_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rate", "together"), [(100, 1), (150, 2), (249, 2), (2000, 20)])
+async def test_the_pacer_keeps_to_its_rate_and_lets_everybody_pass(
+    monkeypatch: pytest.MonkeyPatch, rate: int, together: int
+) -> None:
     clock = Clock()
     sleepers: list[tuple[float, int, anyio.Event]] = []
     order = itertools.count()
@@ -154,7 +157,7 @@ async def test_the_pacer_keeps_to_its_rate_and_lets_everybody_pass(monkeypatch: 
                 event.set()
 
     monkeypatch.setattr(anyio, "sleep", sleep)
-    pacer = Pacer(200, clock)  # ten in each twentieth of a second
+    pacer = Pacer(rate, clock)
     passed: list[float] = []
 
     async def one() -> None:
@@ -168,9 +171,9 @@ async def test_the_pacer_keeps_to_its_rate_and_lets_everybody_pass(monkeypatch: 
             for _ in range(20):
                 tasks.start_soon(one)
     assert len(passed) == 100
-    for _, window in itertools.groupby(passed):
-        assert len(list(window)) <= 10
-    assert passed[-1] - passed[0] <= 0.05 * 11
+    windows = [len(list(window)) for _, window in itertools.groupby(passed)]
+    assert max(windows) == together
+    assert passed[-1] - passed[0] == pytest.approx((100 - windows[-1]) / rate)  # the last window is only begun
 
 
 @pytest.mark.parametrize(
