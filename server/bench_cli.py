@@ -163,7 +163,9 @@ def bench_options(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """What penalties, filters, log-probabilities and a JSON schema in all rows add to a decode step."""
+    """What penalties, filters, log-probabilities and a JSON schema in all rows add to a decode step.
+
+    Then what a hook, a grammar or `deterministic` in one row costs it and the others."""
     from headrace.engine.bench.options import run
 
     run(
