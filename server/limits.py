@@ -40,21 +40,17 @@ class Permit:
     weight: int
     limits: Limits
     tokens: int = 0
-    """Of the prompt, that wait."""
-    charged: int = 0
-    """Of the prompt, that the key was charged with."""
+    """Of the prompt."""
     waiting: bool = True
     ended: bool = False
 
-    def add_prompt(self, tokens: int, charged: int | None = None) -> None:
-        """Count the prompt, once its length is known; `charged` where the key is to pay for fewer.
+    def add_prompt(self, tokens: int) -> None:
+        """Count the prompt, once its length is known.
 
         Raises:
             ApiError: Too many prompt tokens wait.
         """
         self.limits.add_prompt(self, tokens)
-        self.charged = tokens if charged is None else charged
-        self.account.tokens -= self.charged
 
     def started(self) -> None:
         """The first token is there: the request no longer waits."""
@@ -71,7 +67,7 @@ class Permit:
         if not self.ended:
             self.ended = True
             if refund:
-                self.account.tokens += self.charged
+                self.account.tokens += self.tokens
             if self.waiting:
                 self.waiting = False
                 self.limits.left_queue(self, departed=False)
@@ -109,11 +105,6 @@ class Limits:
             return self._too_many(f"this key {what} too much at once", self.retry_after())
 
         return Room(most, one, self.overloaded, key_full)
-
-    @property
-    def queued(self) -> int:
-        """Choices, and requests for vectors, that wait."""
-        return self._queue.choices
 
     def set_limits(self, name: str, limits: KeyLimits) -> None:
         """Change what a key may use from now on; requests that run are left alone."""
@@ -189,6 +180,7 @@ class Limits:
         if self._queue.tokens and self._queue.tokens + tokens > self._settings.max_queue_tokens:
             raise self.overloaded()
         permit.tokens += tokens
+        permit.account.tokens -= tokens
         self._queue.tokens += tokens
 
     def left_queue(self, permit: Permit, departed: bool = True) -> None:

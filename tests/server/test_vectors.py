@@ -240,9 +240,9 @@ def test_what_waits_is_bounded_until_a_step_takes_it_up() -> None:
     with held_up(max_queue=1) as (server, gate):
         with asking(server, {"input": ["a"] * 40}) as first:
             until(lambda: server.engine.stats().running == 1)
-            until(lambda: not server.service.limits.queued)  # the rest of it is let in as rows become free
+            until(lambda: not server.service.limits._queue.choices)  # the rest of it is let in as rows become free
             with asking(server, {"input": "b"}, "other") as second:
-                until(lambda: server.service.limits.queued == 1)
+                until(lambda: server.service.limits._queue.choices == 1)
                 check_error(ask(server, {"input": "c"}), 503, "server_overloaded")
                 gate.set()
         assert first[0].status_code == second[0].status_code == 200
