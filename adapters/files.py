@@ -26,7 +26,7 @@ from headrace.adapters.layout import EMBED, HEAD, MODULES, BlockLayout, ModelSha
 from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from headrace.adapters.safetensors_header import TensorEntry, read_header, refuse_file
-from headrace.adapters.untrusted import parse_object, plain
+from headrace.adapters.untrusted import in_turns, parse_object, plain
 
 __all__ = ["WEIGHTS_FILE", "read_adapter"]
 
@@ -279,7 +279,7 @@ def _transpose(b_OR: Tensor, scale: float, out_RO: Tensor) -> None:
 def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape) -> dict[_Place, _Pair]:
     """The updates in the file, in the order of layers and modules, each with its two tensors of the right shapes."""
     keys: dict[_Place, dict[str, str]] = {}
-    for key, entry in entries.items():
+    for key, entry in in_turns(entries.items()):
         found = _place(key, shape)
         if found is not None:
             keys.setdefault(found[0], {})[found[1]] = key
@@ -288,7 +288,7 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
     if not keys:
         refuse_file(WEIGHTS_FILE, "the number of updates", 0, "at least 1")
     pairs = {}
-    for (layer, module), both in sorted(keys.items()):
+    for (layer, module), both in in_turns(sorted(keys.items())):
         if len(both) < 2:
             half, key = next(iter(both.items()))
             refuse_file(WEIGHTS_FILE, "tensor", key, f"one with its {'B' if half == 'A' else 'A'} beside it")

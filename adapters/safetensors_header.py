@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NoReturn
 
 from headrace.adapters.errors import ModelRejected
-from headrace.adapters.untrusted import parse_object, plain
+from headrace.adapters.untrusted import in_turns, parse_object, plain
 
 __all__ = ["TensorEntry", "read_header", "refuse_file"]
 
@@ -99,10 +99,10 @@ def read_header(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> dic
         refuse_file(name, "the header's length", length, f"at most {limit} bytes")
     header = parse_object(_exactly(file, 8, length, name), f"{name} (header)")
     header.pop("__metadata__", None)
-    entries = {tensor: _entry(name, tensor, given) for tensor, given in header.items()}
+    entries = {tensor: _entry(name, tensor, given) for tensor, given in in_turns(header.items())}
     base = end = 8 + length
     placed = {}
-    for tensor, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+    for tensor, entry in in_turns(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes))):
         if base + entry.offset != end:
             refuse_file(name, f"the offset of {tensor}", entry.offset, f"{end - base}, where the tensor before it ends")
         placed[tensor] = TensorEntry(entry.dtype, entry.shape, end, entry.nbytes)

@@ -69,8 +69,8 @@ class GivenRows(NamedTuple):
 
     first: int
     """Of the step's tokens."""
-    qkv_LMX: Tensor
-    """For each layer keys, as they are after rotation, and values, behind queries that nobody reads."""
+    kv_LMX: Tensor
+    """For each layer keys, as they are after rotation, then values: [layers, M, 2 * K * D]."""
 
 
 def _is_whole(packed: CudaProduct) -> bool:
@@ -186,27 +186,30 @@ class CudaOps:
         self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
     ) -> tuple[Tensor, Tensor]:
         """(silu(gate) * up of the norm of the sum, the sum)."""
-        weight_2FI, rows = packed.weight_OI, x_NE.shape[0]
-        size_out, size_in = weight_2FI.shape[0] // 2, weight_2FI.shape[1]
         if isinstance(residual_NE, Squares):
             if self._even is not None and _is_whole(packed):
                 return self._even_feed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
-        elif packed.bias_O is None and rows == 1 and size_in <= _NORM_FEATURES:
-            return self._vector(x_NE, residual_NE, weight_E, weight_2FI, gated=True)
+        elif packed.bias_O is None and len(x_NE) == 1 and x_NE.shape[1] <= _NORM_FEATURES:
+            return self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=True)
         normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
-        out_NF = torch.empty(rows, size_out, dtype=x_NE.dtype, device=x_NE.device)
+        return self.feed(normed_NE, packed), total_NE
+
+    def feed(self, x_NE: Tensor, packed: CudaProduct) -> Tensor:
+        """silu(gate) * up of the product."""
+        weight_2FI, (rows, size_in) = packed.weight_OI, x_NE.shape
+        out_NF = torch.empty(rows, weight_2FI.shape[0] // 2, dtype=x_NE.dtype, device=x_NE.device)
         if packed.bias_O is None and rows == 1:
-            vector_linear(normed_NE, weight_2FI, out_NF, gated=True, pdl=self.pdl)
-            return out_NF, total_NE
+            vector_linear(x_NE, weight_2FI, out_NF, gated=True, pdl=self.pdl)
+            return out_NF
         even = self._even_for(rows, weight_2FI)
-        gated = rows <= MAX_ROWS and size_out >= _GATED_FEATURES and size_in % _LINEAR_MULTIPLE == 0
+        gated = rows <= MAX_ROWS and out_NF.shape[1] >= _GATED_FEATURES and size_in % _LINEAR_MULTIPLE == 0
         if packed.bias_O is None and even is not None:
-            even.silu_mul(normed_NE, weight_2FI, out_NF)
+            even.silu_mul(x_NE, weight_2FI, out_NF)
         elif packed.bias_O is None and gated:
-            linear_silu_mul(normed_NE, weight_2FI, out_NF, pdl=self.pdl)
+            linear_silu_mul(x_NE, weight_2FI, out_NF, pdl=self.pdl)
         else:
-            fused.silu_mul(self.product(normed_NE, packed), out_NF, pdl=self.pdl)
-        return out_NF, total_NE
+            fused.silu_mul(self.product(x_NE, packed), out_NF, pdl=self.pdl)
+        return out_NF
 
     def attend(
         self,
@@ -223,12 +226,10 @@ class CudaOps:
         out_NX = torch.empty(rows, width, dtype=qkv_NX.dtype, device=qkv_NX.device)
         if isinstance(step, PrefillStep):
             self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, scales, qkv_NX)
-            for first, qkv_LMX in step.given:
-                slots_M = step.slots_N[first : first + qkv_LMX.shape[1]]
+            for first, kv_LMX in step.given:
+                kv_MX, slots_M = kv_LMX[layer], step.slots_N[first : first + kv_LMX.shape[1]]
                 still_M = torch.zeros_like(slots_M)  # position 0 turns by nothing
-                self._rope_and_write(
-                    qkv_LMX[layer], None, None, still_M, slots_M, kv_layer, scales, torch.empty_like(qkv_LMX[layer])
-                )
+                self._rope_and_write(kv_MX, None, None, still_M, slots_M, kv_layer, scales, kv_MX, heads=0)
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
             step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
         elif isinstance(step.attention, FusedDecode):
@@ -298,10 +299,12 @@ class CudaOps:
         kv_layer: Tensor,
         scales: KvScales,
         q_out: Tensor,
+        heads: int | None = None,
     ) -> None:
+        """`norm_rope_write` of the model's heads, or of fewer queries."""
         shape = self.shape
         fused.norm_rope_write(
             qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
-            heads=shape.heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
+            heads=shape.heads if heads is None else heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
             k_scale=scales.k, v_scale=scales.v, pdl=self.pdl,
         )  # fmt: skip

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from headrace.ops.cuda_alike import expand_alike, shrink_alike
 from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
 from headrace.ops.cuda_linear import MAX_ROWS
-from headrace.ops.cuda_lora import SEGMENT, LoraBatch, LoraSite
+from headrace.ops.cuda_lora import ALIKE, SEGMENT, LoraBatch, LoraSite
 from headrace.ops.cuda_shrink import look_up, shrink
 from headrace.ops.cuda_vector_shrink import vector_linear_shrink
 
@@ -45,8 +46,8 @@ class CudaAdapterOps:
         sites: Mapping[tuple[int, str], LoraSite],
         layers: int,
         *,
-        embeds: bool = False,
-        heads: bool = False,
+        feeds: bool = True,
+        ends: bool = False,
         virtual: Sequence[VirtualRows] = (),
         side: torch.cuda.Stream | None = None,
     ) -> None:
@@ -57,20 +58,21 @@ class CudaAdapterOps:
             batch: Which token wears what.
             sites: Of each (layer, site), and of (-1, "embed") and (-1, "head").
             layers: Of the model: the update of the last product has no norm of a layer to wait for.
-            embeds: Whether an adapter that is worn updates the embeddings.
-            heads: Whether one updates the output head.
+            feeds: Whether an adapter that is worn updates gate, up or down.
+            ends: Whether one updates the embeddings or the output head.
             virtual: Tokens of the step whose embeddings are given.
             side: Where x A^T is computed beside products that few rows leave the GPU room for; None: before them.
         """
         self._ops, self._batch, self._sites, self._last = ops, batch, sites, layers - 1
-        self._embeds, self._heads, self._virtual = embeds, heads, virtual
+        self._feeds, self._ends, self._virtual = feeds, ends, virtual
         self._side = side
-        self._waits = 1 < len(batch.slots_N) <= _NORM_ROWS and batch.rows != SEGMENT
+        self._alike = batch.rows == ALIKE
+        self._waits = len(batch.slots_N) <= _NORM_ROWS and batch.rows != SEGMENT
         self._waiting: tuple[Tensor, LoraSite] | None = None
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
         """Embeddings with their updates; those of virtual tokens replace the model's."""
-        if self._embeds:
+        if self._ends:
             place = self._sites[-1, "embed"]
             expand(look_up(tokens_N, self._batch, place), x_NE, self._batch, place)
         for first, given_ME in self._virtual:
@@ -79,12 +81,14 @@ class CudaAdapterOps:
 
     def product(self, x_NI: Tensor, packed: CudaProduct, layer: int, site: str) -> Tensor:
         """x W^T + b with the site's updates, which may be added by the next norm."""
+        if site == "down" and not self._feeds:
+            return self._ops.product(x_NI, packed)
         place = self._sites[layer, site]
         y_NO, low = self._with_low(x_NI, packed, place)
         if self._waits and not (layer == self._last and site == "down"):
             self._waiting = low, place
         else:
-            expand(low, y_NO, self._batch, place, pdl=self._ops.pdl)
+            self._expand(low, y_NO, place)
         return y_NO
 
     def norm_product(
@@ -94,24 +98,31 @@ class CudaAdapterOps:
         normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
         place = self._sites[layer, site]
         y_NO, low = self._with_low(normed_NE, packed, place)
-        expand(low, y_NO, self._batch, place, pdl=self._ops.pdl)
+        self._expand(low, y_NO, place)
         return y_NO, total_NE
 
     def norm_feed(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
         """(silu(gate) * up of the norm of the sum with the site's updates, the sum)."""
+        if self._waiting is None and not self._feeds:
+            return self._ops.norm_feed(x_NE, residual_NE, weight_E, packed)
         normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        if not self._feeds:
+            return self._ops.feed(normed_NE, packed), total_NE
         place = self._sites[layer, site]
         gate_up_N2F, low = self._with_low(normed_NE, packed, place)
         rows, size = gate_up_N2F.shape
         out_NF = torch.empty(rows, size // 2, dtype=x_NE.dtype, device=x_NE.device)
-        expand_silu_mul(low, gate_up_N2F, out_NF, self._batch, place, pdl=self._ops.pdl)
+        if self._alike:
+            expand_alike(low, gate_up_N2F, out_NF, self._batch, place, gated=True, pdl=self._ops.pdl)
+        else:
+            expand_silu_mul(low, gate_up_N2F, out_NF, self._batch, place, pdl=self._ops.pdl)
         return out_NF, total_NE
 
     def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
         """The logits with the head's updates; the step's tokens are those S."""
-        if self._heads:
+        if self._ends:
             place = self._sites[-1, "head"]
             low = shrink(hidden_SE, self._batch, place, pdl=self._ops.pdl)
             expand(low, logits_SV, self._batch, place, pdl=self._ops.pdl)
@@ -129,10 +140,17 @@ class CudaAdapterOps:
         stream = torch.cuda.current_stream()
         self._side.wait_stream(stream)
         with torch.cuda.stream(self._side):
-            low = shrink(x_NI, self._batch, site)
+            low = (shrink_alike if self._alike else shrink)(x_NI, self._batch, site)
         y_NO = self._ops.product(x_NI, packed)
         stream.wait_stream(self._side)
         return y_NO, low
+
+    def _expand(self, low: Tensor, y_NO: Tensor, site: LoraSite) -> None:
+        """`y += t B` in place."""
+        if self._alike:
+            expand_alike(low, y_NO, y_NO, self._batch, site, pdl=self._ops.pdl)
+        else:
+            expand(low, y_NO, self._batch, site, pdl=self._ops.pdl)
 
     def _normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         if self._waiting is None or residual_NE is None:

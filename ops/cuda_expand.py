@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.ops.cuda_lora import GROUP, LoraBatch, LoraSite, Tiling
+from headrace.ops.cuda_lora import ALIKE, GROUP, LoraBatch, LoraSite, Tiling, module_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,25 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["expand", "expand_add_norm", "expand_silu_mul", "expand_tiling"]
 
 _PROGRAMS = 528
-
-
-@triton.jit
-def _module_of(tile, size_0, size_1, size_2, BLOCK: tl.constexpr, MODULES: tl.constexpr):
-    """(module, its size, the features before it, the tile in it) of a tile among those of all modules."""
-    place = 0
-    before = 0
-    size = size_0
-    if MODULES > 1 and tile >= tl.cdiv(size_0, BLOCK):
-        tile -= tl.cdiv(size_0, BLOCK)
-        place = 1
-        before = size_0
-        size = size_1
-    if MODULES > 2 and place == 1 and tile >= tl.cdiv(size_1, BLOCK):
-        tile -= tl.cdiv(size_1, BLOCK)
-        place = 2
-        before = size_0 + size_1
-        size = size_2
-    return place, size, before, tile
 
 
 @triton.jit
@@ -75,7 +56,7 @@ def _expand_row_kernel(  # noqa: PLR0915 - one kernel is one launch
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    place, size, before, chunk = _module_of(
+    place, size, before, chunk = module_of(
         tl.program_id(0), size_0, size_1, size_2, BLOCK * STEPS, 1 if GATED else MODULES
     )
     entry = entries + tl.program_id(1) * 4
@@ -184,7 +165,7 @@ def _expand_group_kernel(
         gdc_wait()
     row = tl.arange(0, ROWS)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        place, size, before, tile = _module_of(item % tiles, size_0, size_1, size_2, BLOCK, 1 if GATED else MODULES)
+        place, size, before, tile = module_of(item % tiles, size_0, size_1, size_2, BLOCK, 1 if GATED else MODULES)
         entry = entries + item // tiles * 4
         slot = tl.load(entry)
         module = table + (tl.maximum(slot, 0) * modules + index + place) * 4
@@ -327,7 +308,8 @@ def expand_add_norm(
         y_NE, residual_NE, weight_E, y_NE, batch.arena, batch.table, batch.slots_N, planes,
         site.line, batch.table.shape[1], y_NE.stride(0), residual_NE.stride(0), y_NE.stride(0), planes.stride(0),
         size, eps,
-        PLANE=planes.shape[2], RANK=8, BLOCK=triton.next_power_of_2(size), SPLITS=planes.shape[0], PDL=pdl,
+        PLANE=planes.shape[2], RANK=4 if batch.rows == ALIKE else 8, BLOCK=triton.next_power_of_2(size),
+        SPLITS=len(planes), PDL=pdl,
         num_warps=min(16, max(4, triton.next_power_of_2(size) // 256)), launch_pdl=pdl,
     )  # fmt: skip
 
@@ -373,5 +355,8 @@ def expand_tiling(batch: LoraBatch, site: LoraSite, *, gated: bool) -> Tiling:
     if entries <= 4:
         return Tiling(8, 256, 1)
     tiles = entries * sum(triton.cdiv(size, 512) for size in site.sizes_out[: 1 if gated else None])
-    few = 1 if tiles <= 1024 else 2
-    return Tiling(8, 512, 2, 4 if tiles > (1024 if gated else 2560) else few)
+    if gated:
+        return Tiling(8, 512, 2, 8 if tiles > 4096 else 4 if tiles > 1024 else 1)
+    if entries > 128 and len(site.sizes_out) == 1:
+        return Tiling(8, 1024, 4, 2)
+    return Tiling(8, 512, 2, 4 if tiles > 2560 else 1 if tiles <= 1024 else 2)

@@ -18,12 +18,24 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GROUP", "SEGMENT", "UNIT", "LoraBatch", "LoraSite", "Tiling", "group_rows"]
+__all__ = [
+    "ALIKE",
+    "GROUP",
+    "SEGMENT",
+    "UNIT",
+    "LoraBatch",
+    "LoraSite",
+    "Tiling",
+    "group_rows",
+    "module_of",
+]
 
 UNIT = 8
 """Elements that a table's offsets count in."""
 GROUP = 32
 """Rows of one entry of a decode step."""
+ALIKE = 256
+"""Rows of one entry where all that wear an adapter wear the same."""
 SEGMENT = 64
 """Tokens of one entry of a prefill."""
 
@@ -69,8 +81,27 @@ class LoraBatch:
     slots_N: Tensor
     """int32: each token's slot or -1."""
     rows: int
-    """Tokens of an entry at most: 1, `GROUP` or `SEGMENT`."""
+    """Tokens of an entry at most: 1, `GROUP`, `ALIKE` or `SEGMENT`."""
     max_rank: int
+
+
+@triton.jit
+def module_of(tile, size_0, size_1, size_2, BLOCK: tl.constexpr, MODULES: tl.constexpr):
+    """(module, its size, the features before it, the tile in it) of a tile among those of all modules."""
+    place = 0
+    before = 0
+    size = size_0
+    if MODULES > 1 and tile >= tl.cdiv(size_0, BLOCK):
+        tile -= tl.cdiv(size_0, BLOCK)
+        place = 1
+        before = size_0
+        size = size_1
+    if MODULES > 2 and place == 1 and tile >= tl.cdiv(size_1, BLOCK):
+        tile -= tl.cdiv(size_1, BLOCK)
+        place = 2
+        before = size_0 + size_1
+        size = size_2
+    return place, size, before, tile
 
 
 @triton.jit

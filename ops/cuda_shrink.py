@@ -258,5 +258,7 @@ def shrink_tiling(batch: LoraBatch, site: LoraSite) -> Tiling:
         return Tiling(16, 128, 4, triton.cdiv(triton.cdiv(site.size_in, 128), splits))
     if batch.rows == GROUP:
         return Tiling(16, 256, 4, 2)
+    if entries > 128:
+        return Tiling(8, 256, 1, 8 if modules > 1 else 4)
     programs = entries * modules * triton.cdiv(site.size_in, 256)
     return Tiling(16, 256, 4, 1 if programs <= 512 else 2 if programs <= 2048 else 4)

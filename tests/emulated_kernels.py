@@ -204,6 +204,23 @@ def expand(at: SimpleNamespace) -> None:
         at.out[tokens] = (gated(total) if at.GATED else total).to(at.out.dtype)
 
 
+def alike(at: SimpleNamespace) -> SimpleNamespace:
+    """Rows of one adapter or of none, one by one."""
+    worn = int(at.entries[0, 0])
+    slots = at.slots.tolist() if hasattr(at, "slots") else [worn] * at.rows
+    demand(len(slots) == at.rows and {slot for slot in slots if slot >= 0} <= {worn}, "more adapters than one")
+    at.entries = torch.tensor([[slot, row, 1, row] for row, slot in enumerate(slots)])
+    return at
+
+
+def shrink_alike(at: SimpleNamespace) -> None:
+    shrink(alike(at))
+
+
+def expand_alike(at: SimpleNamespace) -> None:
+    expand(alike(at))
+
+
 def vector_shrink(at: SimpleNamespace) -> None:
     at.out.copy_(at.x.float() @ at.weight.float().T)
     at.entries, at.PLANE = torch.tensor([[int(at.slots[0]), 0, 1, 0]]), at.planes.shape[2]
@@ -409,6 +426,8 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_shrink_group_kernel": shrink,
     "_shrink_long_kernel": shrink,
     "_vector_shrink_kernel": vector_shrink,
+    "_shrink_alike_kernel": shrink_alike,
+    "_expand_alike_kernel": expand_alike,
     "_look_up_kernel": look_up,
     "_expand_row_kernel": expand,
     "_expand_group_kernel": expand,

@@ -19,8 +19,8 @@ from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
-from headrace.ops.cuda_linear import LinearScratch
-from headrace.ops.cuda_lora import GROUP, LoraBatch, LoraSite, Tiling, group_rows
+from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch
+from headrace.ops.cuda_lora import ALIKE, GROUP, LoraBatch, LoraSite, Tiling, group_rows
 from headrace.ops.cuda_shrink import shrink
 
 __all__ = ["lora", "lora_sweep"]
@@ -48,7 +48,7 @@ class _Adapters:
         rank, modules = _KINDS[kind]
         shape = _model_shape(s)
         layout = BlockLayout.of(shape, {(layer, module): rank for layer in range(s.layers) for module in modules})
-        self.bytes, self.rank = 2 * layout.elements, rank
+        self.bytes, self.rank, self.feeds = 2 * layout.elements, rank, "down" in modules
         self.arena = torch.empty(count * layout.elements, dtype=torch.bfloat16, device="cuda").uniform_(-0.02, 0.02)
         lines = [torch.from_numpy(table_lines(layout, place * layout.elements)) for place in range(count)]
         self.table = torch.stack(lines).cuda()
@@ -136,14 +136,23 @@ def _worn(bench: Bench, layers: _Layers, adapters: _Adapters, what: str, known: 
     """A step whose rows wear `adapters` in turn, in entries of one row and of several, against one of none."""
     (base, speed), rows, count = known, layers.rows, len(adapters.table)
     slots = torch.arange(rows, dtype=torch.int32, device="cuda") % count
-    for group in (1, GROUP) if rows > 1 else (1,):
+    for group in _groups(rows, count):
         batch = adapters.batch(rows, group)
-        ops = CudaAdapterOps(layers.ops, batch, adapters.sites, layers.shape.layers, side=torch.cuda.Stream())
+        ops = CudaAdapterOps(
+            layers.ops, batch, adapters.sites, layers.shape.layers, feeds=adapters.feeds, side=torch.cuda.Stream()
+        )
         timed = bench.time(lambda: layers.run(ops, lambda: group_rows(slots, layers.batch_B, batch)))
         floor = count * adapters.bytes / speed * 1e6
         over, least = timed[1] / base - 1, floor / base
         note = f"+{over:.1%}, floor +{least:.1%}, over it {over - least:.1%}"
         bench.add(f"lora 8b B={rows} {what}, {group} a group", timed, 0, note)
+
+
+def _groups(rows: int, count: int) -> list[int]:
+    """The ways in which rows may share what they wear."""
+    if rows == 1:
+        return [1]
+    return [1, GROUP] if count > 1 or rows > MAX_ROWS else [1, ALIKE]
 
 
 _SWEPT: dict[str, list[tuple[int, ...]]] = {

@@ -20,14 +20,16 @@ from headrace.engine.model.memory import borrow_stream, return_stream
 from headrace.engine.scheduling.plan import Work
 from headrace.ops.cuda import CudaOps, GivenRows
 from headrace.ops.cuda_adapters import CudaAdapterOps, VirtualRows
-from headrace.ops.cuda_lora import GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
+from headrace.ops.cuda_linear import MAX_ROWS
+from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
 
 __all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
 
-# Measured on an H200: reading an adapter once for several rows pays where many rows wear few.
+# Measured on an H200: reading an adapter once for several rows pays where many rows wear few, or all wear one.
 _MANY_ROWS = 128
 _SHARED = 16
 _RANKS = (16, 64, 256)
+_FEED = MODULES.index("gate")
 
 
 class Worn(NamedTuple):
@@ -37,13 +39,13 @@ class Worn(NamedTuple):
     """Rows that share one reading of an adapter; 0 where nobody wears any."""
     rank: int
     """No less than any rank that is worn: one of few, so that few graphs serve all."""
-    embeds: bool
-    """An adapter updates the embeddings."""
-    heads: bool
-    """An adapter updates the output head."""
+    feeds: bool
+    """An adapter updates gate, up or down."""
+    ends: bool
+    """An adapter updates the embeddings or the output head."""
 
 
-BARE: Final = Worn(0, 0, embeds=False, heads=False)
+BARE: Final = Worn(0, 0, feeds=False, ends=False)
 
 
 class CudaBank:
@@ -95,11 +97,13 @@ class CudaBank:
         if self._stream is None:
             self._stream = borrow_stream(self._device)
         first = start * self._elements
+        given = first + len(adapter.block)
         with torch.inference_mode(), torch.cuda.stream(self._stream):  # whose copies wait for themselves alone
-            self._arena[first : first + len(adapter.block)].copy_(adapter.block)
+            self._arena[first:given].copy_(adapter.block)
             self._table[slot].copy_(torch.from_numpy(table_lines(adapter.layout, first)))
-            self._virtual[slot] = _on(self._device, adapter.virtual_PE)
-            self._prefixes[slot] = self._as_qkv(_on(self._device, adapter.prefix_LPsD))
+            self._virtual[slot] = self._placed(given, adapter.virtual_PE)
+            prefix_LPsD = self._placed(given, adapter.prefix_LPsD)
+            self._prefixes[slot] = None if prefix_LPsD is None else prefix_LPsD.flatten(2)
             self._stream.synchronize()
         self._ranks[slot] = adapter.layout.ranks
 
@@ -124,9 +128,15 @@ class CudaBank:
             return BARE
         different = np.unique(worn)
         ranks = self._ranks[different]
-        group = GROUP if len(worn) >= max(_MANY_ROWS, _SHARED * len(different)) else 1
         rank = next(rank for rank in _RANKS if rank >= ranks.max())
-        return Worn(group, rank, bool(ranks[:, EMBED].any()), bool(ranks[:, HEAD].any()))
+        feeds = bool(ranks[:, :EMBED].reshape(len(ranks), -1, len(MODULES))[:, :, _FEED:].any())
+        ends = bool(ranks[:, EMBED:].any())
+        group = 1
+        if 1 < len(slots_B) <= MAX_ROWS and len(different) == 1 and feeds and not ends:
+            group = ALIKE
+        elif len(worn) >= max(_MANY_ROWS, _SHARED * len(different)):
+            group = GROUP
+        return Worn(group, rank, feeds, ends)
 
     def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn) -> CudaAdapterOps | None:
         """Enqueue what a decode step's products need, nothing if nobody wears any; capturable.
@@ -206,16 +216,15 @@ class CudaBank:
     ) -> CudaAdapterOps:
         return CudaAdapterOps(
             self._ops, batch, self._sites, self._layers,
-            embeds=worn.embeds, heads=worn.heads, virtual=virtual, side=side,
+            feeds=worn.feeds, ends=worn.ends, virtual=virtual, side=side,
         )  # fmt: skip
 
-    def _as_qkv(self, prefix_LPsD: Tensor | None) -> Tensor | None:
-        """Keys and values behind queries that nobody reads, as attention takes them: [layers, P, (H + 2K) * D]."""
-        if prefix_LPsD is None:
+    def _placed(self, start: int, given: Tensor | None) -> Tensor | None:
+        """`given` in the arena from an element on; an adapter has one such tensor at most."""
+        if given is None:
             return None
-        layers, count, _, dim = prefix_LPsD.shape
-        queries = prefix_LPsD.new_zeros(layers, count, self._ops.shape.heads, dim)
-        return torch.cat((queries, prefix_LPsD), 2).flatten(2)
+        place = self._arena[start : start + given.numel()].view(given.shape)
+        return place.copy_(given)
 
 
 def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
@@ -244,10 +253,6 @@ def table_lines(layout: BlockLayout, start: int) -> NDArray[np.int32]:
             before[at] = before[at - gap] + ranks[at - gap]
     lines = np.stack(((start + layout.a) // UNIT, (start + layout.b) // UNIT, ranks, before), axis=1)
     return lines.astype(np.int32)
-
-
-def _on(device: torch.device, given: Tensor | None) -> Tensor | None:
-    return None if given is None else given.to(device)
 
 
 def _beginnings(works: Sequence[Work], slots_W: NDArray[np.int32]) -> list[tuple[int, int, Work, int]]:

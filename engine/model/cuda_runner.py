@@ -35,7 +35,7 @@ from headrace.engine.model.cuda_steps import (
 )
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.graphs import DecodeGraphs, Key
-from headrace.engine.model.memory import borrow_stream, return_device_memory, return_stream
+from headrace.engine.model.memory import borrow_stream, return_device_memory, return_stream, returned_if_short
 from headrace.engine.model.prefills import Prefills
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOptions, StepPlan, Work
@@ -140,7 +140,7 @@ class CudaRunner:
         self._capacity, self._bank, self._weights = capacity, bank, weights
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
-        with torch.inference_mode(), self._stream:
+        with returned_if_short(self._stream), torch.inference_mode(), self._stream:
             self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
             self._kv = self._memory.kv
             self._rows = DeviceRows(capacity, self._memory.scratch_page, device)

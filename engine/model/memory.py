@@ -11,11 +11,19 @@ import ctypes
 import gc
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-__all__ = ["borrow_stream", "free_host_bytes", "return_device_memory", "return_freed_memory", "return_stream"]
+__all__ = [
+    "borrow_stream",
+    "free_host_bytes",
+    "return_device_memory",
+    "return_freed_memory",
+    "return_stream",
+    "returned_if_short",
+]
 
 _idle_streams: list[torch.cuda.Stream] = []
 _borrowing = threading.Lock()
@@ -67,6 +75,17 @@ def borrow_stream(device: torch.device) -> torch.cuda.Stream:
 def return_stream(stream: torch.cuda.Stream) -> None:
     """Let another borrow a stream on which nothing runs any more."""
     _idle_streams.append(stream)
+
+
+@contextlib.contextmanager
+def returned_if_short(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Return `stream` should the device's memory be too short for what is made in the block."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        stream.synchronize()
+        return_stream(stream)
+        raise
 
 
 def _number(path: str) -> int | None:

@@ -69,7 +69,7 @@ class _Wearing(NamedTuple):
 
     def singles(self, slots_R: Tensor, rows_S: Tensor) -> CudaAdapterOps | None:
         """The output head of some tokens of these rows; None where no adapter updates it."""
-        return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.heads else None
+        return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.ends else None
 
 
 class Prefills:

@@ -10,7 +10,7 @@ import pytest
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, open_engine
 from gpu.judge import Judge, Output
-from gpu.wearing import KINDS, VIRTUAL, make, make_virtual
+from gpu.wearing import KINDS, VIRTUAL, make, make_virtual, mixed
 
 from headrace.engine import Engine
 
@@ -51,12 +51,32 @@ async def _check_batches(base: Path, device: str, judging: str, root: Path) -> N
             assert not mine or float(made.gaps(mine).max()) <= judges[None].margin, f"{kind}, {tokens} tokens a step"
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_many_of_mixed_ranks_in_one_batch(device: str, zoo: Zoo, tmp_path: Path) -> None:
+    """32 adapters, each with a rank and modules of its own, beside rows that wear none."""
+    base = zoo.folder(BASE)
+    made = {f"number {number}": make(base, tmp_path, f"number {number}", mixed(number)) for number in range(32)}
+    everybody = [None, *made, None, *list(made)[:6]]
+
+    async def run() -> list[Output]:
+        options = OPTIONS | {"max_rows": len(everybody), "adapter_slots": len(made), "adapter_memory": "192MiB"}
+        async with open_engine(base, device, **options) as engine:
+            for kind, each in made.items():
+                await engine.adapters.load(_name(kind), each.folder)
+            return await _together(engine, everybody)
+
+    outputs = anyio.run(run)
+    for kind, folder in {None: base, **{kind: each.merged for kind, each in made.items()}}.items():
+        mine = [output for output, wears in zip(outputs, everybody, strict=True) if wears == kind]
+        Judge(folder, device).check(mine, str(kind))
+
+
 async def _together(engine: Engine, worn: list[str | None]) -> list[Output]:
     """One greedy output for each, of prompts that no two share, all at once."""
     outputs: dict[int, Output] = {}
 
     async def ask(place: int, kind: str | None) -> None:
-        prompt = draw(LENGTHS[place], place)
+        prompt = draw(LENGTHS[place % len(LENGTHS)], place)
         adapter = None if kind is None else _name(kind)
         choice = (await engine.generate(list(prompt), greedy(12), adapter=adapter)).choices[0]
         outputs[place] = Output(prompt, choice.token_ids)

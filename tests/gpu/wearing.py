@@ -11,7 +11,7 @@ import transformers
 from gpu.judge import Output
 from torch import Tensor
 
-__all__ = ["KINDS", "VIRTUAL", "Adapter", "make", "make_virtual"]
+__all__ = ["KINDS", "VIRTUAL", "Adapter", "make", "make_virtual", "mixed"]
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,14 +39,20 @@ class Adapter(NamedTuple):
     """The base with the adapter in it, in float32."""
 
 
-def make(base: Path, root: Path, kind: str) -> Adapter:
-    """A random adapter of a checkpoint, strong enough to change what it says."""
+def mixed(number: int) -> dict[str, Any]:
+    """What an adapter of many updates: a rank and modules of its own."""
+    rank = 1 + 11 * number % 64
+    return {"r": rank, "lora_alpha": -(-rank // 2), "target_modules": ALL[number % 3 :: 1 + number % 2]}
+
+
+def make(base: Path, root: Path, kind: str, config: dict[str, Any] | None = None) -> Adapter:
+    """A random adapter of a checkpoint, strong enough to change what it says: one of `KINDS` unless it has a config."""
     import peft
 
     made = Adapter(root / kind / "adapter", root / kind / "merged")
-    torch.manual_seed(len(kind))
+    torch.manual_seed(len(kind) if config is None else sum(kind.encode()))
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **KINDS[kind]))
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **(config or KINDS[kind])))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:  # a third of what they update, whatever their ranks
             spread = 1.0 if "embedding_A" in name else parameter.shape[1] ** -0.5

@@ -10,8 +10,9 @@ from headrace.ops import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from headrace.ops.cuda_alike import expand_alike, shrink_alike
 from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
-from headrace.ops.cuda_lora import GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
+from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
 from headrace.ops.cuda_shrink import shrink
 from headrace.ops.cuda_vector_shrink import vector_linear_shrink
 
@@ -188,3 +189,19 @@ def test_one_row_is_multiplied_and_shrunk_at_once(adapters: Adapters) -> None:
             expand(low, out, batch, site, pdl=True)
             truth = adapters.truth(x, reference.linear(x, weight, None), [slot], site)
             assert error(out, truth) < 6e-3, (slot, site)
+
+
+def test_rows_of_one_adapter(adapters: Adapters) -> None:
+    for slots in ([2, -1], [1, 1, -1, 1, 1], [-1, 4] * 8, [2] * 64, [-1, 0] * 32, [-1] * 5):
+        batch = decode_batch(adapters, slots, ALIKE)
+        for site in SITES:
+            gated = site is GATE_UP
+            x, y = random(len(slots), site.size_in), random(len(slots), sum(site.sizes_out))
+            truth = adapters.truth(x, y, slots, site)
+            outs = []
+            for _ in range(2):
+                out = random(len(slots), site.sizes_out[0]) if gated else y.clone()
+                expand_alike(shrink_alike(x, batch, site), y if gated else out, out, batch, site, gated=gated, pdl=True)
+                outs.append(out)
+            assert error(outs[0], reference.silu_mul(truth) if gated else truth) < 6e-3, (slots, site)
+            assert torch.equal(outs[0], outs[1]), (slots, site)

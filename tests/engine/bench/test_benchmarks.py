@@ -35,8 +35,10 @@ def read(path: Path) -> Any:
 
 
 def test_lora(target: Target, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "_LOADS", 12)
+    monkeypatch.setattr(lora, "_LOADS", 10)
+    monkeypatch.setattr(lora, "_FILLING", 2)
     monkeypatch.setattr(lora, "_REPEATS", 1)
+    monkeypatch.setattr(lora, "_TRAFFIC", 2)
     sizes = lora.Sizes(batches=[1, 3], context=20, steps=8, slots=2, registered=5, rank=4, small=False)
     lora.run(target, sizes, str(out))
     found = read(out)

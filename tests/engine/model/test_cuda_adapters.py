@@ -24,7 +24,8 @@ def test_each_of_a_batch_says_what_it_wears(tmp_path: Path, monkeypatch: pytest.
         for name in ("_MANY_ROWS", "_SHARED"):  # few rows share, too
             monkeypatch.setattr(bank, name, 3)
         check_batches(base, "cuda", "cpu", tmp_path)
-    kernels = ("shrink_row", "shrink_group", "shrink_long", "vector_shrink", "expand_norm", "look_up")
+    few = ("vector_shrink", "shrink_alike", "expand_alike")
+    kernels = (*few, "shrink_row", "shrink_group", "shrink_long", "expand_norm", "look_up")
     assert gpu.replays and all(gpu.launches[f"_{name}_kernel"] for name in kernels)
 
 
