@@ -200,8 +200,8 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> CudaStep:
         """Enqueue `plan` behind the steps launched before it.
 
-        Decodes are enqueued at once: it takes a few hundred microseconds. Prefills take milliseconds, capturing a graph
-        a hundred, and copying pages and the masks of grammars wait for the device, so a thread does those, and whatever
+        Decodes are enqueued at once: it takes 100 or 200 microseconds. Prefills take milliseconds, capturing a graph a
+        hundred, and copying pages and the masks of grammars wait for the device, so a thread does those, and whatever
         comes while it is busy follows there.
 
         Raises:
