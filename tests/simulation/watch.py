@@ -70,7 +70,7 @@ class StepWatch:
         roots, host = self._roots, self._host_roots
         host.update({place: roots[page] for page, place in plan.spills})
         for source, target in plan.copies:
-            roots[target] = roots[source]
+            roots[target] = roots.get(source, b"nobody's")  # a page may move before it is written
         roots.update({page: host[place] for place, page in plan.fetches})
         size = self._capacity.page_size
         for request, _, start, count, _ in plan.works:
