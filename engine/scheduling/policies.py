@@ -106,6 +106,8 @@ class FairShare(FirstCome):
 
     weights: dict[str, Annotated[float, Field(gt=0.0)]] = field(default_factory=dict)
     """Tenant -> its weight; 1.0 for the others."""
+    adapter_weights: dict[str, Annotated[float, Field(gt=0.0)]] = field(default_factory=dict)
+    """Adapter -> its weight among those of the same tenant; 1.0 for the others, and for none."""
     prompt_cost: Annotated[float, Field(ge=0.0)] = 1.0
     """What a computed token of a prompt counts, and one that a grammar forces behind a sampled one."""
     output_cost: Annotated[float, Field(gt=0.0)] = 2.0
@@ -182,9 +184,8 @@ class FairShare(FirstCome):
 
     def _charge(self, request: Request, tokens: float) -> None:
         tenant, adapter = self._accounts(request)
-        tokens /= self._weight(request.tenant)
-        tenant.served += tokens
-        adapter.served += tokens
+        tenant.served += tokens / self._weight(request.tenant)
+        adapter.served += tokens / self.adapter_weights.get(request.adapter or "", 1.0)
 
     def _accounts(self, request: Request) -> tuple[Account, Account]:
         tenant = self._tenants.accounts[request.tenant]

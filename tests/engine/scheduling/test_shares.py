@@ -57,6 +57,14 @@ def test_shares_follow_the_weights_and_adapters_share_within_a_tenant() -> None:
     assert counts["a"] == pytest.approx(counts["ax"], rel=0.15)
 
 
+def test_adapters_of_a_tenant_share_by_their_weights() -> None:
+    rig = Rig(capacity(rows=4, pages=400, budget=32), policy=FairShare(adapter_weights={"x": 3.0}))
+    for name in range(120):
+        rig.submit(words(name, 10), 12, tenant="a", adapter="x" if name % 2 else None)
+    counts = tokens_by(rig, lambda request: request.adapter, 100)
+    assert counts["x"] == pytest.approx(3 * counts[None], rel=0.15)
+
+
 def test_nobody_saves_up_and_nothing_stands_idle() -> None:
     rig = Rig(capacity(rows=4, pages=400, budget=32), policy=FairShare())
     rig.submit(words(0, 10), 200, tenant="late")
