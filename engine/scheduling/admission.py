@@ -12,6 +12,7 @@ from headrace.engine.errors import Overloaded
 from headrace.engine.scheduling.overtaking import Overtaking
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pages import PagePool
+from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.request import Request
@@ -42,6 +43,7 @@ class Admission:
         self._swaps = swaps
         self._pace = pace
         self._max_rows = len(roster.free_rows)
+        self._spare = self._max_rows // 64  # free rows that may wait for a step with prompts
         self.hopeless: list[Request] = []
         """Requests passed over in the latest look because they cannot meet their deadline."""
         self._overtaking = Overtaking(slots, patience=2 * self._max_rows)
@@ -70,9 +72,9 @@ class Admission:
             )
 
     def share_rows(self) -> None:
-        """Where no row is free, preempt requests whose rows the policy gives to others, if their pages stay."""
+        """Where hardly a row is free, preempt requests whose rows the policy gives to others, if their pages stay."""
         roster = self._roster
-        if roster.free_rows or roster.paused or not self._prefixes.enabled:
+        if len(roster.free_rows) > self._spare or roster.paused or not self._prefixes.enabled:
             return
         while True:
             yielding = self._policy.displaced(roster.running, len(roster.free_rows) + roster.draining)
@@ -82,20 +84,21 @@ class Admission:
             roster.preempt(victim)
 
     def candidates(
-        self, step: int, now: float, before: Request | None = None, *, alone: bool = False
+        self, plan: StepPlan, now: float, before: Request | None = None, *, alone: bool = False
     ) -> Iterator[tuple[Request, list[int]]]:
-        """Requests that may start in `step`, first come those to serve first, with the pages of their prefix.
+        """Requests that may start in `plan`, first come those to serve first, with the pages of their prefix.
 
         Each must have been started, or left waiting for good, before the next is asked for. Paused requests are
         preempted where their rows or pages are needed. Those that cannot meet their deadline are put into `hopeless`.
 
         Args:
-            step: The step that is being planned.
+            plan: Its decodes, and what it computes of prompts that are begun.
             now: Seconds, on the clock of `Request.deadline`.
             before: Only those that overtake this one, whose prompt is begun.
             alone: Only those that compute alone, or only others: none behind the first other one that could start.
         """
-        looked_past = 0
+        looked_past, step = 0, plan.step
+        beside = bool(alone or before or plan.others)
         self.hopeless.clear()
         if not (self._roster.free_rows or self._roster.paused):
             return
@@ -106,6 +109,8 @@ class Admission:
             if before is not None and not self._policy.overtakes(request, before, now):
                 return
             if looked_past > self._max_rows or not self._row_is_free(now):
+                return
+            if not beside and self._is_left_to_others(request):
                 return
             if request.deadline is not None and not self._policy.worthwhile(request, now, self._pace):
                 self.hopeless.append(request)
@@ -123,7 +128,13 @@ class Admission:
             if pages is None:
                 return
             self._overtaking.starts(request)
+            beside = True
             yield request, pages
+
+    def _is_left_to_others(self, request: Request) -> bool:
+        """Whether a row stays free for a moment, rather than that `request` alone makes a step one with prompts."""
+        free = len(self._roster.free_rows)
+        return free <= self._spare and bool(self._roster.running) and self._policy.is_ahead(request)
 
     def _reopen(self) -> None:
         """Preempt paused requests that keep a closed adapter's slot."""

@@ -5,11 +5,11 @@ docs/scheduling.md says what each is for and what it costs, with figures.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from itertools import islice
 from math import inf, log
-from operator import attrgetter
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
@@ -24,7 +24,6 @@ from headrace.engine.scheduling.shares import Account, Shares
 __all__ = ["POLICIES", "Ageing", "Deadlines", "FairShare", "SizeClasses", "policy_of"]
 
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False)
-_tenant = attrgetter("tenant")
 _FAR = 600.0  # logarithm of the largest weight: a priority is any int, and a float has its end
 _GIVES_WAY = 2  # times that a request gives way where standings change; from then on only arrival counts
 
@@ -100,8 +99,8 @@ class FairShare(FirstCome):
 
     A counter for each tenant grows with every token that it is given, divided by its weight. Who asks for less
     than its share saves up no more than `burst`: with nothing in the queue its counter keeps up with those of the
-    others. Whoever is alone gets all: the share is work-conserving. Rows are shared, too: where none is free, the
-    tenant with the most gives one up to a tenant that will then have no more than it.
+    others. Whoever is alone gets all: the share is work-conserving. Rows are shared, too: where none is free, a
+    tenant that was given an eighth of `burst` more than another gives one up to it.
     """
 
     weights: dict[str, Annotated[float, Field(gt=0.0)]] = field(default_factory=dict)
@@ -118,6 +117,7 @@ class FairShare(FirstCome):
     def __post_init__(self) -> None:
         """Start with nobody served."""
         self._tenants = Shares(self.burst)
+        self._margin = self.burst / 8  # by which one is ahead: less comes and goes with every request
         self._paid: dict[int, int] = {}
         """Request -> its leading tokens that nobody pays for again; only of those with more than a prompt."""
 
@@ -141,13 +141,26 @@ class FairShare(FirstCome):
         return self._accounts(waiting)[0].served < self._accounts(prefilling)[0].served
 
     def displaced(self, running: Sequence[Request], coming: int) -> Iterator[Request]:
-        """The latest of whoever has the most rows for its weight, where one that waits would still have no more."""
-        rows = Counter(map(_tenant, running))
-        waiting = [name for name, account in self._tenants.accounts.items() if len(account.queued) > coming]
-        least = min(((rows[name] + 1 + coming) / self._weight(name) for name in waiting), default=inf)
-        for name in sorted(rows, key=lambda name: rows[name] / self._weight(name), reverse=True):
-            if (rows[name] - 1) / self._weight(name) >= least:
-                yield from (r for r in reversed(running) if r.tenant == name and r.preemptions < _GIVES_WAY)
+        """The latest of whoever is ahead of one that waits, the next prompts of that one paid."""
+        accounts = self._tenants.accounts
+        least = inf
+        for name, each in accounts.items():
+            if len(each.queued) > coming and each.served < least:
+                prompts = sum(islice(each.queued.values(), coming + 1))
+                least = min(least, each.served + self.prompt_cost * prompts / self._weight(name))
+        bound = least + self._margin
+        ahead: dict[str | None, list[Request]] = {name: [] for name, each in accounts.items() if each.served > bound}
+        for request in running if ahead else ():
+            if request.preemptions < _GIVES_WAY and request.tenant in ahead:
+                ahead[request.tenant].append(request)
+        for name in sorted(ahead, key=lambda name: accounts[name].served, reverse=True):
+            yield from reversed(ahead[name])
+
+    def is_ahead(self, request: Request) -> bool:
+        """Whether its tenant is ahead of another that is busy."""
+        accounts = self._tenants.accounts
+        least = min(each.served for each in accounts.values() if each.live)
+        return accounts[request.tenant].served > least + self._margin
 
     def share(self, tenant: str | None) -> float:
         """The part of the device that `tenant` would get beside those that are busy now, itself included."""
@@ -163,18 +176,21 @@ class FairShare(FirstCome):
         if not request.preemptions:
             self._tenants.start(request.tenant, request)
             self._tenants.accounts[request.tenant].parts.start(request.adapter, request)
-            self._charge(request, self.prompt_cost * (request.known - request.planned))
+            self._charge(request.tenant, request.adapter, self.prompt_cost * (request.known - request.planned))
         if request.known > request.prompt_len:
             self._paid[request.id] = request.known
 
     def served(self, works: Iterable[Work]) -> None:
         """Charge the tokens that will be sampled, and those that were forced behind earlier ones."""
+        given: dict[tuple[str | None, str | None], float] = defaultdict(float)
         for request, _, start, count, samples in works:
             if count > 1 and start >= request.prompt_len:
                 forced = start + count - max(start + 1, self._paid.get(request.id, 0))
-                self._charge(request, self.prompt_cost * max(0, forced))
+                given[request.tenant, request.adapter] += self.prompt_cost * max(0, forced)
             if samples:
-                self._charge(request, self.output_cost)
+                given[request.tenant, request.adapter] += self.output_cost
+        for (tenant, adapter), tokens in given.items():
+            self._charge(tenant, adapter, tokens)
 
     def ended(self, request: Request) -> None:
         """Forget whoever has nothing left and is not ahead of the busy ones."""
@@ -182,10 +198,10 @@ class FairShare(FirstCome):
         self._tenants.leave(request.tenant, request)
         self._paid.pop(request.id, None)
 
-    def _charge(self, request: Request, tokens: float) -> None:
-        tenant, adapter = self._accounts(request)
-        tenant.served += tokens / self._weight(request.tenant)
-        adapter.served += tokens / self.adapter_weights.get(request.adapter or "", 1.0)
+    def _charge(self, tenant: str | None, adapter: str | None, tokens: float) -> None:
+        account = self._tenants.accounts[tenant]
+        account.served += tokens / self._weight(tenant)
+        account.parts.accounts[adapter].served += tokens / self.adapter_weights.get(adapter or "", 1.0)
 
     def _accounts(self, request: Request) -> tuple[Account, Account]:
         tenant = self._tenants.accounts[request.tenant]

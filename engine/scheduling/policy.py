@@ -76,6 +76,13 @@ class Policy(Protocol):
         """
         ...
 
+    def is_ahead(self, request: Request) -> bool:
+        """Whether `request`, and whoever comes after it, leaves the last free rows to others as long as it can.
+
+        That is until the step computes prompts in any case, or more than one row in 64 is free.
+        """
+        ...
+
     def arrived(self, request: Request) -> None:
         """`request` begins to wait for the first time."""
         ...
@@ -127,6 +134,10 @@ class FirstCome:
     def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:
         """Nobody."""
         return ()
+
+    def is_ahead(self, request: Request) -> bool:
+        """Nobody does."""
+        return False
 
     def arrived(self, request: Request) -> None:
         """Nothing is remembered."""

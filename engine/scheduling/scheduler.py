@@ -217,7 +217,7 @@ class Scheduler(Overview):
             before: Only those that overtake this one, whose prompt is begun.
             alone: Only one, if it is next and computes alone; it gets its pages at once, so that no chunk falls short.
         """
-        for request, pages in self._admission.candidates(plan.step, self._now, before, alone=alone):
+        for request, pages in self._admission.candidates(plan, self._now, before, alone=alone):
             self._take_row(plan, request, pages)
             if alone:
                 self._turns.plan_first(plan, request, self._growth, self._now)

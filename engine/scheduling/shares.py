@@ -23,8 +23,8 @@ class Account:
     """How it passed them on to those within it."""
     live: int = 0
     """Requests that wait or run."""
-    queued: set[int] = field(default_factory=set)
-    """Ids of those that have not started yet."""
+    queued: dict[int, int] = field(default_factory=dict)
+    """Id -> tokens of the prompt, of those that have not started yet, in the order in which they came."""
 
 
 class Shares:
@@ -45,20 +45,20 @@ class Shares:
         if not account.queued:
             account.served = max(account.served, self._level - (self._burst if account.live else 0.0))
         account.live += 1
-        account.queued.add(request.id)
+        account.queued[request.id] = request.known
         return account
 
     def start(self, name: str | None, request: Request) -> None:
         """A request of `name` is served from the queue."""
         account = self.accounts[name]
-        account.queued.discard(request.id)
+        account.queued.pop(request.id, None)
         self._level = max(self._level, account.served)
 
     def leave(self, name: str | None, request: Request) -> None:
         """Count a request of `name` no more, and forget idle parties that newcomers would not come before."""
         account = self.accounts[name]
         account.live -= 1
-        account.queued.discard(request.id)
+        account.queued.pop(request.id, None)
         if account.live:
             return
         all_idle = not any(other.live for other in self.accounts.values())

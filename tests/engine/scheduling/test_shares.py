@@ -120,31 +120,56 @@ def flooded(
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_where_no_row_is_free_the_tenant_with_most_gives_one_up(depth: int) -> None:
-    rig, quiet = flooded(FairShare(), depth)
+    rig, quiet = flooded(FairShare(burst=80.0), depth)
     assert quiet.row >= 0 and [request.id for request in rig.requests if request.preemptions] == [5]
     for name in range(101, 105):
         rig.submit(words(name, 10), 60, tenant="quiet")
     for _ in range(20):
         rig.turn()
     holders = Counter(request.tenant for request in rig.requests if request.row >= 0)
-    assert holders == {"loud": 3, "quiet": 3}
+    assert 3 <= holders["quiet"] <= 4 and holders.total() == 6  # it catches up
     rig.run()
     rig.check_empty()  # among the rest, that every answer is what it would be alone
     assert max(request.preemptions for request in rig.requests) <= 2
 
 
 def test_rows_follow_weights() -> None:
-    rig, quiet = flooded(FairShare(weights={"loud": 5.0}))
+    rig, quiet = flooded(FairShare(weights={"loud": 5.0}, burst=40.0))
     assert quiet.row >= 0
     for name in range(101, 105):
         rig.submit(words(name, 10), 100, tenant="quiet")
     for _ in range(20):
         rig.turn()
-    assert Counter(request.tenant for request in rig.requests if request.row >= 0)["quiet"] <= 1
+    assert Counter(request.tenant for request in rig.requests if request.row >= 0)["quiet"] <= 2
+
+
+def test_who_is_ahead_leaves_the_last_free_row_to_others_unless_the_step_has_prompts() -> None:
+    rig = Rig(capacity(rows=64, pages=2000, budget=128), policy=FairShare(burst=80.0), prefix_cache=False)
+    (slow,) = rig.submit(words(0, 10), 200, tenant="quiet")
+    for name in range(1, 100):
+        rig.submit(words(name, 10), 10 if name == 5 else 100, tenant="loud")
+    while rig.scheduler._roster.free_rows:
+        rig.turn()
+    while not rig.scheduler._roster.free_rows:
+        rig.turn()
+    for _ in range(4):
+        rig.turn()
+    assert len(rig.scheduler._roster.free_rows) == 1 and slow.id not in rig.ends
+    rig.finish(rig.requests[6])
+    rig.turn()
+    assert not rig.scheduler._roster.free_rows  # two start together
+    rig.finish(slow)
+    rig.finish(rig.requests[7])
+    rig.turn()
+    rig.turn()
+    assert not rig.scheduler._roster.free_rows  # nobody is there to leave one to
 
 
 def test_a_row_is_not_given_up_where_its_tokens_would_be_computed_again_or_to_the_same_tenant() -> None:
-    for rig, quiet in (flooded(FairShare(), prefix_cache=False), flooded(FairShare(), quiet="loud")):
+    for rig, quiet in (
+        flooded(FairShare(burst=80.0), prefix_cache=False),
+        flooded(FairShare(burst=80.0), quiet="loud"),
+    ):
         assert quiet.row < 0 and not any(request.preemptions for request in rig.requests)
 
 
