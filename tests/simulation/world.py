@@ -74,7 +74,9 @@ class World:
         self._servings = random.Random(f"servings {seed}")
         """As with searches: worlds without tenants and deadlines are what they would be if there were none anywhere."""
         policy = self._servings.choice([None, *POLICIES, "deadlines"])
-        settings = {"answer": 1} if policy == "deadlines" and self._servings.random() < 0.5 else {}
+        settings: dict[str, float] = {"answer": 1} if policy == "deadlines" and self._servings.random() < 0.5 else {}
+        if policy in ("fair_share", "deadlines") and seed % 2:
+            settings["burst"] = 8.0  # few tokens are enough for a row to change hands
         self._served_apart = policy is not None
         self._deadlines = self._servings.choice([0.0, 0.2, 0.8]) if self._served_apart else 0.0
         self.rig = Rig(
