@@ -18,6 +18,8 @@ from flashinfer.jit.core import gen_jit_spec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.cuda_linear import LinearScratch
+
 __all__ = ["EvenLinear", "Squares"]
 
 _SOURCE = Path(__file__).parent / "csrc" / "even_linear.cu"
@@ -30,9 +32,8 @@ _SLOTS = {16: 10, 32: 8, 64: 6}
 """By the number of rows that kernels are padded to: chunks of 128 inputs in shared memory at once."""
 _FEW_SLOTS = {16: 5, 32: 4, 64: 6}
 """Where four blocks form a cluster: as few as keep them near enough to each other."""
-# Measured on an H200: more weights than these are read as fast by cuda_linear's kernels. The more rows, the more there
-# is to gain from norms and residuals inside.
-_MOST_WEIGHTS = {16: 16 << 20, 32: 16 << 20, 64: 128 << 20}
+_MOST_WEIGHTS = 128 << 20
+"""Measured on an H200: those of an output head are read as fast by cuda_linear's kernels."""
 
 
 class Squares(NamedTuple):
@@ -45,14 +46,14 @@ class Squares(NamedTuple):
 
 
 class EvenLinear:
-    """The products of one model."""
+    """The products of one stream, whose scratch they share."""
 
-    def __init__(self, *, eps: float, pdl: bool = False) -> None:
+    def __init__(self, scratch: LinearScratch, *, eps: float, pdl: bool = False) -> None:
         """Compute with `eps` of the norms; with `pdl` launch programmatically dependent.
 
         No kernel before a product may then write its weight.
         """
-        self._eps, self._pdl = eps, pdl
+        self._scratch, self._eps, self._pdl = scratch, eps, pdl
 
     @staticmethod
     def build(dtype: torch.dtype) -> None:
@@ -75,7 +76,7 @@ class EvenLinear:
         """Whether this is the way to compute a product of such sizes; gates and ups both count as outputs."""
         if not 1 < rows <= _MOST_ROWS or size_out % _LINE or size_in % _LINE:
             return False
-        return size_out * size_in <= _MOST_WEIGHTS[_padded(rows)]
+        return size_out * size_in <= _MOST_WEIGHTS
 
     def product(self, x_NI: Tensor, weight_OI: Tensor, out_NO: Tensor, squares: Squares | None = None) -> None:
         """`out = x W^T`, accumulated in float32.
@@ -119,6 +120,7 @@ class EvenLinear:
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,
             out if parts_EN is None else parts_EN, out if squares is None else squares.parts_EN,
+            self._scratch.planes, self._scratch.counters,
             kind, squares is not None, self._eps, splits, slots, self._pdl,
         )  # fmt: skip
 

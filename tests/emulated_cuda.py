@@ -573,7 +573,8 @@ class EvenLinearModule:
 
     def run(
         self, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor, norm: Tensor, squares_out: Tensor,
-        squares_in: Tensor, kind: int, scaled: bool, eps: float, splits: int, slots: int, pdl: bool,
+        squares_in: Tensor, planes: Tensor, counters: Tensor, kind: int, scaled: bool, eps: float, splits: int,
+        slots: int, pdl: bool,
     ) -> None:  # fmt: skip
         def work() -> None:
             if len(x) > self._rows or weight.shape[0] % 64 or x.shape[1] % 64 or out.data_ptr() == x.data_ptr():

@@ -76,7 +76,7 @@ def cuda_ops(
     angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
     scratch = LinearScratch(device)
-    even = _even_linear(dtype, device, spec.norm_eps)
+    even = _even_linear(scratch, dtype, device, spec.norm_eps)
     return {
         window: CudaOps(
             HeadShape(
@@ -98,7 +98,7 @@ def cuda_ops(
     }
 
 
-def _even_linear(dtype: torch.dtype, device: torch.device, eps: float) -> EvenLinear | None:
+def _even_linear(scratch: LinearScratch, dtype: torch.dtype, device: torch.device, eps: float) -> EvenLinear | None:
     """The products of batches, where they can be compiled: wheels of compiled kernels lack them."""
     if not EvenLinear.supports(dtype, device):
         return None
@@ -107,7 +107,7 @@ def _even_linear(dtype: torch.dtype, device: torch.device, eps: float) -> EvenLi
     except (RuntimeError, OSError) as error:
         logger.warning("batches multiply by Triton and cuBLAS, which are slower: a kernel was not compiled: %s", error)
         return None
-    return EvenLinear(eps=eps, pdl=True)
+    return EvenLinear(scratch, eps=eps, pdl=True)
 
 
 class CudaRunner:

@@ -5,8 +5,10 @@
 //
 // A tile is 64 features, or 32 gates and their ups. The blocks of a cluster share the inner dimension of one tile after
 // another. In each block one warp streams weights and inputs into a ring in shared memory and one warpgroup multiplies;
-// then every block sends its sums to the others, each of which finishes its share of the rows. Sums are added in the order
-// of the blocks: results do not vary from run to run.
+// then every block sends its sums to the others, each of which finishes its share of the rows. Clusters of one block take
+// equal numbers of chunks instead of whole tiles: who has a tile's first chunk waits for the sums of the others, which are
+// blocks of lower numbers, so that they run already or have run. Sums are added in the order of the inner dimension:
+// results do not vary from run to run.
 //
 // Weights depend on no kernel before this one: the ring fills with them while that one still runs.
 //
@@ -63,6 +65,8 @@ struct Arguments {
   const Element* norm; // kAdd: [size_out]
   float* squares_out;       // kAdd: [size_out / 64, rows]
   const float* squares_in;  // null or [size_in / 64, rows]
+  float* planes;            // [blocks, sums of a tile]: parts of tiles that blocks share
+  int* counters;            // [tiles], zeros: parts handed in
   int rows, size_out, size_in, chunks, tiles, slots, kind;
   int64_t out_stride;
   float eps;
@@ -149,6 +153,7 @@ __device__ void arrive_everywhere(uint64_t* barrier, int blocks, int lane) {
 __device__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+__device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
 __device__ void scalers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(kScalers) : "memory"); }
 __device__ void factors_ready() { asm volatile("bar.arrive 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
 __device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
@@ -230,7 +235,7 @@ struct Ring {
   int count;
 };
 
-// What of each tile is a block's, and where it stands.
+// What is a block's, and where it stands: some chunks of every so many tiles.
 template <class S>
 struct Cursor {
   int rank, first, last, tile, chunk, step;
@@ -245,6 +250,24 @@ struct Cursor {
   __device__ int count(const Arguments& with) const { return (last - first) * ((with.tiles - tile + step - 1) / step); }
   __device__ void advance() {
     if (++chunk == last) chunk = first, tile += step;
+  }
+};
+
+// Chunks of one tile after another, if nobody shares the inner dimension: higher blocks have earlier ones.
+template <bool kGated>
+struct Cursor<Shape<1, kGated>> {
+  int begin, end, chunks, tile, chunk;
+
+  __device__ explicit Cursor(const Arguments& with)
+      : begin(begin_of(with, rank())), end(begin_of(with, rank() + 1)), chunks(with.chunks), tile(begin / chunks),
+        chunk(begin % chunks) {}
+  __device__ static int rank() { return gridDim.x - 1 - blockIdx.x; }
+  __device__ static int begin_of(const Arguments& with, int rank) {
+    return static_cast<int>(static_cast<int64_t>(with.tiles) * with.chunks * rank / gridDim.x);
+  }
+  __device__ int count(const Arguments&) const { return end - begin; }
+  __device__ void advance() {
+    if (++chunk == chunks) chunk = 0, ++tile;
   }
 };
 
@@ -443,43 +466,100 @@ __device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, 
   exchange.done(thread);
 }
 
+// Gives the sums of the last chunks of a tile to the block that has its first.
+__device__ void hand_in(const Arguments& with, const float (&sums)[kSums], int tile, int rank, int thread) {
+  float4* plane = reinterpret_cast<float4*>(with.planes) + rank * (kSums / 4 * kMultipliers) + thread;
+#pragma unroll
+  for (int i = 0; i < kSums; i += 4) {
+    __stcg(plane + i / 4 * kMultipliers, make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
+  }
+  __threadfence();
+  multipliers_meet();
+  if (thread == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(with.counters + tile) : "memory");
+}
+
+// Adds what ranks [first, last) handed in.
+__device__ void take_parts(const Arguments& with, float (&sums)[kSums], int tile, int first, int last, int thread) {
+  if (thread == 0) {
+    int arrived;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(with.counters + tile) : "memory");
+    } while (arrived < last - first);
+    with.counters[tile] = 0;
+  }
+  multipliers_meet();
+  for (int rank = first; rank < last; ++rank) {
+    const float4* plane = reinterpret_cast<const float4*>(with.planes) + rank * (kSums / 4 * kMultipliers) + thread;
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+      const float4 four = __ldcg(plane + i / 4 * kMultipliers);
+      sums[i] += four.x, sums[i + 1] += four.y, sums[i + 2] += four.z, sums[i + 3] += four.w;
+    }
+  }
+}
+
+// The sums of the next chunks of the ring, which stands `at` a slot.
+template <class S>
+__device__ void sum_up(float (&sums)[kSums], const Ring& ring, int count, int& at, int& turn, int thread) {
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i] = 0.f;
+  int behind = -1;
+  for (int i = 0; i < count; ++i) {
+    barrier_wait(ring.filled + at, turn & 1);
+    const uint8_t* slot = ring.slots + at * S::kSlotBytes;
+    const uint64_t w = lines_at(slot), x = lines_at(slot + S::kWeightBytes);
+    multiply_begin();
+#pragma unroll
+    for (int line = 0; line < S::kLines; ++line) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {  // of 16 elements, 32 bytes of a line
+        multiply_add(sums, w + (line * kBlockBytes + step * 32) / 16, x + (line * kRows * 128 + step * 32) / 16);
+      }
+    }
+    multiply_commit();
+    multiply_wait<1>();
+    if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
+    behind = at;
+    if (++at == ring.count) at = 0, ++turn;
+  }
+  multiply_wait<0>();
+  sums_ready(sums);
+  if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
+}
+
 template <class S>
 __device__ void multiply(const Arguments& with, const Ring& ring, const Exchange<S>& exchange, const float* factors,
                          int thread) {
   int at = 0, turn = 0, round = 0;
-  bool waits = with.squares_in != nullptr;
-  Cursor<S> own(with);
+  float sums[kSums];
+  const Cursor<S> own(with);
   wait_for_last_kernel();
-  for (int tile = own.tile; tile < with.tiles; tile += own.step, ++round) {
-    float sums[kSums];
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = 0.f;
-    int behind = -1;
-    for (int chunk = own.first; chunk < own.last; ++chunk) {
-      barrier_wait(ring.filled + at, turn & 1);
-      const uint8_t* slot = ring.slots + at * S::kSlotBytes;
-      const uint64_t w = lines_at(slot), x = lines_at(slot + S::kWeightBytes);
-      multiply_begin();
-#pragma unroll
-      for (int line = 0; line < S::kLines; ++line) {
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {  // of 16 elements, 32 bytes of a line
-          multiply_add(sums, w + (line * kBlockBytes + step * 32) / 16, x + (line * kRows * 128 + step * 32) / 16);
-        }
-      }
-      multiply_commit();
-      multiply_wait<1>();
-      if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
-      behind = at;
-      if (++at == ring.count) at = 0, ++turn;
+  if constexpr (S::kSplits > 1) {
+    for (int tile = own.tile; tile < with.tiles; tile += own.step, ++round) {
+      sum_up<S>(sums, ring, own.last - own.first, at, turn, thread);
+      if (round == 0 && with.squares_in != nullptr) wait_for_factors();
+      finish_tile<S>(with, exchange, sums, tile, round, factors, thread);
     }
-    multiply_wait<0>();
-    sums_ready(sums);
-    if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
-    if (waits) wait_for_factors(), waits = false;
-    finish_tile<S>(with, exchange, sums, tile, round, factors, thread);
+  } else {
+    bool waits = with.squares_in != nullptr;
+    for (int pair = own.begin; pair < own.end;) {
+      const int tile = pair / own.chunks, from = pair % own.chunks, count = min(own.chunks - from, own.end - pair);
+      sum_up<S>(sums, ring, count, at, turn, thread);
+      pair += count;
+      if (from > 0) {
+        hand_in(with, sums, tile, own.rank(), thread);
+        continue;
+      }
+      if (count < own.chunks) {
+        int last = own.rank() + 1;
+        while (last < gridDim.x && own.begin_of(with, last) < (tile + 1) * own.chunks) ++last;
+        take_parts(with, sums, tile, own.rank() + 1, last, thread);
+      }
+      if (waits) wait_for_factors(), waits = false;
+      finish_tile<S>(with, exchange, sums, tile, round++, factors, thread);
+    }
+    if (waits) wait_for_factors();
   }
-  if (waits) wait_for_factors();
 }
 
 template <class S>
@@ -570,7 +650,8 @@ int most_clusters(const void* kernel, const cudaLaunchConfig_t& config, int devi
 }
 
 template <class S>
-void launch(Arguments& with, const TensorView& x, const TensorView& weight, bool pdl) {
+void launch(Arguments& with, const TensorView& x, const TensorView& weight, const TensorView& planes,
+            const TensorView& counters, bool pdl) {
   with.weight = S::kGated ? gated_lines_of(weight) : lines_of(weight, kBlock);
   with.x = lines_of(x, kRows);
   with.chunks = (with.size_in / kLine + S::kLines - 1) / S::kLines;
@@ -594,14 +675,17 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, bool
   static const int most =
       most_clusters(reinterpret_cast<const void*>(even_linear<S>), config, x.device().device_id, S::kSplits);
   const int rounds = (with.tiles + most - 1) / most;
-  config.gridDim = dim3((with.tiles + rounds - 1) / rounds * S::kSplits);
+  const int clusters = S::kSplits == 1 ? (with.tiles < most ? with.tiles : most) : (with.tiles + rounds - 1) / rounds;
+  require(planes.numel() >= static_cast<int64_t>(clusters) * kBlock * kRows, "the partial sums are too small");
+  require(counters.numel() >= with.tiles, "the counters are too few");
+  config.gridDim = dim3(clusters * S::kSplits);
   config.numAttrs = pdl ? 2 : 1;
   check(cudaLaunchKernelEx(&config, even_linear<S>, with));
 }
 
 void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView residual, TensorView norm,
-                     TensorView squares_out, TensorView squares_in, int64_t kind, bool scaled, double eps, int64_t splits,
-                     int64_t slots, bool pdl) {
+                     TensorView squares_out, TensorView squares_in, TensorView planes, TensorView counters, int64_t kind,
+                     bool scaled, double eps, int64_t splits, int64_t slots, bool pdl) {
   Arguments with{};
   with.rows = static_cast<int>(x.size(0));
   with.size_in = static_cast<int>(x.size(1));
@@ -615,17 +699,19 @@ void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView
   with.norm = static_cast<const Element*>(norm.data_ptr());
   with.squares_out = static_cast<float*>(squares_out.data_ptr());
   with.squares_in = scaled ? static_cast<const float*>(squares_in.data_ptr()) : nullptr;
+  with.planes = static_cast<float*>(planes.data_ptr());
+  with.counters = static_cast<int*>(counters.data_ptr());
   with.out_stride = out.stride(0);
   with.eps = static_cast<float>(eps);
   require(splits == 1 || splits == 2 || splits == 4, "no such division");
   if (kind == kGated) {
-    if (splits == 1) launch<Shape<1, true>>(with, x, weight, pdl);
-    if (splits == 2) launch<Shape<2, true>>(with, x, weight, pdl);
-    if (splits == 4) launch<Shape<4, true>>(with, x, weight, pdl);
+    if (splits == 1) launch<Shape<1, true>>(with, x, weight, planes, counters, pdl);
+    if (splits == 2) launch<Shape<2, true>>(with, x, weight, planes, counters, pdl);
+    if (splits == 4) launch<Shape<4, true>>(with, x, weight, planes, counters, pdl);
   } else {
-    if (splits == 1) launch<Shape<1, false>>(with, x, weight, pdl);
-    if (splits == 2) launch<Shape<2, false>>(with, x, weight, pdl);
-    if (splits == 4) launch<Shape<4, false>>(with, x, weight, pdl);
+    if (splits == 1) launch<Shape<1, false>>(with, x, weight, planes, counters, pdl);
+    if (splits == 2) launch<Shape<2, false>>(with, x, weight, planes, counters, pdl);
+    if (splits == 4) launch<Shape<4, false>>(with, x, weight, planes, counters, pdl);
   }
 }
 
