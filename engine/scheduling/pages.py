@@ -238,8 +238,9 @@ class PagePool:
         assert counts == self.refs, "reference counts differ from the page tables"
         free, cached, kept = set(self._free), set(self._cached), set(self._kept)
         assert len(free) == len(self._free), "a page is free twice"
-        assert len(free | cached | kept) == self.available, "a page is in two of free, cached and kept"
-        assert all((self.refs[page] == 0) == (page in free | cached | kept) for page in range(self.num_pages))
+        idle = free | cached | kept
+        assert len(idle) == self.available, "a page is in two of free, cached and kept"
+        assert {page for page, refs in enumerate(self.refs) if refs == 0} == idle, "a page is lost, or idle and used"
         assert all(page in self._key_of for page in cached | kept), "a cached page has no key"
         assert {page for page in cached | kept if self._key_of[page] in self._keepers} == kept, (
             "a page is kept for nobody"
