@@ -30,44 +30,35 @@ _WORDS = "the cat sat on a mat and saw that rain was near so it ran in to eat".s
 
 
 class Load:
-    """Callers of one engine, until their time is over."""
+    """Callers of one engine."""
 
-    def __init__(self, engine: Engine, until: float) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.reached: Counter[str] = Counter()
         self.resident: list[int] = []
         """Bytes, again and again."""
         self.held: list[tuple[int, int]] = []
-        """(resident bytes, Python objects) once what is free is given back: when all is warm, and in the end."""
+        """(resident bytes, Python objects) at rest, with what is free given back: when all is warm, and in the end."""
         self._engine = engine
-        self._until = until
-        self._began = time.monotonic()
+        self._chances = [random.Random(number) for number in range(_CALLERS)]
+        self._until = 0.0
 
-    async def run(self) -> None:
+    async def run(self, seconds: float) -> None:
+        """Call for so long, and see what the engine holds when all is done."""
+        self._until = time.monotonic() + seconds
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._sample)
-            for number in range(_CALLERS):
-                tasks.start_soon(self._call, random.Random(number))
+            for chance in self._chances:
+                tasks.start_soon(self._call, chance)
+        await until(lambda: not (self._engine.stats().pages_held or self._engine.stats().steps_in_flight))
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # where the C library is not glibc
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        self.held.append((psutil.Process().memory_info().rss, len(gc.get_objects())))
 
     async def _sample(self) -> None:
-        warm = self._began + _WARM * (self._until - self._began)
-        while (now := time.monotonic()) < self._until:
+        while time.monotonic() < self._until:
             self.resident.append(psutil.Process().memory_info().rss)
-            if now > warm and not self.held:
-                self.held.append(await self._measure())
             await anyio.sleep(2.0)
-        self.held.append(await self._measure())
-
-    @staticmethod
-    async def _measure() -> tuple[int, int]:
-        """The least of some looks: steps come and go meanwhile."""
-        found = []
-        for _ in range(10):
-            gc.collect()
-            with contextlib.suppress(OSError, AttributeError):  # where the C library is not glibc
-                ctypes.CDLL("libc.so.6").malloc_trim(0)
-            found.append((psutil.Process().memory_info().rss, len(gc.get_objects())))
-            await anyio.sleep(0.3)
-        return min(rss for rss, _ in found), min(objects for _, objects in found)
 
     async def _call(self, chance: random.Random) -> None:
         ways = [self._reads, self._reads, self._cancels, self._gives_up, self._drops, self._talks, self._generates]
@@ -137,9 +128,9 @@ async def _serve(model: Path) -> Load:
     """Load an engine of few pages, and see that all comes back."""
     async with no_leaks():
         async with Engine(model, max_rows=6, kv_memory="8MiB", swap_memory="4MiB", max_context=512) as engine:
-            load = Load(engine, time.monotonic() + 60 * _MINUTES)
-            await load.run()
-            await until(lambda: not (engine.stats().pages_held or engine.stats().steps_in_flight))
+            load = Load(engine)
+            for part in (_WARM, 1 - _WARM):
+                await load.run(60 * _MINUTES * part)
             stats = engine.stats()
             load.reached["preemptions"], load.reached["swaps"] = stats.preemptions, stats.swaps
             load.reached["tokens"] = stats.generated_tokens

@@ -333,8 +333,8 @@ async def test_readers_may_take_turns() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"stop": "not in there"}], ids=["plain", "with-stop-strings"])
 async def test_a_reader_that_is_behind_pauses_and_goes_on_token_for_token(n: int, options: dict[str, Any]) -> None:
-    window = 8
-    async with serving(max_unread_tokens=window) as engine:
+    window, ahead = 8, 2
+    async with serving(max_unread_tokens=window, launch_ahead=ahead) as engine:
         slow = engine.stream("slow reader", greedy(100, n=n, **options))
         await until(lambda: engine.stats().paused == n)
         for name in "abc":  # the others do not notice
@@ -342,7 +342,7 @@ async def test_a_reader_that_is_behind_pauses_and_goes_on_token_for_token(n: int
             assert answer.choices[0].token_ids == expected_ids(name * 20, 30)
         stats = engine.stats()
         assert (stats.paused, stats.running, stats.waiting) == (n, 0, 0)
-        assert window <= len(slow._generation.mailbox) <= window + n * (engine.config.launch_ahead + 1)
+        assert window <= len(slow._generation.mailbox) <= window + n * (ahead + 1)
         most = 0
         got: list[Token] = []
         async for chunk in slow.chunks():
@@ -352,19 +352,18 @@ async def test_a_reader_that_is_behind_pauses_and_goes_on_token_for_token(n: int
         check_items(got, n)
         for choice in range(n):
             assert [token.id for token in got if token.index == choice] == expected_ids("slow reader", 100)
-        assert most <= window + n * (engine.config.launch_ahead + 1), "unread tokens are not bounded"
+        assert most <= window + n * (ahead + 1), "unread tokens are not bounded"
         await returned(engine)
 
 
 async def test_tokens_that_a_stream_has_taken_and_nobody_has_read_count_as_unread() -> None:
-    window = 8
-    async with serving(max_unread_tokens=window) as engine:
+    window, ahead = 8, 2
+    async with serving(max_unread_tokens=window, launch_ahead=ahead) as engine:
         stream = engine.stream("token by token", greedy(60))
-        ahead = window + engine.config.launch_ahead + 1
         for read_so_far in range(1, 60):
             await anext(stream)
             await until(lambda: not engine.stats().running and not engine.stats().waiting)
-            assert engine.stats().generated_tokens <= read_so_far + ahead
+            assert engine.stats().generated_tokens <= read_so_far + window + ahead + 1
         assert (await anext(stream)).finish_reason == "length"
 
 
