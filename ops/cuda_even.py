@@ -8,14 +8,12 @@ host plans nothing. Needs Hopper or newer for its copies. Shape letters as in `o
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flashinfer.jit.core import gen_jit_spec
 
+from headrace.ops.cuda_source import compiled
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EvenDecode"]
 
-_SOURCE = Path(__file__).parent / "csrc" / "even_decode.cu"
 _TILE = 16  # tokens
 _MOST_PAGE_BYTES = 64 << 10  # keys and values: the ring holds three halves
 _MOST_KV_HEADS = 8
@@ -37,16 +34,9 @@ _HOPPER = 9
 def _module(shape: tuple[int, int, int, int], dtype: torch.dtype, fp8: bool = False) -> Any:
     """The kernels for (head_dim, kv_heads, group, page_size), compiled unless kept; `fp8`: keys and values."""
     dim, kv_heads, group, page = shape
-    version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]  # a cache may hold an older one
-    kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    defines = {"HEAD_DIM": dim, "KV_HEADS": kv_heads, "GROUP": group, "PAGE": page, "ELEMENT_F16": int(kind == "f16")}
-    defines["KV_FP8"] = int(fp8)
-    spec = gen_jit_spec(
-        f"headrace_even_decode_{kind}{'_fp8' if fp8 else ''}_d{dim}_k{kv_heads}_g{group}_p{page}_{version}",
-        [_SOURCE],
-        extra_cuda_cflags=[f"-D{name}={value}" for name, value in defines.items()],
-    )
-    return spec.build_and_load()
+    sizes = {"HEAD_DIM": dim, "KV_HEADS": kv_heads, "GROUP": group, "PAGE": page}
+    defines = sizes | {"ELEMENT_F16": int(dtype == torch.float16), "KV_FP8": int(fp8)}
+    return compiled("even_decode", dtype, f"{'_fp8' if fp8 else ''}_d{dim}_k{kv_heads}_g{group}_p{page}", defines)
 
 
 class EvenDecode:

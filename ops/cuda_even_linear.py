@@ -7,13 +7,12 @@ kernel before still runs. Needs Hopper for its copies and clusters. I input feat
 from __future__ import annotations
 
 import functools
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from flashinfer.jit.core import gen_jit_spec
+
+from headrace.ops.cuda_source import compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EvenLinear", "Squares"]
 
-_SOURCE = Path(__file__).parent / "csrc" / "even_linear.cu"
 _LINE = 64
 _MOST_ROWS = 64
 _PLAIN, _GATED, _ADD = range(3)
@@ -132,11 +130,4 @@ def _padded(rows: int) -> int:
 @functools.cache
 def _module(rows: int, dtype: torch.dtype) -> Any:
     """The kernels for up to `rows` rows, one of `_SLOTS`, compiled unless kept."""
-    version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]  # a cache may hold an older one
-    kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    spec = gen_jit_spec(
-        f"headrace_even_linear_{kind}_r{rows}_{version}",
-        [_SOURCE],
-        extra_cuda_cflags=[f"-DROWS={rows}", f"-DELEMENT_F16={int(kind == 'f16')}"],
-    )
-    return spec.build_and_load()
+    return compiled("even_linear", dtype, f"_r{rows}", {"ROWS": rows, "ELEMENT_F16": int(dtype == torch.float16)})
