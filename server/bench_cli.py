@@ -80,6 +80,19 @@ def _sizes(batches: str) -> list[int]:
     return sizes
 
 
+def _shares(loads: str) -> list[float]:
+    """Parts of a share from "1,0.87"."""
+    try:
+        shares = [float(share) for share in loads.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise typer.BadParameter(
+            f"--loads {loads!r}: give parts above 0 and up to 1, separated by commas, such as 1,0.87"
+        )
+    return shares
+
+
 @bench.command("latency")
 def bench_latency(
     model: ShapeArgument = None,
@@ -318,10 +331,10 @@ def bench_flood(
     json_path: JsonOption = None,
 ) -> None:
     """Quiet tenants beside one with ten times its share: their TTFT under fair_share and under first_come."""
+    shares = _shares(loads)
     from headrace.engine.bench.flood import run
 
     target = _target(model, device, kv_memory, None, load_format, more)
-    shares = [float(each) for each in loads.split(",")]
     run(target, rows=rows, seconds=seconds, loads=shares, scale=scale, json_path=json_path)
 
 

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 import anyio
+from rich.console import Console
 
 from headrace.engine import Engine, SamplingParams
 from headrace.engine.bench.opening import Subject, Target, opened
@@ -58,13 +59,13 @@ def run(
     save(figures | {"fair_share": flood, "first_come": beside}, json_path)
 
 
-_COLUMNS = ("share asked for", "policy", "load", "TTFT p50, s", "p99, s", "ratio", "tokens/s", "requests")
+_COUNTS = ("tokens_per_second", "requests", "preemptions", "steps")
+_COLUMNS = ("share asked for", "policy", "load", "TTFT p50, s", "p99, s", "ratio", "tokens/s", *_COUNTS[1:])
 
 
 def _row(load: float, policy: str, name: str, found: dict[str, float], ratio: str) -> list[str]:
     seconds = [f"{found[key]:.3f}" for key in ("ttft_p50", "ttft_p99")]
-    counts = [f"{found[key]:,.0f}" for key in ("tokens_per_second", "requests")]
-    return [f"{load:g}", policy, name, *seconds, ratio, *counts]
+    return [f"{load:g}", policy, name, *seconds, ratio, *(f"{found[key]:,.0f}" for key in _COUNTS)]
 
 
 async def _measure(
@@ -77,15 +78,22 @@ async def _measure(
     rate: float | None,
 ) -> tuple[dict[str, object], float, dict[float, Any], dict[float, Any]]:
     """The conditions, the rate of a closed loop unless one is given, and the figures of the flood and of all alike."""
-    calm, flood = {}, {}
+    calm: dict[float, Any] = {}
+    flood: dict[float, Any] = {}
+    console, policy = Console(stderr=True, highlight=False), target.more["policy"]
     async with opened(target, rows=rows) as subject:
         load = _Load(subject, rows, scale)
-        measured = await load.closed(_WARMING)
-        rate = rate or measured
-        for share in calm_loads:
-            calm[share] = await load.open(share * rate / 4, share * rate / 4, seconds)
-        for share in loads:
-            flood[share] = await load.open(_FLOOD * share * rate / 4, share * rate / 4, seconds)
+        if rate is None:
+            rate = await load.closed(_WARMING)
+            console.print(f"{policy}: {rate:.1f} requests a second in a closed loop")
+        for times, shares, found in ((1, calm_loads, calm), (_FLOOD, loads, flood)):
+            for share in shares:
+                made = found[share] = await load.open(times * share * rate / 4, share * rate / 4, seconds)
+                console.print(
+                    f"{policy}, quiet ones at {share:g} of their share, the fourth at {times} times that: "
+                    f"TTFT p99 {made['ttft_p99']:.3f} s, {made['tokens_per_second']:,.0f} tokens/s",
+                    soft_wrap=True,
+                )
         return subject.conditions(target, rows=rows, seconds=seconds, scale=scale), rate, flood, calm
 
 
@@ -144,18 +152,22 @@ class _Load:
             for name, rate in (("a", loud), *((name, quiet) for name in _QUIET)):
                 tasks.start_soon(tenant, name, rate, random.Random(f"{name} {rate}"))
             await anyio.sleep(_WARMING)
-            before, began = self._tokens, time.perf_counter()
+            tokens, stats, began = self._tokens, self._engine.stats(), time.perf_counter()
             await anyio.sleep(seconds)
-            now = time.perf_counter()
-            per_second = (self._tokens - before) / (now - began)
+            now, then = time.perf_counter(), self._engine.stats()
+            counted = {
+                "tokens_per_second": (self._tokens - tokens) / (now - began),
+                "preemptions": then.preemptions - stats.preemptions,
+                "steps": then.steps - stats.steps,
+            }
             tasks.cancel_scope.cancel()
         await anyio.sleep(_SETTLING)
-        return _figures(asked, now) | {"tokens_per_second": per_second}
+        return _figures(asked, now) | counted
 
     async def _ask(self, asked: _Asked) -> None:
         chance, name = self._chance, next(self._names)
         length = self._scaled(chance.randint(*_PROMPT))
-        prompt = [name % self._vocab, name // self._vocab, *self._words[:length]]
+        prompt = [name % self._vocab, name // self._vocab % self._vocab, *self._words[:length]]
         params = SamplingParams(temperature=0.0, max_tokens=self._scaled(chance.randint(*_OUTPUT)), ignore_eos=True)
         async for _ in self._engine.stream(prompt, params, tenant=asked.tenant):
             if asked.wait is None:

@@ -12,7 +12,7 @@ import tiny_models
 from typer.testing import CliRunner
 
 from headrace.engine import InvalidParams
-from headrace.engine.bench import latency, lora, options, startup, stream, throughput
+from headrace.engine.bench import flood, latency, lora, options, startup, stream, throughput
 from headrace.engine.bench.latency import parse_params, parse_prefill
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
 from headrace.engine.text import Detokenizer
@@ -189,3 +189,25 @@ def test_batch_sizes_that_mean_nothing_are_refused_before_anything_is_loaded(
     assert result.output.splitlines()[-1] == (
         f"Error: Invalid value: --batches {sizes!r}: give sizes from 1 up, separated by commas, such as 1,8,32"
     )
+
+
+@pytest.mark.parametrize("loads", ["", "x", "1,", "0", "-0.5", "nan", "inf", "1.01", "0.5;1"])
+def test_shares_that_mean_nothing_are_refused_before_anything_is_loaded(loads: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "flood", str(tmp_path / "no model"), "--loads", loads])
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1] == (
+        f"Error: Invalid value: --loads {loads!r}: give parts above 0 and up to 1, separated by commas, such as 1,0.87"
+    )
+
+
+def test_flood(target: Target, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flood, "_WARMING", 0.2)
+    monkeypatch.setattr(flood, "_SETTLING", 0.05)
+    flood.run(target, rows=4, seconds=0.3, loads=[0.87], scale=0.02, json_path=str(out))
+    found = read(out)
+    for loads in (found["all alike"], found["fair_share"], found["first_come"]):
+        each = loads.pop("0.87")
+        assert not loads and each["requests"] and each["steps"] and each["tokens_per_second"] > 0
+        assert 0 < each["ttft_p50"] <= each["ttft_p99"]
+    told = capsys.readouterr()
+    assert len(told.err.splitlines()) == 4 and "one at 10 times" in told.out
