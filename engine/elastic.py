@@ -20,6 +20,8 @@ from headrace.engine.wearing import root_of, worn_by
 
 __all__ = ["Elastic"]
 
+_PATIENCE = 10.0  # times what a step may take: page-locking or reading all weights, where a step takes milliseconds
+
 
 class Elastic(Life):
     """What an open engine can do about its memory."""
@@ -99,8 +101,8 @@ class Elastic(Life):
     def kv_events(self) -> KvEvents:
         """What comes to and goes from the prefix cache from now on, and how busy the engine is, for a router outside.
 
-        Begins with a `KvReset`, as does what follows where a reader was too slow. Pages from before the engine's first
-        such call are told of only once they are stored again.
+        Begins with a `KvReset`, as does what follows where a reader was too slow. Pages that were stored while nobody
+        held such an iterator are told of only once they are stored again.
 
         Raises:
             EngineStopped: The engine is not open.
@@ -136,7 +138,7 @@ class Elastic(Life):
         if pages < before:
             await loop.carry_out_moves(scheduler.resize(pages))
         try:
-            await self._waiter.run(partial(runner.resize, pages))
+            await loop.wait_for(partial(runner.resize, pages), "resize_kv")
         except Exception as error:
             scheduler.resize(before)
             if isinstance(as_failure(error), OutOfMemory):
@@ -152,7 +154,7 @@ class Elastic(Life):
         was_awake = not scheduler.sleep_level
         await loop.carry_out_moves(scheduler.fall_asleep(level))
         try:
-            await self._waiter.run(partial(runner.sleep, keep_weights=level == 1))
+            await loop.wait_for(partial(runner.sleep, keep_weights=level == 1), "sleep", _PATIENCE)
         except Exception as error:
             if was_awake and isinstance(as_failure(error), OutOfMemory):
                 await self._wake_up(loop, runner)
@@ -165,7 +167,7 @@ class Elastic(Life):
         if not scheduler.sleep_level:
             return
         try:
-            await self._waiter.run(partial(runner.wake, scheduler.capacity.num_pages))
+            await loop.wait_for(partial(runner.wake, scheduler.capacity.num_pages), "wake", _PATIENCE)
         except Exception as error:
             if isinstance(as_failure(error), OutOfMemory):
                 raise DeviceUnavailable("device: it has too little memory to wake up") from error

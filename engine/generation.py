@@ -146,6 +146,8 @@ class Generation:
         self._choice_of: dict[int, int] = {}
         self._first: Request | None = None
         self._unfinished = choices
+        self._stopped: set[int] = set()
+        """Ids of requests that had ended otherwise when their text was found to have ended before."""
 
     def start(self, prompt: list[int], requests: Sequence[Request]) -> None:
         """Take in the choices, which the scheduler has accepted."""
@@ -202,7 +204,7 @@ class Generation:
 
     def deliver(self, emission: Emission) -> None:
         """Put a commit's result where the reader finds it."""
-        if self.finished:  # another choice failed in the same step
+        if self.finished or emission.request.id in self._stopped:  # another choice failed in the same step, say
             return
         if emission.error is not None:
             self.fail(emission.error)
@@ -212,9 +214,8 @@ class Generation:
         text = stop = None
         if self._stop_texts:
             text, matched = self._stop_texts[choice].feed(emission.token, last=reason is not None)
-            if matched and (self._control.finish(emission.request, "stop") or reason is not None):
-                reason = "stop"  # unless its deadline passed meanwhile: then that end follows
-                stop = self._stop_texts[choice].stop
+            if matched:
+                reason, stop = self._stop(emission.request), self._stop_texts[choice].stop
         item = _delivered((choice, emission.token, text, reason, emission.report, stop, None))
         if self._watch is None:
             unread = self.mailbox.put(item)
@@ -230,6 +231,12 @@ class Generation:
         else:
             self._await_reader(unread)
 
+    def _stop(self, request: Request) -> FinishReason:
+        """End a choice whose text is complete, even where its deadline passed, or a later step failed, meanwhile."""
+        if not self._control.finish(request, "stop"):
+            self._stopped.add(request.id)  # another end of it is on its way
+        return "stop"
+
     def _await_reader(self, unread: int) -> None:
         """Pause the choices if their reader is far behind."""
         if unread + self.held >= self._window and not self.paused:
@@ -240,11 +247,13 @@ class Generation:
     def _asked(self, watch: StopWatch, token: Token, request: Request) -> FinishReason | None:
         """The end that the caller's hook puts to the choice of `token`."""
         try:
-            if not watch.stops(token) or not self._control.finish(request, "stop"):
-                return None
+            stops = watch.stops(token)
         except HookFailed as error:
             self.fail(error)
             return None
+        if not stops or request.finish_reason == "cancelled":  # by the hook itself
+            return None
+        self._stop(request)
         text = self._stop_texts[token.index].feed(None, last=True)[0] if self._stop_texts else None
         token.text += watch.maker.flush(token.index) if text is None else text
         token.finish_reason = "stop"

@@ -129,7 +129,7 @@ class KvWatch:
         self._readers: WeakSet[KvEvents] = WeakSet()
 
     def open(self) -> KvEvents:
-        """One more; it is forgotten when nobody holds it any more."""
+        """One more; it is forgotten when nobody holds it any more, and with the last one what was noted for them."""
         log = self._scheduler.pool.log
         log.start(self._put)
         reader = KvEvents(log, KvLoad.of(self._scheduler))
@@ -142,6 +142,8 @@ class KvWatch:
             load = KvLoad.of(self._scheduler)
             for reader in list(self._readers):
                 reader.tell(load)
+        elif (log := self._scheduler.pool.log).is_on:
+            log.stop()
 
     def close(self, crashed: EngineCrashed | None) -> None:
         """Nothing more will come."""

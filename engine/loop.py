@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import anyio
@@ -36,6 +36,8 @@ from headrace.engine.threads import Hung, Worker, stacks
 __all__ = ["StepLoop"]
 
 logger = logging.getLogger("headrace.engine")
+
+T = TypeVar("T")
 
 _SLICE = 32  # readers woken at once: they run for some 10 µs each before anything else does
 
@@ -66,14 +68,14 @@ class StepLoop:
             waiter: The thread that blocks on steps.
             hooks: The thread that callers' hooks choose tokens in.
             flights: None yet.
-            hang_after: Seconds for which a step may be waited for; one that takes longer ends the loop.
+            hang_after: Seconds for which a step may be waited for; what takes longer ends the loop.
             clock: Seconds, of arrivals, deadlines and step times.
         """
         self.scheduler = scheduler
         self.meter = Meter()
         self.crashed: EngineCrashed | None = None
         self.hung = False
-        """Whether it died because a step did not end: one may be running still."""
+        """Whether it died because the device did not answer: a step, or a change of its memory, may be going on."""
         self._runner = runner
         self._waiter = waiter
         self._hooks = hooks
@@ -240,6 +242,20 @@ class StepLoop:
             self._launched.append(Flight(plan, self._launch(plan)))
             await self._complete(self._launched[0])
 
+    async def wait_for(self, call: Callable[[], T], what: str, patience: float = 1.0) -> T:
+        """Have the waiter's thread make a call of the device, which has `patience` times as long as a step.
+
+        Raises:
+            EngineCrashed: It takes longer; `what` names it.
+            Exception: Whatever `call` raised.
+        """
+        try:
+            return await self._waiter.run(call, patience * self._hang_after)
+        except Hung as hung:
+            logger.error("%s is %s; the stacks of all threads follow\n%s", what, hung, stacks())
+            self.hung = True
+            raise EngineCrashed(f"{what} is {hung}: the device hangs") from hung
+
     async def _run(self) -> None:
         launched = self._launched
         while True:
@@ -302,11 +318,7 @@ class StepLoop:
         """Wait for a step and commit it."""
         try:
             try:
-                tokens = await self._waiter.run(oldest.step.wait, self._hang_after)
-            except Hung as hung:
-                logger.error("a step is %s; the stacks of all threads follow\n%s", hung, stacks())
-                self.hung = True
-                raise EngineCrashed(f"a step is {hung}: the device hangs") from hung
+                tokens = await self.wait_for(oldest.step.wait, "a step")
             finally:
                 self._launched.popleft()
         except EngineCrashed:

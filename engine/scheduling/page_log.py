@@ -1,6 +1,6 @@
 """`PageLog`: which prefixes the pages hold, as others are told of them; changes nothing, and never holds a tensor.
 
-Nothing is noted before somebody wants to know. Keys and scopes are digests under the engine's secret: they say which
+Nothing is noted while nobody wants to know. Keys and scopes are digests under the engine's secret: they say which
 prefixes are equal, and nothing else.
 """
 
@@ -55,6 +55,12 @@ class PageLog:
         """Note changes, and `tell` of them, from now on."""
         self.is_on = True
         self.tell = tell
+
+    def stop(self) -> None:
+        """Note nothing any more, and forget what was noted."""
+        self.is_on = False
+        self.tell = _nobody
+        self._present.clear()
 
     def scope(self, root: bytes) -> str:
         """The name of those who share the chain that starts with `root`."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import tiny_models
-from scripted import Gate, capacity, expected_ids, greedy, read, serving, until
+from scripted import Gate, capacity, expected_ids, greedy, no_leaks, read, serving, until
 
 from headrace.engine import (
     DeviceUnavailable,
@@ -235,3 +237,40 @@ async def test_a_device_that_fails_in_a_change_ends_the_engine() -> None:
                 await engine.resize_kv(5 * engine.info.page_bytes)
             with pytest.raises(EngineCrashed):
                 await read(stream)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("what", "seconds"), [("resize_kv", 0.05), ("sleep", 0.5), ("wake", 0.5)])
+async def test_a_change_that_hangs_is_given_up(what: str, seconds: float, caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+    sizes = capacity(num_pages=20)
+
+    class Hanging(ScriptedRunner):
+        armed = False
+
+        def resize(self, num_pages: int) -> None:
+            if self.armed:
+                release.wait(20)
+            super().resize(num_pages)
+
+        def wake(self, num_pages: int) -> None:
+            self.resize(num_pages)
+
+    runner = Hanging(sizes)
+    async with no_leaks():
+        with pytest.raises(EngineCrashed):
+            async with ScriptedEngine(sizes, lambda: runner, hang_seconds=0.05) as engine:
+                if what == "wake":
+                    await engine.sleep()
+                runner.armed = True
+                change = partial(engine.resize_kv, 10 * engine.info.page_bytes) if what == "resize_kv" else None
+                began = anyio.current_time()
+                with pytest.raises(
+                    EngineCrashed, match=f"^{what} is not done after {seconds:g} seconds: the device hangs"
+                ):
+                    await (change or getattr(engine, what))()
+                assert seconds <= anyio.current_time() - began < seconds + 1
+        release.set()
+        await until(lambda: runner.closed)
+        await until(lambda: not any(thread.name.startswith("headrace") for thread in threading.enumerate()))
+    assert "the stacks of all threads follow" in caplog.text

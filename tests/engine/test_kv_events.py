@@ -133,3 +133,22 @@ async def test_readers_that_nobody_holds_are_forgotten() -> None:
         assert len(engine._loop.kv._readers) == 1
         del events
         assert not engine._loop.kv._readers
+
+
+async def test_nothing_is_noted_once_nobody_reads_and_a_later_reader_is_told_of_what_comes_then() -> None:
+    async with serving(capacity(num_pages=24)) as engine, anyio.create_task_group() as group:
+        assert engine._loop is not None
+        log = engine._loop.scheduler.pool.log
+        events = engine.kv_events()
+        await engine.generate("x" * 100, greedy(3))
+        assert log.is_on and log.present()
+        del events
+        await engine.generate("y" * 100, greedy(3))
+        assert not log.is_on and not log.present()
+        router = Router(engine.kv_events())
+        group.start_soon(router.follow)
+        await engine.generate("x" * 100, greedy(3))  # found in the cache
+        await engine.generate("z" * 100, greedy(3))
+        await until(lambda: len(router.pages) == 6)
+        assert {page.tokens[0] for page in router.pages.values()} == {ord("z")}
+        await engine.aclose()

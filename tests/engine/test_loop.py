@@ -410,3 +410,24 @@ async def test_what_goes_wrong_at_intake_ends_the_stream_wherever_it_was_tokenis
         with anyio.fail_after(5), pytest.raises(HeadraceError, match="taken in"):
             await engine.generate(prompt, greedy(2), deadline=9.0)
         await check_serving(engine)
+
+
+@pytest.mark.parametrize(
+    "ends", [{"stop": ("c",)}, {"stop_when": lambda token: True}, {}], ids=["string", "hook", "no"]
+)
+async def test_an_answer_that_was_whole_before_its_deadline_ends_with_stop(ends: dict[str, Any]) -> None:
+    """The token is there when the deadline passes, and nobody has looked at it."""
+    prompt = next(text for text in map(str, range(10_000)) if expected_ids(text, 1) == [ord("c")])
+    gate = Gate()
+    async with serving(gate=gate, launch_ahead=1) as engine:
+        gate.hold()
+        hooks = {name: hook for name, hook in ends.items() if name == "stop_when"}
+        params = greedy(5, **{name: value for name, value in ends.items() if name == "stop"})
+        stream = engine.stream(prompt, params, deadline=0.05, **hooks)
+        await until(lambda: gate.holds)
+        await anyio.sleep(0.06)
+        gate.release()
+        tokens = await read(stream)
+        assert stream.finish_reasons == ["stop" if ends else "deadline"]
+        assert [token.id for token in tokens if token.id is not None] == [ord("c")]
+        assert "".join(token.text for token in tokens) == ("" if "stop" in ends else "c")

@@ -51,7 +51,6 @@ class Told:
         self._adapter = 0
         self._known: list[list[int]] = []
         self._seeds: Sequence[int] = ()
-        self._stopped = [False] * params.n
 
     def begin(self, adapter: int, capacity: Capacity, seeds: Sequence[int] | None = None) -> None:
         """The request was taken in, wearing that adapter; `seeds` of its choices, where they are not its own."""
@@ -104,16 +103,13 @@ class Told:
         if identity is None:
             self._check_end_without(who, choice, reason)
             return
-        assert not self._stopped[choice], f"{who}: a token comes after one that stops it"
         tokens = self.tokens[choice]
         want = chosen(self._seeds[choice], self._known[choice])
         assert identity == want, f"{who}: token {identity} at {len(tokens)}, alone it would be {want}"
         tokens.append(identity)
         self._known[choice].append(written(identity, self._adapter))
         expected = self._expected_end(tokens)
-        if expected == "stop" and reason is None and self.deadline is not None:
-            self._stopped[choice] = True  # its deadline passed before its text was looked at: an end follows
-        elif reason == "length" != expected and self.least_pool is not None and not self._stops(tokens):
+        if reason == "length" != expected and self.least_pool is not None and not self._stops(tokens):
             assert len(self._known[choice]) > self.least_pool(), f"{who}: ends where it had room"
         else:
             assert reason == expected, f"{who}: {reason} at token {len(tokens)}, where it is {expected}"
@@ -148,9 +144,7 @@ class Told:
         return tokens[-1] in self.params.stop_token_ids or any(text.endswith(stop) for stop in self.params.stop)
 
     def _check_end_without(self, who: str, choice: int, reason: FinishReason | None) -> None:
-        if self._stopped[choice]:
-            assert reason in ("stop", "deadline"), f"{who}: {reason}, where its deadline passed as it stopped"
-        elif reason == "deadline":
+        if reason == "deadline":
             assert self.deadline is not None, f"{who}: an end by a deadline that it has not"
             assert self.may_give_up or self._clock() >= self.deadline, f"{who}: ended before its deadline"
         else:
