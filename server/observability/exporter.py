@@ -126,6 +126,9 @@ def _of_engine(info: EngineInfo, stats: EngineStats) -> Iterator[Metric]:
     yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", prompt)
     yield _counter("prefix_cache_hits", "Prompt tokens that the prefix cache spared.", cached)
     yield _counter("preemptions", "Choices sent back to wait to make room for others.", stats.preemptions)
+    yield _counter("swaps", "Those whose pages went to host memory, to come back.", stats.swaps)
+    yield _counter("memory_retries", "Steps without memory, tried again in smaller ones.", stats.memory_retries)
+    yield _gauge("sleep_level", "0 while the engine is awake, else as it was put to sleep.", stats.sleep_level)
 
 
 def _of_steps(stats: EngineStats, step_age: float) -> Iterator[Metric]:

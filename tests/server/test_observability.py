@@ -625,6 +625,14 @@ def test_a_server_is_not_ready_while_its_engine_sleeps() -> None:
         server.portal.call(server.engine.sleep)
         answer = server.client.get("/health/ready")
         assert answer.status_code == 503 and "asleep" in answer.text
-        shows(server, {"ready": 0, "kv_usage": 0})
+        shows(server, {"ready": 0, "kv_usage": 0, "sleep_level": 1})
         server.portal.call(server.engine.wake)
         assert server.client.get("/health/ready").status_code == 200
+        shows(server, {"ready": 1, "sleep_level": 0})
+
+
+def test_steps_without_memory_are_counted() -> None:
+    faults = {0: MemoryError()}
+    with serving(scripted(lambda: ScriptedRunner(CAPACITY, faults=faults))) as server:
+        server.post({"prompt": ["x" * 20] * 3, "max_tokens": 3, "ignore_eos": True})
+        shows(server, {"memory_retries_total": 1})
