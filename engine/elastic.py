@@ -37,14 +37,15 @@ class Elastic(Life):
 
         Raises:
             InvalidParams: No such size, less than a page or than a request has tokens for already, or more than there
-                is; all is as it was.
+                is; all is as it was. Or the model is an encoder, which keeps no keys and values.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
         loop, opened = self._serving()
         runner, page_bytes = opened.runner, opened.info.page_bytes
         if not isinstance(runner, Resizable) or not opened.has_pages:
-            raise InvalidParams("kv_memory: this model or its device has no pages to resize", field="kv_memory")
+            what = "this device cannot resize it" if opened.has_pages else "an encoder keeps no keys and values"
+            raise InvalidParams(f"kv_memory: {what}", field="kv_memory", value=kv_memory)
         pages = _bytes(kv_memory) // page_bytes
         if pages < 1:
             raise _refused(kv_memory, {"ge": page_bytes}, f"one page takes {page_bytes} bytes")

@@ -116,14 +116,14 @@ class Encoder:
     def __init__(self, spec: EncoderSpec, weights: EncoderWeights) -> None:
         """Take `weights` over."""
         self.spec = spec
-        self._weights = weights
+        self.weights = weights
         half = weights.words_VE.is_cuda and weights.words_VE.dtype in (torch.float16, torch.bfloat16)
         self.pads = not half or (spec.hidden_size // spec.num_heads) % _EVEN != 0
         """Whether attention pads texts."""
 
     def hidden(self, texts: Texts) -> Tensor:
         """Run all blocks: [N, E]."""
-        weights = self._weights
+        weights = self.weights
         x_NE = weights.words_VE[texts.tokens_N] + weights.types_TE[texts.types_N.clamp(max=self.spec.num_types - 1)]
         x_NE = self._norm(x_NE + weights.positions_PE[texts.positions_N + self.spec.first_position], weights.norm)
         for layer in weights.layers:
@@ -134,7 +134,7 @@ class Encoder:
 
     def scores(self, first_BE: Tensor) -> Tensor:
         """The head's logits [B, 1], from the hidden states of the first tokens."""
-        head = self._weights.head
+        head = self.weights.head
         assert head is not None
         return _product(torch.tanh(_product(first_BE, head[0])), head[1])
 

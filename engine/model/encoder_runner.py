@@ -7,7 +7,7 @@ text is computed as a whole in the step that has its last token; earlier chunks 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
@@ -16,7 +16,15 @@ from torch import Tensor
 
 from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.encoder import Encoder, Texts
-from headrace.engine.model.memory import borrow_stream, return_device_memory, return_freed_memory, return_stream
+from headrace.engine.model.encoder_spec import EncoderSpec
+from headrace.engine.model.encoder_weights import EncoderWeights
+from headrace.engine.model.memory import (
+    borrow_stream,
+    free_host_bytes,
+    return_device_memory,
+    return_freed_memory,
+    return_stream,
+)
 from headrace.engine.model.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.pools import settle
 from headrace.engine.scheduling.plan import Ability, StepPlan
@@ -43,19 +51,25 @@ class EncoderRunner:
 
     abilities: Final[frozenset[Ability]] = frozenset(("pooling",))
 
-    def __init__(self, encoder: Encoder, *, device: torch.device, threads: int) -> None:
-        """Start the thread.
+    def __init__(
+        self, spec: EncoderSpec, load: Callable[[], EncoderWeights], *, device: torch.device, threads: int
+    ) -> None:
+        """Load the model and start the thread.
 
         Args:
-            encoder: The model, on `device`.
+            spec: Of the model.
+            load: Reads its weights to `device`, now and after a sleep without them.
             device: Where it runs.
             threads: Threads of one operation, on a CPU.
         """
-        self._encoder: Encoder | None = encoder
+        self._spec = spec
+        self._load = load
         self._device = device
+        self._kept: EncoderWeights | None = None
+        """In host memory, while a GPU sleeps."""
+        self._encoder: Encoder | None = Encoder(spec, load())
         self._stream = borrow_stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
+        self._await_weights()
         self._rows: dict[int, _Row] = {}
         self._thread = PlanThread(self._carry_out, name="headrace-encoder", threads=threads)
 
@@ -63,15 +77,51 @@ class EncoderRunner:
         """Queue `plan` behind the steps launched before it."""
         return self._thread.launch(plan)
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the memory of the weights; with `keep_weights` a CPU has nothing to give.
+
+        Raises:
+            MemoryError: The host has no room for them.
+        """
+        if not keep_weights:
+            self._kept = self._encoder = None
+        elif self._encoder is not None and self._stream is not None:
+            weights = self._encoder.weights
+            if weights.nbytes > (free := free_host_bytes()):
+                raise MemoryError(f"{weights.nbytes} bytes of weights, of which {free} are free")
+            self._kept, self._encoder = weights.to(torch.device("cpu")), None
+        self._return_memory()
+
+    def wake(self, num_pages: int) -> None:
+        """Have the weights again; there are no pages to have.
+
+        Raises:
+            ModelRejected: The model's files cannot be used any more; it sleeps on.
+            torch.OutOfMemoryError: The device has no room for them; it sleeps on.
+        """
+        if self._encoder is None:
+            with torch.inference_mode():
+                weights = self._load() if self._kept is None else self._kept.to(self._device)
+            self._encoder, self._kept = Encoder(self._spec, weights), None
+            self._await_weights()
+
     def close(self) -> None:
         """Join the thread and drop the model."""
         self._thread.close()
-        self._encoder = None
+        self._encoder = self._kept = None
         self._rows.clear()
+        if self._stream is not None:
+            return_stream(self._stream)
+        self._return_memory()
+
+    def _await_weights(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # on which they were made
+
+    def _return_memory(self) -> None:
         if self._stream is None:
             return_freed_memory()
         else:
-            return_stream(self._stream)
             return_device_memory()
 
     def _carry_out(self, plan: StepPlan) -> Sequence[int]:

@@ -6,7 +6,7 @@ A name that is missing, left over or of another shape is an error before anythin
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -30,6 +30,10 @@ class Affine:
     weight: Tensor
     bias: Tensor
 
+    def to(self, device: torch.device) -> Affine:
+        """The same on `device`."""
+        return Affine(self.weight.to(device), self.bias.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
@@ -43,6 +47,10 @@ class EncoderLayer:
     down: Affine
     output_norm: Affine
 
+    def to(self, device: torch.device) -> EncoderLayer:
+        """The same on `device`."""
+        return EncoderLayer(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeights:
@@ -55,6 +63,27 @@ class EncoderWeights:
     layers: tuple[EncoderLayer, ...]
     head: tuple[Affine, Affine] | None
     """[E, E] and [1, E], where the model scores pairs."""
+
+    def to(self, device: torch.device) -> EncoderWeights:
+        """The same on `device`."""
+        return EncoderWeights(
+            words_VE=self.words_VE.to(device),
+            positions_PE=self.positions_PE.to(device),
+            types_TE=self.types_TE.to(device),
+            norm=self.norm.to(device),
+            layers=tuple(layer.to(device) for layer in self.layers),
+            head=None if self.head is None else (self.head[0].to(device), self.head[1].to(device)),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        parts = [self.norm, *(self.head or ())]
+        parts += [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
+        tensors = [self.words_VE, self.positions_PE, self.types_TE]
+        return sum(
+            tensor.nbytes for tensor in [*tensors, *(each for part in parts for each in (part.weight, part.bias))]
+        )
 
 
 def load_encoder(folder: Path, spec: EncoderSpec, *, dtype: torch.dtype, device: torch.device) -> EncoderWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.device import Device
-from headrace.engine.model.encoder import Encoder
 from headrace.engine.model.encoder_runner import EncoderRunner
 from headrace.engine.model.encoder_spec import EncoderSpec, longest_text
 from headrace.engine.model.encoder_weights import load_encoder
@@ -40,13 +40,13 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
     device = _find(config.device)
     dtype = _AUTO[device.type] if config.dtype == "auto" else _DTYPES[config.dtype]
     capacity = _capacity(config, spec, folder, device.type)
+    threads = config.cpu_threads or max(1, torch.get_num_threads() - 1)
+    load = partial(load_encoder, folder, spec, dtype=dtype, device=device)
     try:
         with torch.inference_mode():
-            encoder = Encoder(spec, load_encoder(folder, spec, dtype=dtype, device=device))
+            runner = EncoderRunner(spec, load, device=device, threads=threads)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise DeviceUnavailable(f"device: {device} has too little memory for this model: {error}") from None
-    threads = config.cpu_threads or max(1, torch.get_num_threads() - 1)
-    runner = EncoderRunner(encoder, device=device, threads=threads)
     return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), 0, runner.abilities)
 
 

@@ -6,9 +6,10 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 import torch
@@ -214,3 +215,51 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
             anyio.run(partial(open_it, **options))
         assert invalid.value.field == next(iter(options))
     anyio.run(partial(open_it, max_context=9))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_encoder_sleeps_and_embeds_afterwards_as_before(level: Literal[1, 2], tmp_path: Path) -> None:
+    make(tmp_path, "Bert", "Model")
+
+    async def main() -> None:
+        async with Engine(tmp_path, max_rows=3, max_batched_tokens=20) as engine:
+            expected = (await engine.embed(prompts())).vectors
+            with pytest.raises(InvalidParams, match="^kv_memory: an encoder keeps no keys and values") as refused:
+                await engine.resize_kv("1MiB")
+            assert (refused.value.field, refused.value.value) == ("kv_memory", "1MiB")
+            found: list[Any] = []
+
+            async def ask() -> None:
+                found.append((await engine.embed(prompts())).vectors)
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask)
+                await anyio.lowlevel.checkpoint()
+                await engine.sleep(level)
+                group.start_soon(ask)
+                await anyio.sleep(0.02)
+                assert engine.sleep_level == level and len(found) < 2
+                await engine.wake()
+            assert len(found) == 2
+            for vectors in found:
+                np.testing.assert_allclose(vectors, expected, rtol=1e-4, atol=1e-5)
+
+    anyio.run(main)
+
+
+def test_an_encoder_whose_files_have_gone_sleeps_on(tmp_path: Path) -> None:
+    make(tmp_path, "Bert", "Model")
+
+    async def main() -> None:
+        async with Engine(tmp_path, max_rows=3) as engine:
+            expected = (await engine.embed(prompts())).vectors
+            await engine.sleep(2)
+            (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+            with pytest.raises(ModelRejected):
+                await engine.wake()
+            assert engine.sleep_level == 2
+            (tmp_path / "elsewhere").rename(tmp_path / "model.safetensors")
+            await engine.wake()
+            np.testing.assert_allclose((await engine.embed(prompts())).vectors, expected, rtol=1e-4, atol=1e-5)
+
+    anyio.run(main)

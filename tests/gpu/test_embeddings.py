@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import numpy as np
@@ -71,6 +71,24 @@ def test_vectors_of_an_encoder_are_those_of_the_cpu(encoder: Path, device: str) 
             worst = cosines(found[kind], expected[kind]).min()
             print(f"{device} {dtype} {kind}: worst cosine {worst:.6f}")
             assert worst > least, (dtype, kind)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_encoder_sleeps_and_embeds_afterwards_as_before(encoder: Path, device: str, level: Literal[1, 2]) -> None:
+    prompts = [draw(length, place) for place, length in enumerate(LENGTHS)]
+
+    async def run() -> None:
+        async with Engine(encoder, device=device) as engine:
+            expected = (await engine.embed(prompts)).vectors
+            held = torch.cuda.memory_allocated() if device == "cuda" else 0
+            await engine.sleep(level)
+            if device == "cuda":
+                weights = 2 * 6 * 12 * 384 * 384  # bytes of the products of all layers in 16 bits
+                assert held - torch.cuda.memory_allocated() >= weights
+            await engine.wake()
+            assert cosines((await engine.embed(prompts)).vectors, expected).min() > 0.9999
+
+    anyio.run(run)
 
 
 async def embed_beside(folder: Path, device: str, dtype: str) -> dict[str, NDArray[np.float32]]:
