@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["JsonOption", "ModelArgument", "chosen_model"]
+__all__ = ["JsonOption", "ModelArgument", "chosen_model", "shares_of", "sizes_of"]
 
 ModelArgument = Annotated[
     str | None,
@@ -20,3 +20,24 @@ def chosen_model(model: str | None) -> str:
     from headrace.server.demo import demo_model
 
     return model or str(demo_model())
+
+
+def sizes_of(batches: str) -> list[int]:
+    """Batch sizes from "1,8,32"."""
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in batches.split(",")]
+    if not all(sizes):
+        raise typer.BadParameter(f"--batches {batches!r}: give sizes from 1 up, separated by commas, such as 1,8,32")
+    return sizes
+
+
+def shares_of(loads: str) -> list[float]:
+    """Parts of a share from "1,0.87"."""
+    try:
+        shares = [float(share) for share in loads.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise typer.BadParameter(
+            f"--loads {loads!r}: give parts above 0 and up to 1, separated by commas, such as 1,0.87"
+        )
+    return shares

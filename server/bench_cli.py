@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.server.arguments import JsonOption, ModelArgument, chosen_model
+from headrace.server.arguments import JsonOption, ModelArgument, chosen_model, shares_of, sizes_of
 
 if TYPE_CHECKING:
     from headrace.engine.bench.opening import Target
@@ -72,27 +72,6 @@ def _target(
     )
 
 
-def _sizes(batches: str) -> list[int]:
-    """Batch sizes from "1,8,32"."""
-    sizes = [int(size) if size.strip().isdecimal() else 0 for size in batches.split(",")]
-    if not all(sizes):
-        raise typer.BadParameter(f"--batches {batches!r}: give sizes from 1 up, separated by commas, such as 1,8,32")
-    return sizes
-
-
-def _shares(loads: str) -> list[float]:
-    """Parts of a share from "1,0.87"."""
-    try:
-        shares = [float(share) for share in loads.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < share <= 1 for share in shares):
-        raise typer.BadParameter(
-            f"--loads {loads!r}: give parts above 0 and up to 1, separated by commas, such as 1,0.87"
-        )
-    return shares
-
-
 @bench.command("latency")
 def bench_latency(
     model: ShapeArgument = None,
@@ -114,7 +93,7 @@ def bench_latency(
     json_path: JsonOption = None,
 ) -> None:
     """Time of a decode step by batch size, and the rate of prompts, beside the floor of this machine."""
-    sizes = _sizes(batches) if batches or not prefill else []
+    sizes = sizes_of(batches) if batches or not prefill else []
     from headrace.engine.bench.latency import run
 
     run(
@@ -151,7 +130,7 @@ def bench_lora(
     from headrace.engine.bench.lora import Sizes, run
 
     sizes = Sizes(
-        batches=_sizes(batches),
+        batches=sizes_of(batches),
         context=context,
         steps=steps,
         slots=slots,
@@ -183,7 +162,7 @@ def bench_options(
 
     run(
         _target(model, device, kv_memory, max_rows, load_format, more),
-        batches=_sizes(batches),
+        batches=sizes_of(batches),
         context=context,
         steps=steps,
         repeats=repeats,
@@ -277,7 +256,7 @@ def bench_transformers(
     json_path: JsonOption = None,
 ) -> None:
     """Generate the same prompts with headrace and with transformers.generate (bfloat16), in turn."""
-    sizes = _sizes(batches)
+    sizes = sizes_of(batches)
     from headrace.engine.bench.transformers_pair import run
 
     run(
@@ -331,7 +310,7 @@ def bench_flood(
     json_path: JsonOption = None,
 ) -> None:
     """Quiet tenants beside one with ten times its share: their TTFT under fair_share and under first_come."""
-    shares = _shares(loads)
+    shares = shares_of(loads)
     from headrace.engine.bench.flood import run
 
     target = _target(model, device, kv_memory, None, load_format, more)
