@@ -12,6 +12,8 @@ from flashinfer.jit.core import gen_jit_spec
 
 __all__ = ["compiled"]
 
+_FOLDER = Path(__file__).parent / "csrc"
+
 
 def compiled(name: str, dtype: torch.dtype, variant: str, defines: Mapping[str, int]) -> Any:
     """The kernels of csrc/`name`.cu, compiled unless kept.
@@ -26,8 +28,9 @@ def compiled(name: str, dtype: torch.dtype, variant: str, defines: Mapping[str, 
         RuntimeError: They cannot be compiled.
         OSError: There is nothing to compile them with.
     """
-    source = Path(__file__).parent / "csrc" / f"{name}.cu"
-    version = hashlib.sha256(source.read_bytes()).hexdigest()[:8]  # a cache may hold an older one
+    source = _FOLDER / f"{name}.cu"
+    parts = [source, *sorted(_FOLDER.glob("*.cuh"))]
+    version = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:8]  # caches hold older ones
     kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     flags = [f"-D{macro}={value}" for macro, value in defines.items()]
     return gen_jit_spec(

@@ -147,7 +147,7 @@ def test_every_package_is_listed_and_typed() -> None:
     for package in PACKAGES:
         assert (ROOT / package / "py.typed").is_file()
         data = project()["tool"]["setuptools"]["package-data"][f"headrace.{package}"]
-        assert data == [*{"ops": ["csrc/*.cu"], "server": ["page/*"]}.get(package, []), "py.typed"]
+        assert data == [*{"ops": ["csrc/*.cu", "csrc/*.cuh"], "server": ["page/*"]}.get(package, []), "py.typed"]
     assert not (ROOT / "__init__.py").exists()
 
 

@@ -14,25 +14,11 @@
 //
 // Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in a fragment of mma.m16n8k16.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-#include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/function.h>
-
-#include <cstdint>
-
-using tvm::ffi::TensorView;
+#define SOURCE "even_decode"
+#include "hopper.cuh"
 
 namespace {
 
-#if ELEMENT_F16
-using Element = __half;
-#else
-using Element = __nv_bfloat16;
-#endif
 #if ELEMENT_F16 || KV_FP8
 #define MMA_KIND "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 #else
@@ -102,38 +88,14 @@ struct Arguments {
 
 // --- synchronisation
 
-__device__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
-
-__device__ void barrier_init(uint64_t* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
-}
-
-__device__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ void barrier_wait(uint64_t* barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nWAIT:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
 __device__ void fetch_piece(void* target, const void* source, uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(kPieceBytes)
-               : "memory");
+  barrier_expect(barrier, kPieceBytes);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
           shared_address(target)),
       "l"(source), "r"(kPieceBytes), "r"(shared_address(barrier))
       : "memory");
 }
-
-// Neither does anything in a launch that is not programmatically dependent.
-__device__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 struct Ring {
   uint8_t* pieces;
@@ -608,19 +570,6 @@ __global__ void __launch_bounds__(kPlanThreads) deal(const int* lengths, int row
 }
 
 // --- what Python calls
-
-void require(bool holds, const char* what) {
-  if (!holds) TVM_FFI_THROW(ValueError) << "even_decode: " << what;
-}
-
-void check(cudaError_t status) {
-  if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "even_decode: " << cudaGetErrorString(status);
-}
-
-cudaStream_t stream_of(const TensorView& tensor) {
-  const auto device = tensor.device();
-  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
-}
 
 // The int32 words of a plan, and the parts that partial sums are kept for.
 int64_t plan_words(int64_t blocks, int64_t rows) { return Plan::words(blocks, rows); }

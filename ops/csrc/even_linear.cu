@@ -3,229 +3,38 @@
 // Owns one launch and its division of the work; never chooses where it pays. Compiled once for each padded number of
 // rows: ROWS (16, 32 or 64) and ELEMENT_F16 (weights, inputs and outputs; 0: bf16, 1: fp16).
 //
-// A tile is 64 features, or 32 gates and their ups. The blocks of a cluster share the inner dimension of one tile after
-// another. In each block one warp streams weights and inputs into a ring in shared memory and one warpgroup multiplies;
-// then every block sends its sums to the others, each of which finishes its share of the rows. Clusters of one block take
-// equal numbers of chunks instead of whole tiles: who has a tile's first chunk waits for the sums of the others, which are
-// blocks of lower numbers, so that they run already or have run. Sums are added in the order of the inner dimension:
-// results do not vary from run to run.
+// The blocks of a cluster share the inner dimension of one tile after another (few_rows.cuh). In each block one warp streams
+// weights and inputs into a ring in shared memory and one warpgroup multiplies. Clusters of one block take equal numbers
+// of chunks instead of whole tiles: who has a tile's first chunk waits for the sums of the others, which are blocks of lower
+// numbers, so that they run already or have run. Sums are added in the order of the inner dimension: results do not vary
+// from run to run.
 //
 // Weights depend on no kernel before this one: the ring fills with them while that one still runs.
-//
-// A norm between two products costs no kernel: the first (kAdd) adds the residual, multiplies by the norm's weight and
-// leaves sums of squares; the second (`squares_in`) multiplies its outputs by each row's factor.
-//
-// Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in sums of wgmma.
 
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-#include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/function.h>
-
-#include <cstdint>
-
-using tvm::ffi::TensorView;
+#define SOURCE "even_linear"
+#include "few_rows.cuh"
 
 namespace {
 
-#if ELEMENT_F16
-using Element = __half;
-#define KIND "f16"
-constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-#else
-using Element = __nv_bfloat16;
-#define KIND "bf16"
-constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-#endif
-
-constexpr int kRows = ROWS;
-constexpr int kLine = 64;                   // elements of a line of shared memory, 128 bytes
-constexpr int kBlock = 64;                  // lines of weights of a tile: what wgmma multiplies
-constexpr int kBlockBytes = kBlock * 128;
-constexpr int kSums = kRows / 2;            // of a thread
-constexpr int kMultipliers = 128;
 constexpr int kScalers = 64;
 constexpr int kThreads = kMultipliers + 32 + kScalers;
 constexpr int kMostSlots = 16;
-constexpr int kPitch = kBlock + 4;          // floats of a row of sums in shared memory
-constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
-constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 
-enum Kind { kPlain = 0, kGated = 1, kAdd = 2 };  // kGated: silu(gate) * up
-
-struct Arguments {
+struct Arguments : Target {
   CUtensorMap weight;  // [features, size_in]; kGated: [features / 8, (gate, up), 8, size_in]
   CUtensorMap x;       // [rows, size_in]
-  Element* out;        // [rows, size_out], out_stride apart
-  Element* residual;   // kAdd: [rows, size_out], read and written
-  const Element* norm; // kAdd: [size_out]
-  float* squares_out;       // kAdd: [size_out / 64, rows]
   const float* squares_in;  // null or [size_in / 64, rows]
   float* planes;            // [blocks, sums of a tile]: parts of tiles that blocks share
   int* counters;            // [tiles], zeros: parts handed in
-  int rows, size_out, size_in, chunks, tiles, slots, kind;
-  int64_t out_stride;
+  int size_in, chunks, tiles, slots;
   float eps;
 };
 
-// --- synchronisation
-
-__device__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
-
-__device__ void barrier_init(uint64_t* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
-}
-
-__device__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ void barrier_expect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-
-__device__ void barrier_wait(uint64_t* barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nWAIT:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// As `barrier_wait`, for what other blocks of the cluster did before they arrived.
-__device__ void barrier_wait_cluster(uint64_t* barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nWAIT:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ void fetch_lines(void* target, const CUtensorMap* map, int inner, int row, uint64_t* barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
-      "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
-// Eight lines of gates, eight of ups, and so on.
-__device__ void fetch_gated(void* target, const CUtensorMap* map, int inner, int feature, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared_address(target)),
-      "l"(map), "r"(inner), "r"(0), "r"(feature / 8), "r"(shared_address(barrier)), "l"(kReadOnce)
-      : "memory");
-}
-
-__device__ void cluster_meets() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// The same place in the shared memory of another block of the cluster.
-__device__ uint32_t address_in(uint32_t address, int block) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-  return there;
-}
-
-__device__ void store_in(uint32_t address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-// Tells all `blocks` blocks of the cluster what this warp has done.
-__device__ void arrive_everywhere(uint64_t* barrier, int blocks, int lane) {
-  __syncwarp();
-  if (lane < blocks) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                     address_in(shared_address(barrier), lane))
-                 : "memory");
-  }
-}
-
-__device__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
 __device__ void scalers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(kScalers) : "memory"); }
 __device__ void factors_ready() { asm volatile("bar.arrive 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
 __device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
 
-// --- arithmetic
-
-// Describes lines of 128 bytes, swizzled, in groups of eight.
-__device__ uint64_t lines_at(const void* pointer) {
-  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{1} << 16) | ((shared_address(pointer) & 0x3FFFF) >> 4);
-}
-
-__device__ void multiply_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kLeft>
-__device__ void multiply_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
-}
-// Keeps the compiler from using sums before the wait above it.
-__device__ void sums_ready(float (&sums)[kSums]) {
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-}
-
-#define FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
-#define EIGHT(i) FOUR(i), FOUR(i + 4)
-#define S0 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define S1 "%8, %9, %10, %11, %12, %13, %14, %15"
-#define S2 "%16, %17, %18, %19, %20, %21, %22, %23"
-#define S3 "%24, %25, %26, %27, %28, %29, %30, %31"
-#define MULTIPLY(n, sums, a, b) \
-  "{\n.reg .pred adds;\nsetp.eq.u32 adds, 0, 0;\n" \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." KIND "." KIND " {" sums "}, " a ", " b ", adds, 1, 1, 0, 0;\n}"
-
-// sum += a b^T over 16 inner elements.
-__device__ void multiply_add(float (&sum)[kSums], uint64_t a, uint64_t b) {
-#if ROWS == 16
-  asm volatile(MULTIPLY("16", S0, "%8", "%9")
-               : EIGHT(0)
-               : "l"(a), "l"(b));
-#elif ROWS == 32
-  asm volatile(MULTIPLY("32", S0 ", " S1, "%16", "%17")
-               : EIGHT(0), EIGHT(8)
-               : "l"(a), "l"(b));
-#else
-  asm volatile(MULTIPLY("64", S0 ", " S1 ", " S2 ", " S3, "%32", "%33")
-               : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
-               : "l"(a), "l"(b));
-#endif
-}
-
-__device__ float silu(float x) { return x / (1.f + __expf(-x)); }
-
-union Eight {
-  uint4 bits;
-  Element values[8];
-};
-
 // --- the division
-
-// How a product is divided: blocks of a cluster, and whether a tile is gates and ups by turns.
-template <int kSplitsOf, bool kGatedOf>
-struct Shape {
-  static constexpr int kSplits = kSplitsOf;
-  static constexpr int kLines = 2;  // of a chunk
-  static constexpr bool kGated = kGatedOf;
-  static constexpr int kWide = kGated ? 32 : 64;     // features of a tile
-  static constexpr int kOwn = kRows / kSplits;       // rows that a block finishes
-  static constexpr int kItems = kOwn * (kWide / 8);  // of eight features of a row
-  static constexpr int kTurns = (kItems + kMultipliers - 1) / kMultipliers;  // items of a thread
-  static constexpr int kWeightBytes = kLines * kBlockBytes;
-  static constexpr int kSlotBytes = kWeightBytes + kLines * kRows * 128;
-};
 
 // A block's own shared memory but for its sums.
 struct Ring {
@@ -348,124 +157,6 @@ __device__ void find_factors(const Arguments& with, float* factors, int thread) 
 
 // --- the warpgroup that multiplies
 
-// Where sums of a tile meet: those of each block of the cluster for this block's rows.
-template <class S>
-struct Exchange {
-  float* staged;  // [kSplits, kOwn, kPitch]
-  uint64_t* arrived;
-  uint64_t* taken;
-
-  // Sends each row's sums to the block that finishes it.
-  __device__ void send(const float (&sums)[kSums], int round, int thread) const {
-    const int lane = thread % 32, g = lane / 4, c = lane % 4, rank = blockIdx.x % S::kSplits;
-    if (round > 0) barrier_wait_cluster(taken, (round - 1) & 1);
-    const uint32_t place = shared_address(staged + rank * S::kOwn * kPitch + 16 * (thread / 32) + g);
-#pragma unroll
-    for (int i = 0; i < kSums; i += 4) {
-      const int row = 8 * (i / 4) + 2 * c, own = row % S::kOwn;
-      const uint32_t there = address_in(place + own * (kPitch * 4), row / S::kOwn);
-      store_in(there, sums[i]);
-      store_in(there + kPitch * 4, sums[i + 1]);
-      store_in(there + 8 * 4, sums[i + 2]);
-      store_in(there + kPitch * 4 + 8 * 4, sums[i + 3]);
-    }
-    arrive_everywhere(arrived, S::kSplits, lane);
-  }
-
-  __device__ void wait(int round) const { barrier_wait_cluster(arrived, round & 1); }
-  __device__ void done(int thread) const { arrive_everywhere(taken, S::kSplits, thread % 32); }
-
-  // Eight sums of a row.
-  __device__ void add_up(float (&values)[8], int row, int line) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = 0.f;
-#pragma unroll
-    for (int split = 0; split < S::kSplits; ++split) {
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(staged + (split * S::kOwn + row) * kPitch + line + i);
-        values[i] += four.x, values[i + 1] += four.y, values[i + 2] += four.z, values[i + 3] += four.w;
-      }
-    }
-  }
-};
-
-// Eight features of a row.
-template <class S>
-struct Item {
-  int own, row, part, feature;
-  bool exists, inside;
-
-  __device__ Item(const Arguments& with, int tile, int number)
-      : own(number / (S::kWide / 8)),
-        row(blockIdx.x % S::kSplits * S::kOwn + own),
-        part(number % (S::kWide / 8)),
-        feature(tile * S::kWide + part * 8),
-        exists(number < S::kItems),
-        inside(exists && row < with.rows && feature < with.size_out) {}
-};
-
-// Adds the residual to `values`, which become the norm's input, and leaves the squares.
-template <class S>
-__device__ void add_residual(const Arguments& with, float (&values)[8], const Item<S>& item, Eight& residual,
-                             const Eight& norm) {
-  float squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    values[i] += static_cast<float>(residual.values[i]);
-    squares += values[i] * values[i];
-    residual.values[i] = static_cast<Element>(values[i]);
-    values[i] *= static_cast<float>(norm.values[i]);
-  }
-#pragma unroll
-  for (int step = 1; step < 8; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
-  if (!item.inside) return;
-  *reinterpret_cast<uint4*>(with.residual + static_cast<int64_t>(item.row) * with.size_out + item.feature) = residual.bits;
-  if (item.part == 0) with.squares_out[item.feature / 64 * with.rows + item.row] = squares;
-}
-
-template <class S>
-__device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, const float (&sums)[kSums], int tile,
-                            int round, const float* factors, int thread) {
-  Eight residual[S::kTurns]{}, norm[S::kTurns]{};
-  exchange.send(sums, round, thread);
-  if (!S::kGated && with.kind == kAdd) {
-#pragma unroll
-    for (int turn = 0; turn < S::kTurns; ++turn) {
-      const Item<S> item(with, tile, thread + turn * kMultipliers);
-      if (!item.inside) continue;
-      const int64_t place = static_cast<int64_t>(item.row) * with.size_out + item.feature;
-      residual[turn].bits = *reinterpret_cast<const uint4*>(with.residual + place);
-      norm[turn].bits = *reinterpret_cast<const uint4*>(with.norm + item.feature);
-    }
-  }
-  exchange.wait(round);
-#pragma unroll
-  for (int turn = 0; turn < S::kTurns; ++turn) {
-    const Item<S> item(with, tile, thread + turn * kMultipliers);
-    float values[8];
-    const int own = item.exists ? item.own : 0;
-    const float factor = with.squares_in == nullptr ? 1.f : factors[own];
-    if constexpr (S::kGated) {
-      float ups[8];
-      exchange.add_up(values, own, 16 * item.part);
-      exchange.add_up(ups, own, 16 * item.part + 8);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = silu(values[i] * factor) * (ups[i] * factor);
-    } else {
-      exchange.add_up(values, own, 8 * item.part);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] *= factor;
-      if (with.kind == kAdd) add_residual<S>(with, values, item, residual[turn], norm[turn]);
-    }
-    Eight result;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) result.values[i] = static_cast<Element>(values[i]);
-    if (item.inside) *reinterpret_cast<uint4*>(with.out + item.row * with.out_stride + item.feature) = result.bits;
-  }
-  exchange.done(thread);
-}
-
 // Gives the sums of the last chunks of a tile to the block that has its first.
 __device__ void hand_in(const Arguments& with, const float (&sums)[kSums], int tile, int rank, int thread) {
   float4* plane = reinterpret_cast<float4*>(with.planes) + rank * (kSums / 4 * kMultipliers) + thread;
@@ -533,12 +224,13 @@ __device__ void multiply(const Arguments& with, const Ring& ring, const Exchange
   int at = 0, turn = 0, round = 0;
   float sums[kSums];
   const Cursor<S> own(with);
+  const float* scale = with.squares_in == nullptr ? nullptr : factors;
   wait_for_last_kernel();
   if constexpr (S::kSplits > 1) {
     for (int tile = own.tile; tile < with.tiles; tile += own.step, ++round) {
       sum_up<S>(sums, ring, own.last - own.first, at, turn, thread);
       if (round == 0 && with.squares_in != nullptr) wait_for_factors();
-      finish_tile<S>(with, exchange, sums, tile, round, factors, thread);
+      finish_tile<S>(with, exchange, sums, tile, round, scale, thread);
     }
   } else {
     bool waits = with.squares_in != nullptr;
@@ -556,7 +248,7 @@ __device__ void multiply(const Arguments& with, const Ring& ring, const Exchange
         take_parts(with, sums, tile, own.rank() + 1, last, thread);
       }
       if (waits) wait_for_factors(), waits = false;
-      finish_tile<S>(with, exchange, sums, tile, round++, factors, thread);
+      finish_tile<S>(with, exchange, sums, tile, round++, scale, thread);
     }
     if (waits) wait_for_factors();
   }
@@ -597,47 +289,6 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
 
 // --- what Python calls
 
-void require(bool holds, const char* what) {
-  if (!holds) TVM_FFI_THROW(ValueError) << "even_linear: " << what;
-}
-
-void check(cudaError_t status) {
-  if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "even_linear: " << cudaGetErrorString(status);
-}
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// How a matrix is fetched: its sizes and strides (bytes, from the second on), innermost first, and what is fetched at once.
-template <int kDims>
-CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], const uint64_t (&strides)[kDims - 1],
-                   const uint32_t (&box)[kDims]) {
-  static const Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
-    return reinterpret_cast<Encode>(found);
-  }();
-  uint32_t steps[kDims];
-  for (uint32_t& step : steps) step = 1;
-  CUtensorMap map;
-  const CUresult status = encode(&map, kMapType, kDims, matrix.data_ptr(), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require(status == CUDA_SUCCESS, "a matrix that cannot be fetched in tiles");
-  return map;
-}
-
-CUtensorMap lines_of(const TensorView& matrix, int rows) {
-  return map_of<2>(matrix, {static_cast<uint64_t>(matrix.size(1)), static_cast<uint64_t>(matrix.size(0))},
-                   {matrix.stride(0) * sizeof(Element)}, {kLine, static_cast<uint32_t>(rows)});
-}
-
-CUtensorMap gated_lines_of(const TensorView& matrix) {
-  const uint64_t line = matrix.stride(0) * sizeof(Element), features = matrix.size(0) / 2;
-  return map_of<4>(matrix, {static_cast<uint64_t>(matrix.size(1)), 8, 2, features / 8}, {line, features * line, 8 * line},
-                   {kLine, 8, 2, kBlock / 16});
-}
-
 constexpr int kMostRingBytes = 206 * 1024;
 
 // That run at once, one block on a multiprocessor.
@@ -669,7 +320,7 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
   config.gridDim = dim3(S::kSplits);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = with.slots * S::kSlotBytes;
-  config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(x.device().device_type, x.device().device_id));
+  config.stream = stream_of(x);
   config.attrs = attributes;
   config.numAttrs = 1;
   static const int most =

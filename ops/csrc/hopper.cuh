@@ -1,0 +1,71 @@
+// What kernels for Hopper share: barriers in shared memory, dependent launches, and errors that Python sees.
+//
+// Never knows what a kernel computes. Whoever includes it defines ELEMENT_F16 (0: bf16, 1: fp16) and SOURCE, its name in errors.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+#include <cstdint>
+
+using tvm::ffi::TensorView;
+
+namespace {
+
+#if ELEMENT_F16
+using Element = __half;
+#else
+using Element = __nv_bfloat16;
+#endif
+
+inline __device__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+inline __device__ void barrier_init(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
+}
+
+inline __device__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+inline __device__ void barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+inline __device__ void barrier_wait(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Neither does anything in a launch that is not programmatically dependent.
+inline __device__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+inline __device__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- on the host
+
+inline void require(bool holds, const char* what) {
+  if (!holds) TVM_FFI_THROW(ValueError) << SOURCE ": " << what;
+}
+
+inline void check(cudaError_t status) {
+  if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << SOURCE ": " << cudaGetErrorString(status);
+}
+
+inline cudaStream_t stream_of(const TensorView& tensor) {
+  const auto device = tensor.device();
+  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+}
+
+}  // namespace
