@@ -57,6 +57,13 @@ class Failures:
         self._roster.spoil(spoilt, failed)
         return emissions
 
+    def limit(self, running: list[Request]) -> tuple[list[Request], bool]:
+        """Those of `running` that one step may hold, and whether these are all: others go on before new ones start."""
+        if not self.is_cautious:
+            return running, True
+        able = [request for request in running if request.can_go_on]
+        return able[: self.most_rows], len(able) <= self.most_rows
+
     def went_well(self) -> None:
         """A step succeeded while `is_cautious`."""
         self._good += 1

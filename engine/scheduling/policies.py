@@ -74,23 +74,29 @@ class SizeClasses(FirstCome):
     most_wait: Annotated[float, Field(ge=0.0)] = 5.0
     """Seconds."""
 
-    def lane(self, request: Request) -> int:
-        """0 for short prompts, 1 for medium ones, 2 for long ones."""
-        return (request.prompt_len >= self.short) + (request.prompt_len >= self.long)
+    def lane(self, request: Request) -> Hashable:
+        """Class and priority: who came first in it has waited longest, too."""
+        return self.size(request), request.priority
 
     def urgency(self, request: Request, now: float) -> Any:
         """Those that have waited too long by arrival, then class by class."""
-        if now - request.arrived >= self.most_wait:
-            return -1, request.order
-        return self.lane(request), request.order
+        return -1 if self.is_late(request, now) else self.size(request), request.order
 
     def standing(self, request: Request, now: float) -> Any:
-        """Class, then arrival."""
-        return self.lane(request), request.order
+        """As in the queue: one after another has waited too long, and then gives way to none that came later."""
+        return self.urgency(request, now)
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
-        """A lower class starts before the prompt of a higher one goes on."""
-        return self.lane(waiting) < self.lane(prefilling)
+        """A lower class starts before the prompt of a higher one goes on, until that has waited too long."""
+        return self.size(waiting) < self.size(prefilling) and not self.is_late(prefilling, now)
+
+    def size(self, request: Request) -> int:
+        """0 for short prompts, 1 for medium ones, 2 for long ones."""
+        return (request.prompt_len >= self.short) + (request.prompt_len >= self.long)
+
+    def is_late(self, request: Request, now: float) -> bool:
+        """Whether it has been there for `most_wait`."""
+        return now - request.arrived >= self.most_wait
 
 
 @checked(config=_SETTINGS)

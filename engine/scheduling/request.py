@@ -182,6 +182,13 @@ class Request:
         return self.plannable and (self.processor is None or self.known == len(self.tokens))
 
     @property
+    def can_go_on(self) -> bool:
+        """Whether a step could compute something of it now, if there are pages."""
+        owed = self.known - self.planned
+        decodes = self.is_decodable and (self.known < self.limit or self.pooling is not None)
+        return self.plannable and (owed > 1 or (owed == 1 and decodes))
+
+    @property
     def cacheable(self) -> int:
         """Leading tokens that may come from the prefix cache: it holds no logits, so none that are yet to be reported.
 

@@ -184,25 +184,23 @@ class Scheduler(Overview):
 
     def _plan_together(self, plan: StepPlan) -> None:
         """Plan a step of all others."""
-        usual = self._turns.together(self._roster.running)
-        if self.failures.is_cautious:
-            usual = usual[: self.failures.most_rows]
+        usual, complete = self.failures.limit(self._turns.together(self._roster.running))
         prefills = plan_decodes(plan, usual, self._growth, self.capacity.page_size, self._now)
         if prefills or self._roster.waiting:
-            self._plan_prefills(plan, prefills)
+            self._plan_prefills(plan, prefills, may_start=complete)
 
-    def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request]) -> None:
-        """Plan prompts with what the decodes of `plan` leave of the budget: those that are begun, then new ones."""
+    def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request], *, may_start: bool) -> None:
+        """Plan prompts with what decodes leave of the budget: those that are begun, then new ones if they may start."""
         budget = min(self.failures.most_tokens, self.pace.budget(plan.tokens, self.capacity, self._itl_target))
         for request in sorted(prefills, key=lambda each: self._policy.standing(each, self._now)):
-            if self._has_room(plan, budget) and self._roster.waiting:
+            if may_start and self._has_room(plan, budget) and self._roster.waiting:
                 self._admit(plan, budget, before=request)
             if self._has_room(plan, budget) and request.plannable:
                 plan_tokens(plan, request, budget - plan.tokens, self._growth, self._now)
         if plan.new_rows:  # some overtook: a plan ends with the rows that are new in it
             new = {row.row for row in plan.new_rows}
             plan.others.sort(key=lambda work: work.row in new)
-        if self._has_room(plan, budget) and self._roster.waiting:
+        if may_start and self._has_room(plan, budget) and self._roster.waiting:
             self._admit(plan, budget)
 
     def _has_room(self, plan: StepPlan, budget: int) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 from anyio.lowlevel import checkpoint
+from simulation.bounds import Bounds
 from simulation.callers import Callers
 from simulation.engine_device import Disk, Faults, SimulatedEngine, SimulatedRunner
 from simulation.lot import HANG, NAMES, Lot
@@ -420,6 +421,7 @@ class EngineWorld:
             tamper(self)
         scheduler = self._loop().scheduler
         self.watch = StepWatch(scheduler, ended=())
+        Bounds(scheduler)
         plan, commit, fail = scheduler.plan, scheduler.commit, scheduler.fail
 
         def plans(now: float = 0.0) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 from simulation.rig import Rig
 
 from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.policies import Ageing, Deadlines, FairShare, SizeClasses
+from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request, State
 
 __all__ = ["MUTATIONS"]
@@ -415,3 +417,77 @@ def steps_of_one_request_keep_all_others_waiting(rig: Rig) -> None:
         return plans
 
     replace(turns, "planned", make)
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def replace_of(kind: type[Policy], rig: Rig, name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(old)` in the place of a method of the policy, where that is a `kind`."""
+    policy = rig.scheduler._policy
+    if isinstance(policy, kind):
+        object.__setattr__(policy, name, make(getattr(policy, name)))  # some are frozen
+
+
+@planted
+def nothing_is_gained_by_waiting(rig: Rig) -> None:
+    replace_of(Ageing, rig, "urgency", lambda old: lambda request, now: old(request, request.arrived))
+
+
+@planted
+def short_prompts_pass_whoever_has_waited_too_long(rig: Rig) -> None:
+    replace_of(SizeClasses, rig, "urgency", lambda old: lambda request, now: old(request, request.arrived))
+
+
+@planted
+def a_begun_prompt_waits_for_short_ones_without_end(rig: Rig) -> None:
+    replace_of(SizeClasses, rig, "overtakes", lambda old: lambda waits, begun, now: old(waits, begun, begun.arrived))
+
+
+@planted
+def sampled_tokens_are_free(rig: Rig) -> None:
+    def make(served: Callable[..., None]) -> Callable[..., None]:
+        return lambda works: served(work._replace(samples=False) for work in works)
+
+    replace_of(FairShare, rig, "served", make)
+
+
+@planted
+def who_was_idle_gets_its_time_back(rig: Rig) -> None:
+    policy: Any = rig.scheduler._policy
+
+    def make(arrived: Callable[[Request], None]) -> Callable[[Request], None]:
+        def arrives(request: Request) -> None:
+            arrived(request)
+            account = policy._tenants.accounts[request.tenant]
+            if account.live == 1:
+                account.served = 0.0
+
+        return arrives
+
+    replace_of(FairShare, rig, "arrived", make)
+
+
+@planted
+def a_row_changes_hands_without_end(rig: Rig) -> None:
+    def make(displaced: Callable[..., Any]) -> Callable[..., Any]:
+        def displaces(running: Sequence[Request], coming: int) -> list[Request]:
+            return list(displaced(running, coming)) or [each for each in running if each.preemptions][-1:]
+
+        return displaces
+
+    replace_of(FairShare, rig, "displaced", make)
+
+
+@planted
+def an_early_deadline_comes_before_other_tenants(rig: Rig) -> None:
+    policy: Any = rig.scheduler._policy
+    replace_of(Deadlines, rig, "urgency", lambda old: lambda request, now: policy.place(request))
+
+
+@planted
+def whoever_is_given_most_is_served_first(rig: Rig) -> None:
+    def make(urgency: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda request, now: (-urgency(request, now)[0], request.id)
+
+    replace_of(FairShare, rig, "urgency", make)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from simulation.bounds import Bounds
 from simulation.device import RigRunner
 from simulation.watch import StepWatch
 
@@ -95,6 +96,7 @@ class Rig:
         self.ends: dict[int, str] = {}
         """Request id -> its one end: a finish reason or the name of its error."""
         self._watch = StepWatch(self.scheduler, self.ends)
+        Bounds(self.scheduler)
         self.flights = self._watch.flights
         self.awaited: list[tuple[Request, int]] = []
         """Requests whose tokens the host still has to choose, and after which step."""
@@ -205,6 +207,7 @@ class Rig:
     def branch(self, request: Request, count: int) -> Request:
         """Branch off `request` behind its first `count` tokens."""
         other = branch(request, count, seed=request.sampling.seed + 100)
+        other.arrived = self.now
         self.scheduler.submit(other)
         self.requests.append(other)
         self.prompts[other.id] = list(other.tokens)

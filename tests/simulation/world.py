@@ -22,6 +22,14 @@ _REQUESTS = 30
 _BUSY_TICKS = 120
 _TICKS = 20_000
 _FORKS = 60
+_SHARES = {"burst": 8.0, "weights": {"a": 3.0}, "adapter_weights": {"x": 2.0}}
+_NARROW = {
+    "ageing": {"seconds": 1.0, "most": 3.0},
+    "size_classes": {"short": 8, "long": 20, "most_wait": 1.0},
+    "fair_share": _SHARES,
+    "deadlines": _SHARES,
+}
+"""Settings by policy for which a short run of small requests is a long one of large ones: shares change hands, say."""
 
 
 class Broken(AssertionError):
@@ -74,9 +82,8 @@ class World:
         self._servings = random.Random(f"servings {seed}")
         """As with searches: worlds without tenants and deadlines are what they would be if there were none anywhere."""
         policy = self._servings.choice([None, *POLICIES, "deadlines"])
-        settings: dict[str, float] = {"answer": 1} if policy == "deadlines" and self._servings.random() < 0.5 else {}
-        if policy in ("fair_share", "deadlines") and seed % 2:
-            settings["burst"] = 8.0  # few tokens are enough for a row to change hands
+        settings: dict[str, Any] = {"answer": 1} if policy == "deadlines" and self._servings.random() < 0.5 else {}
+        settings |= _NARROW.get(policy or "", {}) if seed % 2 else {}
         self._served_apart = policy is not None
         self._deadlines = self._servings.choice([0.0, 0.2, 0.8]) if self._served_apart else 0.0
         self.rig = Rig(
