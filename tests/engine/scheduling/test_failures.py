@@ -178,6 +178,28 @@ def test_steps_are_half_as_large_after_each_that_found_no_memory_until_one_reque
     assert not rig.scheduler.failures.is_cautious  # they were many steps
 
 
+def test_while_steps_are_small_who_has_begun_goes_on_before_others_start() -> None:
+    """Also where one before it cannot go on, since the host still chooses its token."""
+    rig = rig_of(2, budget=32)
+    (chosen,) = rig.submit(SHARED, 8, hooked=True)
+    rig.turn()
+    (begun,) = rig.submit([1, *SHARED, 1, *SHARED], 1)
+    rig.launch("memory")
+    while rig.flights:
+        rig.complete()
+    (late,) = rig.submit([2, *SHARED], 1)
+    assert rig.scheduler.failures.most_rows == 1
+    planned = []
+    for _ in range(12):
+        plan = rig.launch()
+        planned += [work.request.id for work in plan.works] if plan else []
+        rig.complete()
+    assert begun.id in planned and (late.id not in planned or planned.index(late.id) > planned.index(begun.id))
+    rig.run()
+    rig.check_empty()
+    assert rig.ends[chosen.id] == rig.ends[begun.id] == rig.ends[late.id] == "length"
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_one_that_never_finds_memory_is_the_only_one_to_fail(alone: bool) -> None:
     """Also where its steps may not be made smaller, since they depend on its tokens alone."""

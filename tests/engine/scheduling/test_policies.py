@@ -120,6 +120,29 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_begun() -> None:
     rig.check_empty()
 
 
+def test_a_begun_prompt_that_has_waited_too_long_is_not_overtaken() -> None:
+    rig = Rig(capacity(rows=4, pages=200, budget=16), policy=SizeClasses(short=8, long=16, most_wait=5.0))
+    (long,) = rig.submit(words(0, 40), 1)
+    rig.turn()
+    for name in range(1, 4):
+        rig.submit(words(name, 7), 1)
+    rig.now += 5.0
+    plan = rig.launch()
+    assert plan is not None and [(work.request.id, work.num_tokens) for work in plan.works] == [(long.id, 16)]
+    rig.run()
+    rig.check_empty()
+
+
+def test_one_of_low_priority_that_has_waited_too_long_is_found_behind_newcomers_of_its_class() -> None:
+    rig = Rig(capacity(rows=1, pages=200, budget=64), policy=SizeClasses(short=8, long=16, most_wait=5.0))
+    rig.submit(words(0, 4), 3)
+    rig.turn()
+    (low,) = rig.submit(words(1, 20), 1, priority=1)
+    rig.now += 5.0
+    (high,), (short,) = rig.submit(words(2, 20), 1), rig.submit(words(3, 4), 1)
+    assert starts(rig) == [0, low.id, short.id, high.id]
+
+
 # -- deadlines ------------------------------------------------------------------------------------------------------
 
 
