@@ -26,8 +26,9 @@ class BeamControl(Control, Protocol):
         """Queue more requests of a generation that runs."""
         ...
 
-    def most_tokens(self, prompt_len: int) -> int:
-        """Tokens that a prompt of so many may grow to."""
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of prompt and completion that a request may grow to, as memory is now."""
         ...
 
 
@@ -45,6 +46,8 @@ class BeamGeneration(Generation):
         super().__init__(control, choices, window=0)
         self._loop = control
         self._search = search
+        self._most = search.limit
+        self._prompt_len = 0
         self._choices = choices
         self._held: Sequence[Request] = ()
         """The beams of the round before: the current ones fork their pages."""
@@ -53,9 +56,7 @@ class BeamGeneration(Generation):
 
     def start(self, prompt: list[int], requests: Sequence[Request]) -> None:
         """Take in the first beam, which the scheduler has accepted."""
-        search = self._search
-        length = requests[0].prompt_len  # virtual tokens of an adapter take room, too
-        search.limit = min(search.limit, self._loop.most_tokens(length) - length)
+        self._prompt_len = requests[0].prompt_len  # virtual tokens of an adapter take room, too
         self._beams = requests
         super().start(prompt, requests)
 
@@ -72,6 +73,7 @@ class BeamGeneration(Generation):
             return
         self._likeliest[emission.request.id] = emission.report.top
         if len(self._likeliest) == len(self._beams):
+            self._search.limit = min(self._most, self._loop.most_tokens - self._prompt_len)  # memory may come and go
             self._search.advance([self._likeliest[request.id] for request in self._beams])
             self._likeliest.clear()
             self._begin_round()

@@ -191,9 +191,10 @@ def _only(token: int) -> bytes:
 class Grammars:
     """The compiler of one engine: `_THREADS` threads, started when first needed, and the grammars last used."""
 
-    def __init__(self, post: Poster) -> None:
-        """Compile nothing yet; `post` brings results to the event loop."""
+    def __init__(self, post: Poster, make_worker: Callable[..., Worker] = Worker) -> None:
+        """Compile nothing yet; `post` brings results to the event loop, `make_worker` makes the threads."""
         self._post = post
+        self._make_worker = make_worker
         self._worker: Worker | None = None
         self._queued = 0
         self._closed = False
@@ -258,7 +259,7 @@ class Grammars:
                 done(grammar, error)
 
         if self._worker is None:
-            self._worker = Worker("headrace-grammar", self._post, threads=_THREADS)
+            self._worker = self._make_worker("headrace-grammar", self._post, threads=_THREADS)
         self._worker.submit(lambda: self._compile(wanted, opened, lambda: self._claim(wanted), deadline), compiled)
 
     # -- in the worker's threads ---------------------------------------------------------------------------------------

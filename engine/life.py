@@ -65,7 +65,7 @@ class Life:
         self._post = Poster()
         self._helper = self._make_worker("headrace-helper", self._post, cheapest_first=True)
         self._waiter = self._make_worker("headrace-waiter", self._post)
-        self._grammars = Grammars(self._post)
+        self._grammars = Grammars(self._post, self._make_worker)
         self._hooks = self._make_hooks(self._post, self.config.hook_seconds)
         try:
             opened = await self._helper.run(self._open_and_keep)

@@ -139,9 +139,10 @@ class StepLoop:
         """One fewer may go on after `request`."""
         self.scheduler.let_go(request)
 
-    def most_tokens(self, prompt_len: int) -> int:
-        """Tokens that a prompt of so many may grow to; it must have been accepted."""
-        return self.scheduler.capacity.check_length(prompt_len)
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of prompt and completion that a request may grow to, as memory is now."""
+        return self.scheduler.capacity.check_length(0)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End a request now; its pages return when its last launched step is done. False if it has ended."""

@@ -46,7 +46,7 @@ class BeamSearch:
     early_stopping: EarlyStopping
     stop_ids: frozenset[int]
     limit: int
-    """Tokens after which every sequence ends."""
+    """Tokens after which every sequence ends; may change from one `advance` to the next."""
 
     def __post_init__(self) -> None:
         """Begin with the empty sequence."""
@@ -75,7 +75,7 @@ class BeamSearch:
         beams: list[Beam] = []
         for place, (cost, parent, token) in enumerate(heapq.nsmallest(self.candidates, found)):
             stops = token in self.stop_ids
-            ends = stops or length == self.limit
+            ends = stops or length >= self.limit
             if place >= self.width if ends else len(beams) == self.width:
                 continue  # it only makes sure that there is something to go on with
             tokens = [*self.beams[parent].tokens, token]

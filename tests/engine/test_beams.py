@@ -82,6 +82,26 @@ def check(found: Completion, expected: list[list[int]], asked: dict[str, Any], s
 CASES = [(prompt, asked, stops) for prompt in PROMPTS for asked in SEARCHES for stops in STOPS]
 
 
+def test_a_search_that_outgrows_smaller_memory_ends_with_length(folder: Path) -> None:
+    async def run() -> None:
+        async with Engine(folder, **OPTIONS) as engine:
+            found: list[Completion] = []
+
+            async def search() -> None:
+                found.append(await engine.generate(PROMPTS[0], params_of({"beam_width": 3, "max_tokens": 100}, [])))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(search)
+                while engine.stats().steps < 8:  # noqa: ASYNC110 - it has no event
+                    await anyio.sleep(0.001)
+                await engine.resize_kv(2 * tiny_models.PAGE_BYTES)
+            (choice,) = found[0].choices
+            assert choice.finish_reason == "length"
+            assert len(choice.token_ids) == 2 * 16 + 1 - len(PROMPTS[0])  # the last is never written
+
+    anyio.run(run)
+
+
 @pytest.mark.parametrize(
     ("sizes", "preempts"),
     [

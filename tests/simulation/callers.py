@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import numpy as np
 from anyio.lowlevel import checkpoint
 from scripted import acting_at
 from simulation.engine_device import FIRST, LETTERS
+from simulation.grammar import FORMATS
 from simulation.machine import Machine
 from simulation.told import Told, values_of
 
@@ -44,6 +45,8 @@ class Settings:
     """Probability that one leaves early, in one way or another."""
     deadlines: float
     hooks: float
+    formats: float
+    """Probability that a completion is to keep to a grammar."""
     tenants: list[str | None]
     adapters: list[str]
 
@@ -101,7 +104,7 @@ class Callers:
 
     async def call(self, name: str, chance: random.Random) -> None:
         """One caller, from a request to the last look at it."""
-        ways = [self._stream] * 8 + [self._generate, self._embed, self._talk, self._talk]
+        ways = [self._stream] * 8 + [self._generate, self._embed, self._talk, self._talk, self._search, self._many]
         try:
             await chance.choice(ways)(name, chance)
         except HeadraceError as error:
@@ -117,9 +120,14 @@ class Callers:
         start = chance.choice(settings.prompts)
         cut = chance.choice([len(start), chance.randrange(len(start) + 1)])
         ids = start[:cut] + [FIRST + chance.randrange(LETTERS) for _ in range(chance.randrange(1, 9))]
-        stops: dict[str, Any] = chance.choice([{}, {}, {"stop_token_ids": (100, 101)}, {"stop": ("f", "gh")}])
+        more: dict[str, Any] = chance.choice([{}, {}, {"stop_token_ids": (100, 101)}, {"stop": ("f", "gh")}])
+        if chance.random() < settings.formats:
+            more |= {"response_format": chance.choice(FORMATS)}
+            self._house.count("formats")
+        if chance.random() < 0.1:
+            more |= {"logprobs": chance.randrange(4)}
         most, seed, alone = chance.randint(1, settings.longest), chance.randrange(99), sum(ids) % 8 == 0
-        params = SamplingParams(temperature=0, max_tokens=most, n=n, seed=seed, deterministic=alone, **stops)
+        params = SamplingParams(temperature=0, max_tokens=most, n=n, seed=seed, deterministic=alone, **more)
         told = Told(name, params, ids, self._house.machine.clock)
         told.least_pool = self._house.least_pool
         if chance.random() < 0.5:
@@ -300,6 +308,66 @@ class Callers:
         completion = await self._house.engine.generate(told.prompt, told.params, **asked)
         told.cancelled = self._house.closing
         told.check_completion(completion, self._house.worn_since(asked["adapter"], since), self._house.capacity)
+
+    async def _search(self, name: str, chance: random.Random) -> None:
+        """A beam search, which may be left."""
+        told, asked = self._ask(name, chance)
+        asked.pop("deadline", None)
+        width = chance.randint(1, 4)
+        told.params = SamplingParams(
+            beam_width=width,
+            n=chance.randint(1, width),
+            max_tokens=told.params.max_tokens,
+            stop_token_ids=told.params.stop_token_ids,
+            length_penalty=chance.choice([1.0, 0.0, 2.0]),
+            early_stopping=chance.choice([True, False]),
+        )
+        since = self._house.mark()
+        leaves = chance.random() < self._settings.leaves
+        self._house.count("searches")
+        with anyio.move_on_after(self._soon(chance) if leaves else None):
+            completion = await self._house.engine.generate(told.prompt, told.params, **asked)
+            told.cancelled = self._house.closing
+            told.check_search(completion, self._house.worn_since(asked["adapter"], since), self._house.capacity)
+
+    async def _many(self, name: str, chance: random.Random) -> None:
+        """Several prompts at once, whose answers come in their order."""
+        all_told = [self._ask(f"{name}/{place}", chance) for place in range(chance.randint(1, 6))]
+        asked = all_told[0][1]
+        one = chance.random() < 0.5
+        for told, _ in all_told:
+            told.params = all_told[0][0].params if one else told.params
+            if "deadline" in asked:
+                told.deadline, told.may_give_up = (
+                    self._house.machine.clock() + asked["deadline"],
+                    self._house.may_give_up,
+                )
+            else:
+                told.deadline = None
+        prompts = [told.prompt for told, _ in all_told]
+        params = all_told[0][0].params if one else [told.params for told, _ in all_told]
+        since = self._house.mark()
+        self._house.count("many at once")
+        keeps = chance.random() < 0.7
+        answers = await self._house.engine.generate_many(
+            self._one_by_one(prompts, chance) if chance.random() < 0.5 else prompts,
+            params,
+            return_errors=keeps,
+            **asked,
+        )
+        assert len(answers) == len(prompts), f"{name}: {len(answers)} answers"
+        for (told, _), answer in zip(all_told, answers, strict=True):
+            if isinstance(answer, HeadraceError):
+                assert keeps and self._house.expects(answer), f"{told.name}: {answer!r}"
+            else:
+                told.cancelled = self._house.closing
+                told.check_completion(answer, self._house.worn_since(asked["adapter"], since), self._house.capacity)
+
+    @staticmethod
+    async def _one_by_one(prompts: list[Any], chance: random.Random) -> AsyncIterator[Any]:
+        for prompt in prompts:
+            await anyio.sleep(chance.choice([0.0, 0.1]) * chance.random())
+            yield prompt
 
     async def _embed(self, name: str, chance: random.Random) -> None:
         told, asked = self._ask(name, chance)

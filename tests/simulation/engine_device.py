@@ -6,28 +6,42 @@ the adapter that was worn when each was written. Anything stale, lost or of some
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simulation.device import RigRunner
+from simulation.grammar import Place, picked
 from simulation.machine import Machine
 
 from headrace.adapters.bank import AdapterDevice
 from headrace.engine.errors import AdapterRejected, EngineCrashed
 from headrace.engine.opened import Opened
-from headrace.engine.scheduling.plan import CHOSEN_LATER, NON_FINITE, Capacity, StepPlan
+from headrace.engine.scheduling.plan import CHOSEN_LATER, NON_FINITE, Capacity, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.engine.testing import ScriptedEngine, ScriptedStep, scripted_token
 
 if TYPE_CHECKING:
     from headrace.adapters.loaded import LoadedAdapter
 
-__all__ = ["FIRST", "LETTERS", "Disk", "Faults", "SimulatedEngine", "SimulatedRunner", "chosen", "written"]
+__all__ = [
+    "FIRST",
+    "LETTERS",
+    "Disk",
+    "Faults",
+    "SimulatedEngine",
+    "SimulatedRunner",
+    "chosen",
+    "likelihoods",
+    "report",
+    "written",
+]
 
 FIRST, LETTERS = 97, 26
 """All that is ever generated: small letters."""
@@ -42,6 +56,22 @@ def written(token: int, adapter: int) -> int:
 def chosen(seed: int, values: Sequence[int]) -> int:
     """The token of a choice of that seed after cells of those values."""
     return FIRST + scripted_token([seed, *values], LETTERS)
+
+
+def likelihoods(values: Sequence[int]) -> list[tuple[int, float]]:
+    """(token, log-probability) of every letter after cells of those values, the likeliest first."""
+    digest = blake2b(b",".join(b"%d" % value for value in values), digest_size=2 * LETTERS).digest()
+    logits = [int.from_bytes(digest[2 * place : 2 * place + 2], "little") / 8192 for place in range(LETTERS)]
+    total = math.log(sum(map(math.exp, logits)))
+    found = ((FIRST + place, logit - total) for place, logit in enumerate(logits))
+    return sorted(found, key=lambda each: (-each[1], each[0]))
+
+
+def report(values: Sequence[int], token: int, count: int) -> Report:
+    """What is reported of a token that was chosen after cells of those values."""
+    found = likelihoods(values)
+    logprob = dict(found).get(token, -math.inf)
+    return Report(logprob, 1 + sum(each > logprob for _, each in found), tuple(found[:count]))
 
 
 @dataclass
@@ -131,6 +161,11 @@ class SimulatedRunner(RigRunner):
         """The slot of what each row wears."""
         self._processors: dict[int, Any] = {}
         self._choices: dict[int, Callable[[], tuple[int, Report | None]]] = {}
+        self._reports: dict[int, Report] = {}
+        self._forced: dict[int, list[int]] = {}
+        """What the step that is launched gives beside its tokens, by work."""
+        self._places: dict[int, Place] = {}
+        """Where rows stand in their grammars."""
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan) -> Any:
@@ -149,12 +184,13 @@ class SimulatedRunner(RigRunner):
         for row in plan.new_rows:
             self.worn[row.row] = row.slot
         self._processors.update((options.row, options.processor) for options in plan.options)
-        self._choices = {}
+        self._follow(plan)
+        self._choices, self._reports, self._forced = {}, {}, {}
         inner = super().launch(plan)
         self._faults.pop(plan.step, None)  # type: ignore[attr-defined]  # its traceback would keep whoever waited
-        if self._choices:
+        if self._choices or self._reports or self._forced:
             pooled = getattr(inner._tokens, "pooled", None)
-            inner._tokens = ReportedTokens(inner._tokens, {}, {}, pooled, self._choices)
+            inner._tokens = ReportedTokens(inner._tokens, self._reports, {}, pooled, self._choices, self._forced)
         step = SimulatedStep(self, plan, inner, self._takes())
         self.launched_steps.append(step)
         return step
@@ -192,6 +228,18 @@ class SimulatedRunner(RigRunner):
         self.happened.append(type(error).__name__)
         return error
 
+    def _follow(self, plan: StepPlan) -> None:
+        """Take rows to where their grammars are after the tokens that they are given."""
+        for row in plan.new_rows:
+            self._places.pop(row.row, None)
+        for options in plan.options:
+            if options.grammar is not None:
+                self._places[options.row] = Place(options.grammar, options.tokens[options.prompt_len :])
+        for given in plan.given:
+            if given.row in self._places:
+                for token in given.tokens:
+                    self._places[given.row].advance(token)
+
     def _write(self, plan: StepPlan) -> None:
         super()._write(plan)
         for work in plan.works:
@@ -208,19 +256,35 @@ class SimulatedRunner(RigRunner):
         for index, work in enumerate(plan.works):
             token = 0
             if work.samples:
-                known = (self._seeds[work.row], self._read(work))
-                token = chosen(*known)
-                if work.row in self._hosted:
-                    token = CHOSEN_LATER
-                    self._choices[index] = partial(self._by_host, self._processors[work.row], *known)
+                token = self._choose(index, work)
                 self._tokens[work.row][work.start + work.num_tokens] = token
             sampled.append(token)
         return sampled
 
+    def _choose(self, index: int, work: Work) -> int:
+        seed, values = self._seeds[work.row], self._read(work)
+        place = self._places.get(work.row)
+        token = chosen(seed, values) if place is None else picked(seed, values, place.allowed())
+        options = self._options.get(work.row)
+        reporting = None if options is None else options.reporting
+        told = None
+        if reporting is not None and reporting.completion is not None:
+            told = report(values, token, reporting.completion)
+        if work.row in self._hosted:
+            self._choices[index] = partial(self._by_host, self._processors[work.row], values, token, told)
+            return CHOSEN_LATER
+        if told is not None:
+            self._reports[index] = told
+        if place is not None:
+            forced = place.advance(token)
+            if forced and work.row in self._jumping:
+                self._forced[index] = forced
+        return token
+
     @staticmethod
-    def _by_host(processor: Any, seed: int, values: list[int]) -> tuple[int, Report | None]:
+    def _by_host(processor: Any, values: list[int], token: int, told: Report | None) -> tuple[int, Report | None]:
         processor([value % _MIXED for value in values], None)
-        return chosen(seed, values), None
+        return token, told
 
     # -- adapters -----------------------------------------------------------------------------------------------------
 
@@ -256,4 +320,6 @@ class SimulatedEngine(ScriptedEngine):
     def _open(self) -> Opened:
         opened = super()._open()
         info = replace(opened.info, device="cuda:0")  # which lets the engine decide how far ahead it launches
-        return replace(opened, info=info, abilities=opened.abilities | {"hooks"}, adapters=self._device)
+        return replace(
+            opened, info=info, abilities=opened.abilities | {"hooks", "logprobs", "grammar"}, adapters=self._device
+        )

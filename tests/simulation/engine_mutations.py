@@ -8,16 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 from simulation.engine_world import EngineWorld
 from simulation.mutations import replace
 
 from headrace.adapters.slots import AdapterVersion, Residency
+from headrace.engine import kv_events
+from headrace.engine.beams import BeamGeneration
 from headrace.engine.delivered import Delivered
 from headrace.engine.generation import Generation
+from headrace.engine.kv_events import KvEvents
 from headrace.engine.loop import StepLoop
-from headrace.engine.scheduling.plan import Emission
+from headrace.engine.many import run_many
+from headrace.engine.params import SamplingParams
+from headrace.engine.response_format import ResponseFormat
+from headrace.engine.scheduling.page_log import Medium, PageLog
+from headrace.engine.scheduling.plan import Emission, StepPlan
 from headrace.engine.scheduling.request import Request, State
 
 __all__ = ["ENGINE_MUTATIONS"]
@@ -315,3 +323,168 @@ def memory_is_given_back_under_a_step_in_flight(world: EngineWorld) -> None:
         await carry_out()
 
     step_loop.changes.ask = ask  # type: ignore[method-assign]
+
+
+# -- what routers are told --------------------------------------------------------------------------------------------
+
+
+def log_of(world: EngineWorld) -> PageLog:
+    return loop_of(world).scheduler.pool.log
+
+
+@planted
+def a_router_is_not_told_what_the_host_forgets(world: EngineWorld) -> None:
+    def make(removed: Callable[[bytes, Medium], None]) -> Callable[[bytes, Medium], None]:
+        return lambda key, medium: None if medium == "host" else removed(key, medium)
+
+    replace(log_of(world), "removed", make)
+
+
+@planted
+def a_router_takes_one_tenants_pages_for_anothers(world: EngineWorld) -> None:
+    replace(log_of(world), "scope", lambda scope: lambda root: scope(b"anybody"))
+
+
+@planted
+def a_router_that_falls_behind_is_not_told_to_begin_anew(world: EngineWorld) -> None:
+    """What has no room is dropped."""
+
+    def make(open_events: Callable[[], KvEvents]) -> Callable[[], KvEvents]:
+        def opens() -> KvEvents:
+            events = open_events()
+            put = events.put
+            events.put = lambda event: put(event) if len(events._events) < kv_events._ROOM else None  # type: ignore[method-assign]
+            return events
+
+        return opens
+
+    replace(world.engine, "kv_events", make)
+
+
+@planted
+def a_router_that_waits_is_not_woken(world: EngineWorld) -> None:
+    loop_of(world).kv.tell = lambda: None  # type: ignore[method-assign]
+
+
+# -- searches, grammars, many at once ---------------------------------------------------------------------------------
+
+
+def each_round(world: EngineWorld, change: Callable[[list[Request]], None]) -> None:
+    """Have `change` look at the beams of every round of a search before they are queued."""
+
+    def make(add: Callable[..., None]) -> Callable[..., None]:
+        def adds(generation: Generation, requests: Sequence[Request]) -> None:
+            if isinstance(generation, BeamGeneration):
+                change([request for request in requests if request.leader is not None])
+            add(generation, requests)
+
+        return adds
+
+    replace(loop_of(world), "add", make)
+
+
+@planted
+def a_beam_goes_on_from_another_one(world: EngineWorld) -> None:
+    def change(beams: list[Request]) -> None:
+        leaders = [beam.leader for beam in beams]
+        for beam, leader in zip(beams, leaders[1:] + leaders[:1], strict=True):
+            beam.leader = leader
+
+    each_round(world, change)
+
+
+@planted
+def beams_write_to_the_pages_that_they_share(world: EngineWorld) -> None:
+    def change(beams: list[Request]) -> None:
+        for beam in beams:
+            beam.forked = False
+
+    each_round(world, change)
+
+
+@planted
+def beams_of_earlier_rounds_are_never_let_go(world: EngineWorld) -> None:
+    def make(finish: Callable[[Request, Any], bool]) -> Callable[[Request, Any], bool]:
+        return lambda request, reason: reason == "length" or finish(request, reason)
+
+    replace(loop_of(world), "finish", make)
+
+
+@planted
+def a_search_grows_beyond_what_memory_holds(world: EngineWorld) -> None:
+    def make(add: Callable[..., None]) -> Callable[..., None]:
+        def adds(generation: Generation, requests: Sequence[Request]) -> None:
+            if isinstance(generation, BeamGeneration):
+                generation._prompt_len = -(2**40)
+            add(generation, requests)
+
+        return adds
+
+    replace(loop_of(world), "add", make)
+
+
+@planted
+def a_grammar_begins_anew_with_every_row(world: EngineWorld) -> None:
+    """After a preemption, as if nothing had been generated."""
+
+    def make(plan: Callable[..., StepPlan | None]) -> Callable[..., StepPlan | None]:
+        def plans(now: float = 0.0) -> StepPlan | None:
+            made = plan(now)
+            if made is not None:
+                made.options = [
+                    options._replace(tokens=options.tokens[: options.prompt_len]) if options.grammar else options
+                    for options in made.options
+                ]
+            return made
+
+        return plans
+
+    replace(loop_of(world).scheduler, "plan", make)
+
+
+@planted
+def what_a_grammar_forces_is_not_given_to_the_device(world: EngineWorld) -> None:
+    def make(plan: Callable[..., StepPlan | None]) -> Callable[..., StepPlan | None]:
+        def plans(now: float = 0.0) -> StepPlan | None:
+            made = plan(now)
+            if made is not None:
+                rows = {work.row for work in made.works if work.request.jumps}
+                made.given = [given for given in made.given if given.row not in rows]
+            return made
+
+        return plans
+
+    replace(loop_of(world).scheduler, "plan", make)
+
+
+@planted
+def who_wants_a_grammar_loses_it_with_the_one_that_asked_before(world: EngineWorld) -> None:
+    """Nothing is compiled if the first of them has gone."""
+    grammars = world.engine._grammars
+
+    def claim(wanted: ResponseFormat) -> bool:
+        still_wanted, _ = grammars._in_flight[wanted][0]
+        if still_wanted():
+            return True
+        del grammars._in_flight[wanted]
+        return False
+
+    grammars._claim = claim  # type: ignore[method-assign]
+
+
+@planted
+def answers_of_many_prompts_come_as_they_end(world: EngineWorld) -> None:
+    engine = world.engine
+
+    async def generates(prompts: Any, params: Any, **options: Any) -> Any:
+        ended: list[Any] = []
+
+        async def generate(prompt: Any, params: SamplingParams, **asked: Any) -> Any:
+            ended.append(await engine.generate(prompt, params, **asked))
+            return ended[-1]
+
+        shim: Any = SimpleNamespace(info=engine.info, generate=generate)
+        answers = await run_many(shim, prompts, params, progress=False, **options)
+        return ended if len(ended) == len(answers) else answers
+
+    engine.generate_many = generates  # type: ignore[assignment,method-assign]

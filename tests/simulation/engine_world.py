@@ -20,14 +20,16 @@ from anyio.lowlevel import checkpoint
 from simulation.bounds import Bounds
 from simulation.callers import Callers
 from simulation.engine_device import Disk, Faults, SimulatedEngine, SimulatedRunner
+from simulation.grammar import LONGEST_RUN
 from simulation.lot import HANG, NAMES, Lot
 from simulation.machine import Machine
 from simulation.rig import say_commit, say_plan
+from simulation.router import Pages, Router
 from simulation.told import Told
 from simulation.watch import StepWatch
 from simulation.world import Broken
 
-from headrace.engine import prompts
+from headrace.engine import kv_events, prompts
 from headrace.engine.errors import (
     DeviceUnavailable,
     EngineCrashed,
@@ -49,8 +51,10 @@ from headrace.engine.loop import StepLoop
 __all__ = ["EngineWorld", "live"]
 
 _TRACE = 40
+_OF_BAD_ROWS = ("sampled token", "leave no token")  # the second where a grammar forced another
 _PATIENCE = 1e5  # seconds: a hundred hung steps
 _SHORT = 12  # characters of a prompt beyond which a thread tokenises it
+_UNREAD = 12  # KV events that a router may leave unread
 _MOST_AHEAD = 8  # steps, where the engine decides
 _SAMPLES = 60  # of a long life
 
@@ -67,6 +71,7 @@ def live(seed: int, tamper: Callable[[EngineWorld], None] | None = None, seconds
         Broken: Something did not hold.
     """
     short, prompts._SHORT = prompts._SHORT, _SHORT
+    unread, kv_events._ROOM = kv_events._ROOM, _UNREAD
     collecting = gc.isenabled()
     gc.disable()  # when it comes depends on what ran before: a seed would not replay
     gc.freeze()
@@ -83,11 +88,16 @@ def live(seed: int, tamper: Callable[[EngineWorld], None] | None = None, seconds
         ) from error
     finally:
         asyncio.set_event_loop(None)
-        prompts._SHORT = short
+        prompts._SHORT, kv_events._ROOM = short, unread
         gc.unfreeze()
         if collecting:
             gc.enable()
     return world
+
+
+def _seconds(name: str, chance: random.Random) -> float:
+    """What a call in the thread of that name takes, where nothing else says so."""
+    return chance.choice([0.01, 2.0] if name == "headrace-grammar" else [0.0, 0.001, 0.05]) * chance.random()
 
 
 def _told(error: BaseException) -> str:
@@ -102,7 +112,7 @@ class EngineWorld:
     def __init__(self, seed: int, seconds: float) -> None:
         self.seed = seed
         self.lot = lot = Lot(seed, seconds)
-        self.machine = Machine(seed)
+        self.machine = Machine(seed, _seconds)
         self.machine.loop.most_turns += int(seconds * 5000)
         self.runner = SimulatedRunner(lot.capacity, self.machine, replace(lot.faults), random.Random(f"device {seed}"))
         self.runner.may_be_given_up = lot.options["hang_seconds"] is not None
@@ -121,6 +131,7 @@ class EngineWorld:
         self.sampled: list[tuple[float, int]] | None = [] if seconds else None
         """Of a long life: (seconds, Python objects that it holds), again and again."""
         self.reached: Counter[str] = Counter()
+        self.routers: list[Router] = []
         self._drained = anyio.Event()
         self._pending: set[int] = set()
         """Callers that have not gone."""
@@ -140,10 +151,20 @@ class EngineWorld:
             with suppress(EngineCrashed):
                 async with self.engine:
                     self._watch(tamper)
+                    for number in range(self.lot.routers):
+                        everybody.start_soon(self._guarded, self._route(number))
                     await self._host(everybody)
                     self._close_begins()
             self._close_begins()
         await self._settle()
+
+    async def _routers_know(self) -> None:
+        """Whoever has been told of everything knows how things stand, however slowly it reads."""
+        for _ in range(100):
+            if self._loop().crashed is not None or all(router.is_up_to_date for router in self.routers[:1]):
+                return
+            await anyio.sleep(10.0)
+        raise AssertionError("a router waits, and is not told what has changed")
 
     async def _settle(self) -> None:
         """Let go of what only failed tasks still hold: an error's frames hold the stream that it came from."""
@@ -198,6 +219,7 @@ class EngineWorld:
             self.runner.rates = Faults()
             with suppress(EngineCrashed):  # at last: a step had hung
                 await self._idle()
+                await self._routers_know()
 
     async def _drain(self) -> None:
         """Close the engine while callers are at it."""
@@ -311,6 +333,18 @@ class EngineWorld:
                 await self.engine.wake()
         self.note(lambda: f"{'operator':10} has woken the engine")
 
+    async def _route(self, number: int) -> None:
+        """Follow the prefix cache from outside, again after having left; the first router reads until the end."""
+        chance = random.Random(f"router {self.seed} {number}")
+        router = Router(self.pages, self.machine)
+        self.routers.append(router)
+        with suppress(EngineStopped, EngineCrashed):
+            while True:
+                await router.follow(self.engine, chance, self.lot.route_stalls, leaves=number > 0)
+                self.reached["pages that a router knew of"] += len(router.known)
+                router.known.clear()
+                await anyio.sleep(chance.random())
+
     def _remember(self) -> None:
         """Keep what stands under each name now, if it has changed."""
         assert self.engine._adapters is not None
@@ -399,7 +433,11 @@ class EngineWorld:
             return bool(expected[type(error)])
         assert isinstance(error, RequestFailed)
         cause = repr(error.__cause__)
-        return "scripted" in cause or "AdapterRejected" in cause or (rates.row > 0 and "sampled token" in str(error))
+        return (
+            "scripted" in cause
+            or "AdapterRejected" in cause
+            or (rates.row > 0 and any(bad in str(error) for bad in _OF_BAD_ROWS))
+        )
 
     def note(self, say: Callable[..., str], *values: object) -> None:
         """As `House`."""
@@ -420,6 +458,7 @@ class EngineWorld:
         if tamper is not None:
             tamper(self)
         scheduler = self._loop().scheduler
+        self.pages = Pages(scheduler)
         self.watch = StepWatch(scheduler, ended=())
         Bounds(scheduler)
         plan, commit, fail = scheduler.plan, scheduler.commit, scheduler.fail
@@ -469,8 +508,11 @@ class EngineWorld:
             try:
                 if noted:
                     self.note(_say_call, name, values[0])
+                if name == "submit":
+                    self.pages.arrived(values[0].root)
                 result = call(*values, **named)
                 self.watch.settled()
+                self.pages.settled()
                 return result
             except (HeadraceError, EngineCrashed):
                 raise
@@ -510,6 +552,8 @@ class EngineWorld:
         for told, generation in self._met:
             assert generation._unfinished >= 0, f"{told.name} has ended more than once"
             most = self.lot.options["max_unread_tokens"] + ahead * told.params.n
+            if told.params.response_format is not None:
+                most += LONGEST_RUN * told.params.n
             assert len(generation.mailbox) + generation.held <= most, f"{told.name} does not read, and it goes on"
 
     def _forget(self) -> None:

@@ -50,6 +50,10 @@ class Lot:
         self.elastic = seconds > 0 or random.Random(f"elastic {seed}").random() < 0.3
         """Whether its memory changes."""
         self.changes = range(_CHANGES if not seconds else int(seconds))
+        chance = random.Random(f"router {seed}")
+        self.routers = chance.choice([0, 0, 1, 2])
+        """Who read what comes to and goes from the prefix cache."""
+        self.route_stalls = chance.choice([0.0, 0.1])
         self.pace = min(self.seconds, 5.0)
         """Seconds, of those changes."""
 
@@ -113,6 +117,7 @@ def _draw_settings(chance: random.Random, slots: int) -> Settings:
         leaves=chance.choice([0.0, 0.4, 0.8]),
         deadlines=chance.choice([0.0, 0.0, 0.4]),
         hooks=chance.choice([0.0, 0.3]),
+        formats=chance.choice([0.0, 0.0, 0.2, 0.8]),
         tenants=chance.choice([[None], [None, "a", "a", "b"]]),
         adapters=[*NAMES, "nobody"] if slots else [],
     )
