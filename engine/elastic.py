@@ -10,8 +10,8 @@ from functools import partial
 from typing import Literal
 
 from headrace.engine.config import parse_bytes
-from headrace.engine.errors import DeviceUnavailable, InvalidParams, OutOfMemory
-from headrace.engine.generation import as_failure
+from headrace.engine.errors import DeviceUnavailable, EngineCrashed, InvalidParams, OutOfMemory
+from headrace.engine.generation import as_failure, as_headrace
 from headrace.engine.kv_events import KvEvents
 from headrace.engine.life import Life
 from headrace.engine.loop import StepLoop
@@ -40,6 +40,7 @@ class Elastic(Life):
                 is; all is as it was. Or the model is an encoder, which keeps no keys and values.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
+            HeadraceError: The device failed in another way; all is as it was.
         """
         loop, opened = self._serving()
         runner, page_bytes = opened.runner, opened.info.page_bytes
@@ -59,12 +60,13 @@ class Elastic(Life):
 
         Args:
             level: 1 keeps the weights in host memory, where a CPU has them anyway. 2 drops them, and what was computed
-                with them: `wake` reads the files again.
+                with them: `wake` reads the files again. Nothing happens to an engine that sleeps as deeply already.
 
         Raises:
-            InvalidParams: Not such a level, the device cannot, or the host has no room for the weights.
+            InvalidParams: Not such a level, the device cannot, or the host has no room for the weights; it is awake.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
+            HeadraceError: The device failed in another way; it is as awake as it was.
         """
         loop, opened = self._serving()
         if level not in (1, 2):
@@ -83,6 +85,7 @@ class Elastic(Life):
             ModelRejected: The files cannot be used any more; the engine sleeps on.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
+            HeadraceError: The device failed in another way; the engine sleeps on.
         """
         loop, opened = self._serving(draining=True)  # of a sleeping engine no stream would end
         runner = opened.runner
@@ -144,7 +147,7 @@ class Elastic(Life):
             scheduler.resize(before)
             if isinstance(as_failure(error), OutOfMemory):
                 raise _refused(asked, None, "the device has not so much memory now") from error
-            raise
+            raise as_headrace(error, "kv_memory: the device could not be resized") from error
         if pages > before:
             scheduler.resize(pages)
 
@@ -156,12 +159,15 @@ class Elastic(Life):
         await loop.carry_out_moves(scheduler.fall_asleep(level))
         try:
             await loop.wait_for(partial(runner.sleep, keep_weights=level == 1), "sleep", _PATIENCE)
-        except Exception as error:
-            if was_awake and isinstance(as_failure(error), OutOfMemory):
-                await self._wake_up(loop, runner)
-                what = "the host has no room for the weights"
-                raise InvalidParams(f"level: {what}, got 1", field="level", value=level, limit=2) from error
+        except EngineCrashed:
             raise
+        except Exception as error:
+            if was_awake:
+                await self._wake_up(loop, runner)
+            if isinstance(as_failure(error), OutOfMemory):
+                what = "the host has no room for the weights"
+                raise InvalidParams(f"level: {what}, got {level}", field="level", value=level, limit=2) from error
+            raise as_headrace(error, "level: the device could not be put to sleep") from error
 
     async def _wake_up(self, loop: StepLoop, runner: Sleeping) -> None:
         scheduler = loop.scheduler
@@ -172,7 +178,7 @@ class Elastic(Life):
         except Exception as error:
             if isinstance(as_failure(error), OutOfMemory):
                 raise DeviceUnavailable("device: it has too little memory to wake up") from error
-            raise
+            raise as_headrace(error, "device: it could not be woken") from error
         scheduler.wake_up()
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import adapter_folders
 import anyio
 import pytest
 import tiny_models
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine import Completion, Engine, InvalidParams, SamplingParams
+from headrace.engine import Completion, Engine, InvalidParams, ResponseFormat, SamplingParams
 
 CONTEXT = 640
 PAGE_BYTES = 2 * 2 * 2 * 32 * 16 * 2
@@ -23,7 +26,6 @@ WANTED = {"deterministic": True, "temperature": 1.0, "max_tokens": 24, "ignore_e
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, whose logits in bfloat16 lie so close that other shapes would change tokens."""
-    import torch
     import transformers
 
     made = tmp_path_factory.mktemp("close")
@@ -75,8 +77,8 @@ def expected(folder: Path) -> list[list[Any]]:
 class Load:
     """Requests of all kinds around those that are looked at."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
-        self._engine, self._chance = engine, random.Random(seed)
+    def __init__(self, engine: Engine, seed: int, adapters: Sequence[str | None] = (None,)) -> None:
+        self._engine, self._chance, self._adapters = engine, random.Random(seed), adapters
 
     async def run(self, count: int) -> None:
         async with anyio.create_task_group() as tasks:
@@ -90,7 +92,7 @@ class Load:
         asked = SamplingParams(
             seed=at, max_tokens=self._chance.randrange(1, 30), deterministic=self._chance.random() < 0.2
         )
-        await self._engine.generate(prompt, asked)
+        await self._engine.generate(prompt, asked, adapter=self._chance.choice(self._adapters))
 
 
 @settings(max_examples=4, deadline=None)
@@ -171,6 +173,70 @@ def test_who_computes_alone_and_all_others_take_turns(folder: Path) -> None:
             assert min(counts) > 0.6 * max(counts)
 
     anyio.run(run)
+
+
+def adapters_of(folder: Path) -> dict[str, Path]:
+    """Two adapters for the model of `folder`."""
+    made = {}
+    for seed, name in enumerate(("one", "two")):
+        drawn = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for layer in range(2):
+            for module, outputs in (("q_proj", 128), ("v_proj", 64)):
+                place = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+                tensors[f"{place}.lora_A.weight"] = torch.randn(4, 128, generator=drawn) * 0.2
+                tensors[f"{place}.lora_B.weight"] = torch.randn(outputs, 4, generator=drawn) * 0.2
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
+        made[name] = adapter_folders.write_folder(folder / name, config, tensors)
+    return made
+
+
+@pytest.mark.parametrize("host", [0, 60], ids=["computed again", "swapped"])
+def test_adapters_grammars_and_memory_that_goes_and_comes_back_change_no_bit(
+    folder: Path, tmp_path: Path, host: int
+) -> None:
+    """Of requests that wear something, keep to a format or both, among others that do; the engine sleeps meanwhile."""
+    digits = {"response_format": ResponseFormat.regex("[0-9]{20,60}(ab|cd)+"), "ignore_eos": False}
+    asked = [
+        (PROMPTS[1], "one", SamplingParams(seed=1, **WANTED)),
+        (PROMPTS[2], None, SamplingParams(seed=2, **(WANTED | digits))),
+        (PROMPTS[3], "two", SamplingParams(seed=3, frequency_penalty=0.4, **(WANTED | digits))),
+    ]
+    adapters = adapters_of(tmp_path)
+
+    async def run(slots: int, during: Callable[[Engine, int], Awaitable[None]] | None, **options: Any) -> list[Any]:
+        found: list[Any] = [None] * len(asked)
+        async with opened(folder, adapter_slots=slots, **options) as engine:
+            for name, path in adapters.items():
+                await engine.adapters.load(name, path)
+
+            async def one(at: int) -> None:
+                prompt, adapter, params = asked[at]
+                found[at] = bits(await engine.generate(prompt, params, adapter=adapter))
+
+            async with anyio.create_task_group() as tasks:
+                for at in range(len(asked)):
+                    if during is None:
+                        await one(at)
+                    else:
+                        tasks.start_soon(one, at)
+                        tasks.start_soon(during, engine, at)
+            assert during is None or engine.stats().preemptions > 3
+        return found
+
+    async def disturb(engine: Engine, at: int) -> None:
+        if at:
+            await Load(engine, at, ["one", "two", None]).run(8)
+            return
+        for pages in (60, 90, 400):
+            await anyio.sleep(0.05)
+            await engine.resize_kv(pages * PAGE_BYTES)
+            await engine.sleep(1 if pages > 60 else 2)
+            await engine.wake()
+
+    expected = anyio.run(lambda: run(2, None, prefix_cache=False, launch_ahead=1))
+    assert anyio.run(lambda: run(1, disturb, swap_memory=host * PAGE_BYTES)) == expected
+    assert not all(token in range(15, 25) for choice in expected[0] for token in choice[0])
 
 
 def test_choices_turns_and_branches_are_deterministic_as_well(folder: Path) -> None:

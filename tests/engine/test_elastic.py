@@ -18,6 +18,7 @@ from headrace.engine import (
     Engine,
     EngineCrashed,
     EngineStopped,
+    HeadraceError,
     InvalidParams,
     ModelRejected,
     PromptTooLong,
@@ -187,11 +188,17 @@ class Failing(ScriptedRunner):
     """One whose memory runs out, or that fails, where it is told to."""
 
     trouble: Exception | None = None
+    sleepless: Exception | None = None
 
     def resize(self, num_pages: int) -> None:
         if self.trouble is not None:
             raise self.trouble
         super().resize(num_pages)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        super().sleep(keep_weights=keep_weights)
+        if self.sleepless is not None:
+            raise self.sleepless
 
     def wake(self, num_pages: int) -> None:
         self.resize(num_pages)
@@ -274,3 +281,90 @@ async def test_a_change_that_hangs_is_given_up(what: str, seconds: float, caplog
         await until(lambda: runner.closed)
         await until(lambda: not any(thread.name.startswith("headrace") for thread in threading.enumerate()))
     assert "the stacks of all threads follow" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_a_device_that_fails_in_a_change_otherwise_leaves_all_as_it_was() -> None:
+    sizes = capacity(num_pages=20)
+    runner = Failing(sizes)
+    async with ScriptedEngine(sizes, lambda: runner) as engine:
+        stream = engine.stream("hello", greedy(60))
+        await anext(aiter(stream))
+        runner.sleepless = MemoryError("none")
+        with pytest.raises(InvalidParams, match="^level: the host has no room for the weights, got 1"):
+            await engine.sleep()
+        assert engine.sleep_level == 0 and engine.stats().pages == 20
+        runner.sleepless = runner.trouble = RuntimeError("odd")
+        with pytest.raises(HeadraceError, match="^kv_memory: the device could not be resized"):
+            await engine.resize_kv(10 * engine.info.page_bytes)
+        with pytest.raises(HeadraceError, match="^device: it could not be woken"):  # nor put to sleep
+            await engine.sleep()
+        assert engine.sleep_level == 1
+        runner.sleepless = runner.trouble = None
+        await engine.wake()
+        assert [token.id for token in await read(stream)] == expected_ids("hello", 60)[1:]
+        runner.sleepless = RuntimeError("odd")
+        with pytest.raises(HeadraceError, match="^level: the device could not be put to sleep"):
+            await engine.sleep(2)
+        assert engine.sleep_level == 0
+        assert (await engine.generate("hello", greedy(9))).choices[0].token_ids == expected_ids("hello", 9)
+
+
+@pytest.mark.anyio
+async def test_streams_that_run_can_be_read_and_cancelled_in_a_sleep() -> None:
+    async with serving(capacity(num_pages=20)) as engine:
+        streams = [engine.stream(f"prompt {name}", greedy(200)) for name in range(3)]
+        for stream in streams:
+            await anext(aiter(stream))
+        await engine.sleep()
+        came = await streams[1].next_chunk()  # what was there before it fell asleep
+        streams[0].cancel()
+        with anyio.move_on_after(0.01) as scope:
+            await read(streams[2])
+        assert scope.cancelled_caught and came is not None
+        for stream in (streams[0], streams[2]):
+            assert (await read(stream))[-1].finish_reason == "cancelled"
+        assert engine.sleep_level == 1 and engine.stats().waiting == 1
+        await engine.wake()
+        tokens = [*came.tokens, *await read(streams[1])]
+        assert [token.id for token in tokens] == expected_ids("prompt 1", 200)[1:]
+
+
+@pytest.mark.anyio
+async def test_changes_that_many_ask_for_at_once_are_made_one_after_another() -> None:
+    async with serving(capacity(num_pages=20)) as engine:
+        page = engine.info.page_bytes
+        stream = engine.stream("hello", greedy(100))
+        await anext(aiter(stream))
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                for change in (
+                    engine.sleep,
+                    partial(engine.sleep, 2),
+                    partial(engine.resize_kv, 12 * page),
+                    engine.wake,
+                ):
+                    group.start_soon(change)
+                group.start_soon(engine.wake)
+                group.start_soon(engine.resize_kv, 20 * page)
+        await engine.wake()
+        assert engine.sleep_level == 0 and engine.stats().pages == engine.info.num_pages in (12, 20)
+        assert [token.id for token in await read(stream)] == expected_ids("hello", 100)[1:]
+    for ask in (engine.sleep, engine.wake, partial(engine.resize_kv, page)):
+        with pytest.raises(EngineStopped):
+            await ask()  # type: ignore[operator]
+
+
+@pytest.mark.anyio
+async def test_a_drain_waits_for_a_sleeping_engine_to_be_woken() -> None:
+    async with serving(capacity(num_pages=20)) as engine:
+        stream = engine.stream("hello", greedy(20))
+        await stream.admitted()
+        await engine.sleep()
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(engine.aclose, drain=20))
+            await anyio.sleep(0.01)
+            with pytest.raises(EngineStopped):
+                await engine.sleep(2)
+            await engine.wake()
+        assert [token.id for token in await read(stream)] == expected_ids("hello", 20)

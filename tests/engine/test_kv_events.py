@@ -40,7 +40,8 @@ class Router:
             elif isinstance(event, PageStored):
                 self.pages[event.key] = event
             elif isinstance(event, PageRemoved):
-                del self.pages[event.key]
+                if self.pages[event.key].medium == event.medium:  # it may be in host memory by now
+                    del self.pages[event.key]
             else:
                 self.load = event
 
@@ -151,4 +152,26 @@ async def test_nothing_is_noted_once_nobody_reads_and_a_later_reader_is_told_of_
         await engine.generate("z" * 100, greedy(3))
         await until(lambda: len(router.pages) == 6)
         assert {page.tokens[0] for page in router.pages.values()} == {ord("z")}
+        await engine.aclose()
+
+
+@pytest.mark.parametrize("places", [0, 40])
+async def test_a_router_follows_memory_that_goes_and_comes_back(places: int) -> None:
+    sizes = capacity(num_pages=24)
+    async with serving(sizes, swap_memory=places * 16) as engine, anyio.create_task_group() as group:
+        router = Router(engine.kv_events())
+        group.start_soon(router.follow)
+        for text in ("x" * 100, "y" * 100):
+            await engine.generate(text, greedy(3))
+        await until(lambda: len(router.pages) == 12)
+        await engine.resize_kv(8 * engine.info.page_bytes)
+        await until(lambda: len([page for page in router.pages.values() if page.medium == "device"]) <= 8)
+        await engine.sleep()
+        await until(lambda: router.load is not None and router.load.pages == 0)
+        assert {page.medium for page in router.pages.values()} <= ({"host"} if places else set())
+        assert bool(router.pages) == bool(places)
+        await engine.wake()
+        await engine.generate("z" * 100, greedy(3))
+        z = [(ord("z"),) * 16] * 6
+        await until(lambda: [page.tokens for page in router.pages.values() if page.medium == "device"] == z)
         await engine.aclose()
