@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from headrace.ops.linear import CpuLinear, GroupQuantised, linear
+from headrace.ops.sizes import padded_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +33,13 @@ __all__ = ["CpuKv", "CpuOps", "CpuStep"]
 _GATHER_BYTES = 16 * 1024 * 1024
 # Up to this context one row is faster through torch's fused attention, which costs one call but does less in parallel.
 _FUSED_TOKENS = 384
-# Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square.
-_QUERY_BLOCK = 256
+# Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square; and scores of more
+# than these leave the processor's caches.
+_QUERY_BLOCK = 64
+# Shapes of attention are few (see sizes.py): multiples of so many queries and keys, then steps between powers of two.
+_FEW_QUERIES = 16
+_FEW_KEYS = 64
+_STEPS = 2
 _NEVER = float("-inf")
 
 
@@ -51,11 +57,15 @@ class CpuKv:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decode:
-    """Rows of one token each whose attention is one batched product. B is R * K; S counts gathered tokens of a row."""
+    """Rows of one token each whose attention is one batched product. B is R * K; S counts gathered tokens of a row.
+
+    Some rows may be added behind those of the step, and their results dropped.
+    """
 
     start: int
     stop: int
     rows: int
+    """R, with those added."""
     gather: Tensor
     buffer: Tensor
     keys_BSD: Tensor
@@ -66,21 +76,15 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Some queries of a prefill row and the keys that they may see."""
+    """Some queries of a prefill row and the keys that they may see. C is their number, with some added behind them."""
 
     start: int
     stop: int
+    gather: Tensor
+    buffer: Tensor
     keys_KSD: Tensor
     values_KSD: Tensor
     bias_CS: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prefill:
-    start: int
-    gather: Tensor
-    buffer: Tensor
-    blocks: tuple[_Block, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +94,7 @@ class CpuStep:
     cos_N1D: Tensor
     sin_N1D: Tensor
     write: Tensor
-    pieces: tuple[_Decode | _Prefill, ...]
+    pieces: tuple[_Decode | _Block, ...]
     given: tuple[GivenKv, ...]
 
 
@@ -170,7 +174,7 @@ class CpuOps:
             end += count
         if end != tokens:
             raise ValueError(f"rows cover {end} of {tokens} tokens")
-        pieces: list[_Decode | _Prefill] = [self._prefill(row) for row in batch.prefills]
+        pieces: list[_Decode | _Block] = [block for row in batch.prefills for block in self._blocks(row)]
         for group in batch.decodes:
             pieces += self._decodes(group)
         pieces.sort(key=lambda piece: piece.start)
@@ -235,7 +239,7 @@ class CpuOps:
             if isinstance(piece, _Decode):
                 parts.append(self._decode_attention(q_NHD, piece))
             else:
-                parts += [self._block_attention(q_NHD, block) for block in piece.blocks]
+                parts.append(self._block_attention(q_NHD, piece))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # --- what the decoder calls
@@ -294,11 +298,19 @@ class CpuOps:
         first_N11 = (page_N * (2 * self.kv_heads * self.page_size) + offset_N).view(-1, 1)
         return (first_N11 + self._planes_s1K1.view(1, -1) * self.page_size).view(-1)
 
-    def _gather(self, pages_RP: Tensor) -> tuple[Tensor, Tensor]:
-        """Row numbers of `CpuKv.rows` in the order [2, R, K, P], and a buffer for those rows."""
+    def _gather(self, pages_RP: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Row numbers of `CpuKv.rows` in the order [2, R, K, P], and a buffer for those rows, of `scratch` if given."""
         planes = 2 * self.kv_heads
         index = (pages_RP.unsqueeze(1) * planes + self._planes_s1K1).reshape(-1)
-        return index, torch.empty(index.shape[0], self.page_size * self.head_dim, dtype=self.dtype)
+        return index, self._scratch(pages_RP.numel()) if scratch is None else scratch[: index.shape[0]]
+
+    def _scratch(self, pages: int) -> Tensor:
+        return torch.empty(2 * self.kv_heads * pages, self.page_size * self.head_dim, dtype=self.dtype)
+
+    def _width(self, tokens: int) -> int:
+        """Pages for so many tokens, as attention takes them."""
+        unit = max(1, _FEW_KEYS // self.page_size)
+        return unit * padded_size(-(-tokens // (unit * self.page_size)), steps=_STEPS)
 
     def _decodes(self, group: DecodeGroup) -> list[_Decode]:
         total, pages = group.pages_RP.shape
@@ -309,21 +321,23 @@ class CpuOps:
 
     def _decode(self, group: DecodeGroup, first: int, last: int) -> _Decode:
         pages_RP, lengths_R1 = group.pages_RP[first:last], group.lengths_R[first:last, None]
+        start, stop = group.start + first, group.start + last
         rows, pages = pages_RP.shape
-        index, buffer = self._gather(pages_RP)
-        keys_BSD, values_BSD = buffer.view(2, rows * self.kv_heads, pages * self.page_size, self.head_dim).unbind()
-        bias_R11S = None
         if rows == 1 and pages * self.page_size <= _FUSED_TOKENS:
+            index, buffer = self._gather(pages_RP)
             seen = slice(self._first_seen(int(lengths_R1)), int(lengths_R1))
-            keys_BSD, values_BSD = keys_BSD[:, seen], values_BSD[:, seen]
-        else:
-            positions_1S = torch.arange(pages * self.page_size).view(1, -1)
-            hidden_RS = positions_1S >= lengths_R1
-            if self.window is not None:
-                hidden_RS |= positions_1S < lengths_R1 - self.window
-            bias_R11S = self._bias(hidden_RS).view(rows, 1, 1, -1)
-        start = group.start
-        return _Decode(start + first, start + last, rows, index, buffer, keys_BSD, values_BSD, bias_R11S)
+            keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim)[:, :, seen].unbind()
+            return _Decode(start, stop, 1, index, buffer, keys_KSD, values_KSD, None)
+        added, width = padded_size(rows, steps=_STEPS) - rows, self._width(pages * self.page_size)
+        index, buffer = self._gather(functional.pad(pages_RP, (0, width - pages, 0, added)))
+        keys_BSD, values_BSD = buffer.view(2, -1, width * self.page_size, self.head_dim).unbind()
+        lengths_R1 = functional.pad(lengths_R1, (0, 0, 0, added), value=1)
+        positions_1S = torch.arange(width * self.page_size).view(1, -1)
+        hidden_RS = positions_1S >= lengths_R1
+        if self.window is not None:
+            hidden_RS |= positions_1S < lengths_R1 - self.window
+        bias_R11S = self._bias(hidden_RS)[:, None, None]
+        return _Decode(start, stop, rows + added, index, buffer, keys_BSD, values_BSD, bias_R11S)
 
     def _first_seen(self, length: int) -> int:
         """The first position that the last of `length` tokens attends to."""
@@ -332,23 +346,27 @@ class CpuOps:
     def _bias(self, hidden: Tensor) -> Tensor:
         return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, _NEVER)
 
-    def _prefill(self, row: PrefillRow) -> _Prefill:
-        pages = -(-row.length // self.page_size)
-        index, buffer = self._gather(row.pages_P[:pages].view(1, -1))
-        both = buffer.view(2, self.kv_heads, pages * self.page_size, self.head_dim)
+    def _blocks(self, row: PrefillRow) -> list[_Block]:
+        firsts = range(row.length - row.count, row.length, _QUERY_BLOCK)
+        stops = [min(first + _QUERY_BLOCK, row.length) for first in firsts]
+        starts = [self._first_seen(first + 1) // self.page_size for first in firsts]  # pages
+        widths = [self._width(stop - start * self.page_size) for start, stop in zip(starts, stops, strict=True)]
+        scratch = self._scratch(max(widths))
+        pages_P = functional.pad(row.pages_P, (0, max(widths)))
         blocks = []
-        for first in range(0, row.count, _QUERY_BLOCK):
-            last = min(first + _QUERY_BLOCK, row.count)
-            position, stop = row.length - row.count + first, row.length - row.count + last
-            start = self._first_seen(position + 1)
-            queries_C1 = torch.arange(position, stop).view(-1, 1)
-            keys_1S = torch.arange(start, stop).view(1, -1)
+        for first, stop, start, width in zip(firsts, stops, starts, widths, strict=True):
+            index, buffer = self._gather(pages_P[None, start : start + width], scratch)
+            keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim).unbind()
+            count = _FEW_QUERIES * padded_size(-(-(stop - first) // _FEW_QUERIES), steps=_STEPS)
+            queries_C1 = torch.arange(first, first + count).clamp_(max=stop - 1).view(-1, 1)
+            keys_1S = torch.arange(start * self.page_size, (start + width) * self.page_size).view(1, -1)
             hidden_CS = keys_1S > queries_C1
             if self.window is not None:
                 hidden_CS |= keys_1S <= queries_C1 - self.window
-            keys_KSD, values_KSD = both[:, :, start:stop].unbind()
-            blocks.append(_Block(row.start + first, row.start + last, keys_KSD, values_KSD, self._bias(hidden_CS)))
-        return _Prefill(row.start, index, buffer, tuple(blocks))
+            begin = row.start + first - firsts.start
+            bias_CS = self._bias(hidden_CS)
+            blocks.append(_Block(begin, begin + stop - first, index, buffer, keys_KSD, values_KSD, bias_CS))
+        return blocks
 
     def _decode_attention(self, q_NHD: Tensor, piece: _Decode) -> Tensor:
         q_BGD = q_NHD[piece.start : piece.stop].reshape(-1, self._group, self.head_dim)
@@ -358,17 +376,24 @@ class CpuOps:
                 q_BGD.unsqueeze(0), piece.keys_BSD.unsqueeze(0), piece.values_BSD.unsqueeze(0), scale=self.scale
             )
             return one_BGD.reshape(1, -1)
+        count = piece.stop - piece.start
+        if piece.rows > count:
+            q_BGD = functional.pad(q_BGD, (0, 0, 0, 0, 0, (piece.rows - count) * self.kv_heads))
         scores_BGS = torch.bmm(q_BGD, piece.keys_BSD.transpose(1, 2))
         scores_RKGS = scores_BGS.view(piece.rows, self.kv_heads, self._group, -1)
         weights = torch.softmax(torch.add(piece.bias_R11S, scores_RKGS, alpha=self.scale), -1)
-        return torch.bmm(weights.view(scores_BGS.shape), piece.values_BSD).view(piece.rows, -1)
+        return torch.bmm(weights.view(scores_BGS.shape), piece.values_BSD).view(piece.rows, -1)[:count]
 
     def _block_attention(self, q_NHD: Tensor, block: _Block) -> Tensor:
-        count = block.stop - block.start
-        q_CKGD = q_NHD[block.start : block.stop].view(count, self.kv_heads, self._group, -1)
+        count, padded = block.stop - block.start, block.bias_CS.shape[0]
+        q_CHD = q_NHD[block.start : block.stop]
+        if padded > count:
+            q_CHD = functional.pad(q_CHD, (0, 0, 0, 0, 0, padded - count))
+        q_CKGD = q_CHD.view(padded, self.kv_heads, self._group, -1)
         q_KMD = q_CKGD.permute(1, 2, 0, 3).reshape(self.kv_heads, -1, self.head_dim)
         scores_KMS = torch.bmm(q_KMD, block.keys_KSD.transpose(1, 2))
-        scores_KGCS = scores_KMS.view(self.kv_heads, self._group, count, -1)
+        scores_KGCS = scores_KMS.view(self.kv_heads, self._group, padded, -1)
         weights = torch.softmax(torch.add(block.bias_CS, scores_KGCS, alpha=self.scale), -1)
         o_KMD = torch.bmm(weights.view(scores_KMS.shape), block.values_KSD)
-        return o_KMD.view(self.kv_heads, self._group, count, -1).permute(2, 0, 1, 3).reshape(count, -1)
+        o_KGCD = o_KMD.view(self.kv_heads, self._group, padded, -1)[:, :, :count]
+        return o_KGCD.permute(2, 0, 1, 3).reshape(count, -1)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import functional
 
+from headrace.ops.sizes import padded_size
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,6 +32,7 @@ GROUP = 32
 _INT4_TOKENS = 4
 _INT4_OUT_MULTIPLE = 16
 _INT4_ZERO = 8
+_STEPS = 4  # of a packed product's tokens between powers of two: a tenth of them is padding at most lengths
 
 
 class CpuLinear(Protocol):
@@ -107,7 +110,7 @@ class _Plain:
 
 
 class _Packed:
-    """The product with a weight in oneDNN's own blocked layout."""
+    """The product with a weight in oneDNN's own blocked layout, for few different numbers of tokens."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)
@@ -115,8 +118,12 @@ class _Packed:
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x_NI: Tensor) -> Tensor:
+        count = x_NI.shape[0]
+        missing = padded_size(count, steps=_STEPS) - count
+        if missing:
+            x_NI = functional.pad(x_NI, (0, 0, 0, missing))
         y_NO: Tensor = self._multiply(x_NI, self._weight, self._bias_O, "none", [], None)
-        return y_NO
+        return y_NO[:count] if missing else y_NO
 
 
 class _Int4:

@@ -21,11 +21,13 @@ from torch.nn.attention.varlen import varlen_attn
 
 from headrace.engine.model.encoder_spec import EncoderSpec
 from headrace.engine.model.encoder_weights import Affine, EncoderLayer, EncoderWeights
+from headrace.ops.sizes import padded_size
 
 __all__ = ["Encoder", "Texts"]
 
 _LONGEST = 1.25  # texts of one attention differ at most by this factor in length, so that little of it is padding
 _SHORT = 8  # tokens, below which padding costs nothing
+_STEPS = 4  # of the tokens that a CPU multiplies, between powers of two
 _EVEN = 8  # what the size of a head must be a multiple of where attention does not pad
 
 
@@ -126,17 +128,18 @@ class Encoder:
         weights = self.weights
         x_NE = weights.words_VE[texts.tokens_N] + weights.types_TE[texts.types_N.clamp(max=self.spec.num_types - 1)]
         x_NE = self._norm(x_NE + weights.positions_PE[texts.positions_N + self.spec.first_position], weights.norm)
+        x_NE = _few_sizes(x_NE)
         for layer in weights.layers:
             attended_NE = _product(self._attention(_product(x_NE, layer.qkv), texts), layer.o)
             x_NE = self._norm(x_NE + attended_NE, layer.attention_norm)
             x_NE = self._norm(x_NE + self._feed(x_NE, layer), layer.output_norm)
-        return x_NE
+        return x_NE[: len(texts.tokens_N)]
 
     def scores(self, first_BE: Tensor) -> Tensor:
         """The head's logits [B, 1], from the hidden states of the first tokens."""
         head = self.weights.head
         assert head is not None
-        return _product(torch.tanh(_product(first_BE, head[0])), head[1])
+        return _product(torch.tanh(_product(_few_sizes(first_BE), head[0])), head[1])[: len(first_BE)]
 
     def _feed(self, x_NE: Tensor, layer: EncoderLayer) -> Tensor:
         return _product(functional.gelu(_product(x_NE, layer.up), approximate=self.spec.gelu), layer.down)
@@ -153,12 +156,18 @@ class Encoder:
             found_NHD = varlen_attn(q_NHD, k_NHD, v_NHD, bounds_C, bounds_C, longest, longest)
             assert isinstance(found_NHD, Tensor)
             return found_NHD.flatten(1)
-        out_NE = torch.empty(len(qkv_NX), hidden, dtype=qkv_NX.dtype, device=qkv_NX.device)
+        out_NE = torch.zeros(len(qkv_NX), hidden, dtype=qkv_NX.dtype, device=qkv_NX.device)
         for group in texts.groups:
             q_BHTD, k_BHTD, v_BHTD = qkv_NX[group.places_BT].unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
             found_BHTD = functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=group.mask_B11T)
             out_NE[group.tokens_M] = found_BHTD.transpose(1, 2).reshape(-1, hidden)[group.cells_M]
         return out_NE
+
+
+def _few_sizes(x_NE: Tensor) -> Tensor:
+    """With tokens added on a CPU, whose products keep code for each number of them (see ops/sizes.py)."""
+    missing = padded_size(len(x_NE), steps=_STEPS) - len(x_NE) if x_NE.is_cpu else 0
+    return functional.pad(x_NE, (0, 0, 0, missing)) if missing else x_NE
 
 
 def _product(x_NI: Tensor, affine: Affine) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.ops import cpu, reference
 from headrace.ops.cpu import CpuOps
@@ -41,6 +42,20 @@ def make_ops(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, eps=1e-5, cos=cos, sin=sin,
         window=window, dtype=dtype, scale=scale,
     )  # fmt: skip
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the products for each shape and stride of which oneDNN makes and keeps code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[object, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in (torch.ops.aten.bmm.default, torch.ops.mkldnn._linear_pointwise.default):
+            tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.layout is torch.strided]
+            self.seen.add((func, *((each.shape, each.stride()) for each in tensors)))
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ def any_rows(draw: st.DrawFn) -> list[Row]:
     page_size=st.sampled_from([1, 4, 16]),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)]),
     window=st.sampled_from([None, 1, 5, 17]),
-    blocks=st.sampled_from([3, 256]),
+    blocks=st.sampled_from([3, 64]),
     gather=st.sampled_from([1, 4096, 1 << 24]),
     fused=st.booleans(),
     seed=st.integers(0, 1000),
@@ -149,6 +164,24 @@ def test_bfloat16_stays_near_the_truth_with_real_head_sizes(window: int | None) 
     assert ours.dtype is torch.bfloat16
     torch.testing.assert_close(ours.float(), expected, rtol=0.02, atol=0.03)
     torch.testing.assert_close(pages, expected_pages, rtol=0.02, atol=0.03)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_steps_of_all_sizes_multiply_in_few_shapes(window: int | None) -> None:
+    ops = make_ops(page_size=16, window=window, dtype=torch.bfloat16)
+    kv = ops.allocate_kv(1, 1)
+    layer = linear(torch.randn(64, 32), None, dtype=torch.bfloat16)
+    with Shapes() as shapes:
+        for length in range(2, 600, 6):
+            pages_P = torch.zeros(-(-length // 16), dtype=torch.int64)
+            rows = 1 + length % 24
+            group = DecodeGroup(0, pages_P.repeat(rows, 1), torch.full((rows,), length))
+            prefill = PrefillRow(rows, 2 + length * 7 % (length - 1), pages_P, length)
+            tokens_N = torch.zeros(prefill.start + prefill.count, dtype=torch.int64)
+            step = ops.prepare(PagedBatch(tokens_N, tokens_N, (group,), (prefill,)))
+            ops.attention(torch.zeros(len(tokens_N), 4, 16, dtype=torch.bfloat16), step, kv, 0)
+            layer(torch.zeros(length, 32, dtype=torch.bfloat16))
+    assert 20 < len(shapes.seen) < 130  # 378 where each size has its own
 
 
 def test_a_given_scale_replaces_the_default() -> None:
