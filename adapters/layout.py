@@ -98,6 +98,7 @@ class BlockLayout:
             row = {"embed": EMBED, "head": HEAD}[module] if layer < 0 else module_row(layer, module)
             padded[row] = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
         end = 0
+        sizes = {module: shape.size(module) for module in (*MODULES, "embed", "head")}
         groups = [
             [(module_row(layer, module), module) for module in modules]
             for layer in range(shape.num_layers)
@@ -106,10 +107,10 @@ class BlockLayout:
         for group in [*groups, [(rows + EMBED, "embed")], [(rows + HEAD, "head")]]:
             for row, module in group:
                 a[row] = end
-                end += int(padded[row]) * shape.size(module)[0]
+                end += int(padded[row]) * sizes[module][0]
             for row, module in group:
                 b[row] = end
-                end += int(padded[row]) * shape.size(module)[1]
+                end += int(padded[row]) * sizes[module][1]
         return cls(shape, padded, a, b, end)
 
     def places(self) -> list[tuple[int, str, int]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headrace.adapters.layout import BlockLayout
+from headrace.adapters.stored import Recipe, Stored
 
 __all__ = ["LoadedAdapter", "Stamp"]
 
@@ -18,6 +19,8 @@ class Stamp(NamedTuple):
     files: tuple[tuple[int, int, int, int, int], ...]
     digest: bytes
     """Of what was read."""
+    recipe: Recipe | None = None
+    """What it was made by, which need not be worked out again; None for virtual tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,8 +28,8 @@ class LoadedAdapter:
     """An adapter's weights, all finite, in the dtype of the device's arithmetic. Two of the same digest are equal."""
 
     layout: BlockLayout
-    block: Tensor
-    """[layout.elements]: the low-rank updates."""
+    block: Tensor | Stored
+    """[layout.elements]: the low-rank updates, or what they are made of."""
     virtual_PE: Tensor | None
     """Prompt tuning: embeddings of the virtual tokens before every prompt."""
     prefix_LPsD: Tensor | None
@@ -45,5 +48,16 @@ class LoadedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the weights."""
-        return sum(part.nbytes for part in (self.block, self.virtual_PE, self.prefix_LPsD) if part is not None)
+        """Memory of the weights on a device."""
+        return self.block.nbytes + self._virtual_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory that this takes."""
+        block = self.block
+        held = sum(piece.nbytes for piece in block.pieces) if isinstance(block, Stored) else block.nbytes
+        return held + self._virtual_bytes
+
+    @property
+    def _virtual_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.virtual_PE, self.prefix_LPsD) if part is not None)

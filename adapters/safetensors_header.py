@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NoReturn
 
 from headrace.adapters.errors import ModelRejected
-from headrace.adapters.untrusted import in_turns, parse_object, plain
+from headrace.adapters.untrusted import in_turns, parse_members, plain
 
 __all__ = ["TensorEntry", "read_header", "refuse_file"]
 
@@ -97,7 +97,7 @@ def read_header(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> dic
     limit = min(size - 8, most)
     if length > limit:
         refuse_file(name, "the header's length", length, f"at most {limit} bytes")
-    header = parse_object(_exactly(file, 8, length, name), f"{name} (header)")
+    header = parse_members(_exactly(file, 8, length, name), f"{name} (header)")
     header.pop("__metadata__", None)
     entries = {tensor: _entry(name, tensor, given) for tensor, given in in_turns(header.items())}
     base = end = 8 + length

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -59,8 +59,7 @@ class _Named:
     pinned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(NamedTuple):
     path: str
     root: Path | None
     stamp: Stamp | None = None
@@ -128,7 +127,7 @@ class Adapters:
             loaded = await self._reader.ask(partial(device.read, source.path, source.root, None))
             self._check_count(name)
             self._check_open()
-            self._register(name, loaded, replace(source, stamp=loaded.stamp), device)
+            self._register(name, loaded, source._replace(stamp=loaded.stamp), device)
 
     async def unload(self, name: str) -> None:
         """Forget `name`: new requests are refused, running ones finish, then its memory goes.
@@ -256,11 +255,11 @@ class Adapters:
         """Keep weights in host memory as the latest used, and let others go to disk as need be."""
         self._pool.pop(version, None)
         self._pool[version] = loaded
-        held = sum(each.nbytes for each in self._pool.values())
+        held = sum(each.host_bytes for each in self._pool.values())
         for other in list(self._pool):
             if held <= self._most_bytes or other is version:
                 break
-            held -= self._pool.pop(other).nbytes
+            held -= self._pool.pop(other).host_bytes
 
     def _carry_out(self, moves: Iterable[Move]) -> None:
         """Have the mover's thread do what the slot table decided."""
@@ -269,38 +268,49 @@ class Adapters:
             if version is None:
                 self._mover.submit(partial(self._empty, move.slot), lambda result, error: None)
             else:
-                fill = partial(
-                    self._fill, move, version, self._pool.get(version), list(self._sources[version].values())
-                )
+                fill = partial(self._fill, move, version, self._pool.get(version), dict(self._sources[version]))
                 self._mover.submit(fill, partial(self._filled, version))
 
     def _empty(self, slot: int) -> None:
         self._opened_for_adapters().bank.take(slot)
 
     def _fill(
-        self, move: Move, version: AdapterVersion, loaded: LoadedAdapter | None, sources: Sequence[_Source]
-    ) -> LoadedAdapter:
-        """In the mover's thread: give the device what a slot is for, from host memory or from its files."""
+        self, move: Move, version: AdapterVersion, loaded: LoadedAdapter | None, sources: dict[str, _Source]
+    ) -> tuple[LoadedAdapter, str | None]:
+        """In the mover's thread: give the device what a slot is for, from host memory or from the folder of a name."""
         device = self._opened_for_adapters()
-        loaded = self._read_again(device, version, sources) if loaded is None else loaded
+        name = None
+        if loaded is None:
+            loaded, name = self._read_again(device, version, sources)
         device.bank.put(move.slot, move.start, loaded)
-        return loaded
+        return loaded, name
 
-    def _read_again(self, device: AdapterDevice, version: AdapterVersion, sources: Sequence[_Source]) -> LoadedAdapter:
-        """Read `version` from the first folder that still has it: two names may have brought the same weights."""
-        for source in sources[:-1]:
+    def _read_again(
+        self, device: AdapterDevice, version: AdapterVersion, sources: dict[str, _Source]
+    ) -> tuple[LoadedAdapter, str]:
+        """Read `version` from the first name's folder that still has it: two may have brought the same weights."""
+        *others, last = sources
+        for name in others:
             with contextlib.suppress(AdapterRejected):
-                loaded = device.read(source.path, source.root, source.stamp)
+                loaded = device.read(*sources[name])
                 if loaded.digest == version.digest:
-                    return loaded
-        last = sources[-1]
-        loaded = device.read(last.path, last.root, last.stamp)
+                    return loaded, name
+        loaded = device.read(*sources[last])
         if loaded.digest != version.digest:
-            _reject("path", last.path, "the files that were loaded; they have changed since")
-        return loaded
+            _reject("path", sources[last].path, "the files that were loaded; they have changed since")
+        return loaded, last
 
-    def _filled(self, version: AdapterVersion, loaded: LoadedAdapter | None, error: BaseException | None) -> None:
-        if loaded is not None:
+    def _filled(
+        self,
+        version: AdapterVersion,
+        filled: tuple[LoadedAdapter, str | None] | None,
+        error: BaseException | None,
+    ) -> None:
+        if filled is not None:
+            loaded, name = filled
+            known = self._sources[version]
+            if name in known:  # its files may have been too young to have a stamp before
+                known[name] = known[name]._replace(stamp=loaded.stamp)
             self._keep(version, loaded)
             self._slots.arrived(version)
         else:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from headrace.ops.cuda_memory import AddressRange, memory_grain
+from headrace.ops.host_memory import host_pieces
 
 __all__ = ["WeightMemory"]
 
 _ALIGNMENT = 256  # bytes: as torch's own
 _GRAINS = 16  # of memory that come at once, at least
-_CHUNK_BYTES = 64 << 20  # pinned memory is rounded up to a power of two, so that larger pieces could waste half
 
 
 class WeightMemory:
@@ -117,11 +117,10 @@ class WeightMemory:
         self._range.close()
 
     def _copied(self) -> list[Tensor]:
-        chunks = []
-        for start in range(0, self.used, _CHUNK_BYTES):
-            here = self._bytes[start : min(start + _CHUNK_BYTES, self.used)]
-            chunks.append(torch.empty(len(here), dtype=torch.uint8, pin_memory=True))
-            chunks[-1].copy_(here, non_blocking=True)
+        chunks, start = host_pieces(self.used, 1, pinned=True), 0
+        for chunk in chunks:
+            chunk.copy_(self._bytes[start : start + len(chunk)], non_blocking=True)
+            start += len(chunk)
         return chunks
 
     def _back(self, size: int) -> None:

@@ -146,6 +146,19 @@ def enter(at: SimpleNamespace) -> None:
     at.counts.copy_(torch.tensor([int((leads[:, 0] >= 0).sum()), len(leads)]))
 
 
+def unpack(at: SimpleNamespace) -> None:
+    for (start, first, count, columns, to, down, along, kind), scale in zip(
+        at.parts.tolist(), at.scales.tolist(), strict=True
+    ):
+        if kind == at.KIND:
+            here = start % at.STAGED // at.staged.itemsize
+            demand(here + count <= len(at.staged), "a part beyond the staged bytes")
+            element = first + torch.arange(count)
+            place = to + element // columns * down + element % columns * along
+            demand(not count or 0 <= int(place.min()) <= int(place.max()) < len(at.target), "a place beyond the target")
+            at.target[place] = (at.staged[here : here + count].float() * scale).to(at.target.dtype)
+
+
 def worn_tokens(at: SimpleNamespace) -> list[tuple[int, Tensor]]:
     """(slot, its tokens) of every entry that has any."""
     found = []
@@ -209,8 +222,8 @@ def alike(at: SimpleNamespace) -> SimpleNamespace:
     worn = int(at.entries[0, 0])
     slots = at.slots.tolist() if hasattr(at, "slots") else [worn] * at.rows
     demand(len(slots) == at.rows and {slot for slot in slots if slot >= 0} <= {worn}, "more adapters than one")
-    at.entries = torch.tensor([[slot, row, 1, row] for row, slot in enumerate(slots)])
-    return at
+    entries = torch.tensor([[slot, row, 1, row] for row, slot in enumerate(slots)])
+    return SimpleNamespace(**vars(at) | {"entries": entries})  # a replay comes with the same `at` again
 
 
 def shrink_alike(at: SimpleNamespace) -> None:
@@ -422,6 +435,7 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_fused_decode_kernel": fused_decode,
     "_group_kernel": group,
     "_enter_kernel": enter,
+    "_unpack_kernel": unpack,
     "_shrink_row_kernel": shrink,
     "_shrink_group_kernel": shrink,
     "_shrink_long_kernel": shrink,

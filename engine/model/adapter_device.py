@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from headrace.adapters.bank import AdapterBank, AdapterDevice
-from headrace.adapters.files import read_adapter
+from headrace.adapters.files import TakePieces, read_adapter
 from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.engine.config import EngineConfig
@@ -47,7 +47,7 @@ def adapter_device(
     *,
     dtype: torch.dtype,
     granule_bytes: int,
-    pinned: bool = False,
+    take: TakePieces | None = None,
 ) -> AdapterDevice:
     """Describe a device.
 
@@ -57,13 +57,13 @@ def adapter_device(
         bank: The device's slots.
         dtype: Of its arithmetic.
         granule_bytes: Unit of its memory for adapters.
-        pinned: Read weights into page-locked memory.
+        take: Gives the memory that it is to be read into, where the device unpacks by itself.
     """
     shape = adapter_shape(spec)
 
     def read(path: str, root: Path | None, stamp: Stamp | None) -> LoadedAdapter:
         most = config.max_adapter_rank
-        return read_adapter(path, shape, dtype, max_rank=most, root=root, pinned=pinned, stamp=stamp)
+        return read_adapter(path, shape, dtype, max_rank=most, root=root, take=take, stamp=stamp)
 
     granules = adapter_granules(config, spec, dtype, granule_bytes)
     return AdapterDevice(bank, config.adapter_slots, granules, granule_bytes, read)

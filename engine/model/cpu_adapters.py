@@ -34,6 +34,7 @@ class CpuBank:
     def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
         """Make `adapter` what the wearers of `slot` wear, from where it lies; nobody wears the slot now."""
         layout, block, prefix, virtual = adapter.layout, adapter.block, adapter.prefix_LPsD, adapter.virtual_PE
+        assert isinstance(block, Tensor), "nothing unpacks what is stored"
         self._prefixes[slot] = None if prefix is None else prefix.to(self._dtype)
         self._updates[slot] = CpuUpdates(
             _sites(layout, block), _embedding(layout, block), None if virtual is None else virtual.to(self._dtype)

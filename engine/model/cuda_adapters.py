@@ -16,12 +16,15 @@ from torch import Tensor
 
 from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, ModelShape, module_row
 from headrace.adapters.loaded import LoadedAdapter
+from headrace.adapters.stored import DTYPES, PIECE_BYTES, Stored
 from headrace.engine.model.memory import borrow_stream, return_stream
 from headrace.engine.scheduling.plan import Work
 from headrace.ops.cuda import CudaOps, GivenRows
 from headrace.ops.cuda_adapters import CudaAdapterOps, VirtualRows
 from headrace.ops.cuda_linear import MAX_ROWS
 from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
+from headrace.ops.cuda_unpack import Unpacker
+from headrace.ops.host_memory import PiecePool
 
 __all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
 
@@ -64,6 +67,7 @@ class CudaBank:
         granules: int,
         max_rows: int,
         max_tokens: int,
+        host: PiecePool,
     ) -> None:
         """Allocate room for adapters on the device of `ops`.
 
@@ -74,6 +78,7 @@ class CudaBank:
             granules: Memory for their low-rank updates, in `granule_bytes`.
             max_rows: Rows of a step.
             max_tokens: Tokens of a step.
+            host: Memory of pieces of `PIECE_BYTES` that adapters are read into.
         """
         dtype = ops.shape.dtype
         self._ops, self._layers = ops, shape.num_layers
@@ -91,21 +96,33 @@ class CudaBank:
         self._counts = torch.zeros(2, dtype=torch.int32, device=device)
         self._order, self._slots = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(2))
         self._count = torch.arange(max(max_rows, max_tokens), dtype=torch.int32, device=device)
+        self._unpack = Unpacker(self._arena, DTYPES, PIECE_BYTES)
+        self._host = host
 
     def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
         """Make `adapter` what the rows of `slot` wear, in the granules from `start` on; blocks until it is there."""
         if self._stream is None:
             self._stream = borrow_stream(self._device)
-        first = start * self._elements
-        given = first + len(adapter.block)
+        first, block = start * self._elements, adapter.block
         with torch.inference_mode(), torch.cuda.stream(self._stream):  # whose copies wait for themselves alone
-            self._arena[first:given].copy_(adapter.block)
+            if isinstance(block, Stored):
+                given = first + block.recipe.elements
+                if block.recipe.is_padded:
+                    self._arena[first:given].zero_()
+                self._unpack(block.pieces, block.recipe.parts, block.recipe.scales, first)
+            else:
+                given = first + len(block)
+                self._arena[first:given].copy_(block)
             self._table[slot].copy_(torch.from_numpy(table_lines(adapter.layout, first)))
             self._virtual[slot] = self._placed(given, adapter.virtual_PE)
             prefix_LPsD = self._placed(given, adapter.prefix_LPsD)
             self._prefixes[slot] = None if prefix_LPsD is None else prefix_LPsD.flatten(2)
             self._stream.synchronize()
         self._ranks[slot] = adapter.layout.ranks
+
+    def memory(self, nbytes: int) -> Sequence[Tensor]:
+        """As `TakePieces`."""
+        return self._host.take(nbytes)
 
     def take(self, slot: int) -> None:
         """Let go of what `slot` holds; nobody wears it now."""
@@ -118,7 +135,7 @@ class CudaBank:
             if stream is not None:
                 stream.synchronize()
                 return_stream(stream)
-        for name in ("_arena", "_table", "_entries", "_counts", "_order", "_slots", "_count", "_virtual", "_prefixes"):
+        for name in "_arena _table _entries _counts _order _slots _count _virtual _prefixes _unpack _host".split():
             delattr(self, name)
 
     def worn(self, slots_B: NDArray[np.int32]) -> Worn:

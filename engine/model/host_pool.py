@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from headrace.engine.model.memory import free_host_bytes
+from headrace.ops.host_memory import host_pieces
 
 __all__ = ["HostPool"]
 
-_CHUNK_BYTES = 64 << 20  # pinned memory is rounded up to a power of two, so that larger pieces could waste half
 _RUN_BYTES = 16 << 20  # that are copied at once, through as much memory of the device
 _TRIAL_PAGES = 32
 _TRIALS = 4
@@ -36,12 +36,10 @@ class HostPool:
         if needed > (free := free_host_bytes()):
             raise MemoryError(f"{needed} bytes for pages, of which {free} are free")
         shape = (kv.shape[0], *kv.shape[2:])
-        self._per_chunk = max(1, _CHUNK_BYTES // kv[:, 0].nbytes)
         self._per_run = max(1, _RUN_BYTES // kv[:, 0].nbytes) if pinned else 1
-        self._chunks = [
-            torch.empty((min(self._per_chunk, places - start), *shape), dtype=kv.dtype, pin_memory=pinned)
-            for start in range(0, places, self._per_chunk)
-        ]
+        pieces = host_pieces(places, kv[:, 0].nbytes, pinned=pinned)
+        self._chunks = [piece.view(kv.dtype).view(-1, *shape) for piece in pieces]
+        self._per_chunk = max(map(len, self._chunks), default=1)
         self._places = places
 
     def spill(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:

@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 
+from headrace.adapters.stored import PIECE_BYTES
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
 from headrace.engine.model.gguf import GgufFile
-from headrace.engine.model.memory import return_device_memory
+from headrace.engine.model.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import Source, load_weights
 from headrace.engine.scheduling.plan import Capacity
@@ -27,6 +28,7 @@ try:
     from headrace.ops.cuda_cache import keep_compiled, use_cache
     from headrace.ops.cuda_even import EvenDecode
     from headrace.ops.cuda_weights import WeightMemory
+    from headrace.ops.host_memory import PiecePool
 except ImportError as error:
     raise DeviceUnavailable(f"device: CUDA needs headrace's `cuda` extra: {error}") from error
 
@@ -97,7 +99,9 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
         raise
     adapters = None
     if bank is not None:
-        adapters = adapter_device(config, spec, bank, dtype=dtype, granule_bytes=CudaBank.granule_bytes, pinned=True)
+        adapters = adapter_device(
+            config, spec, bank, dtype=dtype, granule_bytes=CudaBank.granule_bytes, take=bank.memory
+        )
     name = str(dtype).removeprefix("torch.")
     return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters)
 
@@ -117,8 +121,26 @@ def _make_bank(config: EngineConfig, spec: DecoderSpec, ops: CudaOps, limits: Li
         )
     return CudaBank(
         adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules,
-        max_rows=limits.rows, max_tokens=limits.batched_tokens,
+        max_rows=limits.rows, max_tokens=limits.batched_tokens, host=_host_memory(config),
     )  # fmt: skip
+
+
+def _host_memory(config: EngineConfig) -> PiecePool:
+    """The page-locked memory for adapters, taken while nobody waits for a step: that may take seconds."""
+    wanted, free = config.adapter_host_memory, free_host_bytes()
+    if wanted > free:
+        raise InvalidParams(
+            f"adapter_host_memory: must be at most the {free} bytes of host memory that are free, got {wanted}",
+            field="adapter_host_memory",
+            value=wanted,
+            limit=free,
+        )
+    try:
+        return PiecePool(wanted, PIECE_BYTES)
+    except RuntimeError as error:
+        raise DeviceUnavailable(
+            f"device: {wanted} bytes for adapter_host_memory cannot be page-locked: {error}"
+        ) from None
 
 
 def build_kernels(config: EngineConfig, spec: DecoderSpec, folder: str) -> int:

@@ -37,7 +37,13 @@ def test_each_input_of_embed_wears_its_own(tmp_path: Path) -> None:
     names = [None, "worn", "worn", None, "worn"]
 
     async def run(device: str, dtype: str) -> NDArray[np.float32]:
-        options = {"max_context": 128, "max_batched_tokens": 24, "max_rows": 4, "adapter_slots": 1}
+        options = {
+            "max_context": 128,
+            "max_batched_tokens": 24,
+            "max_rows": 4,
+            "adapter_slots": 1,
+            "adapter_host_memory": "4MiB",
+        }
         async with open_engine(base, device, **(options | {"dtype": dtype})) as engine:
             await engine.adapters.load("worn", worn)
             vectors = [(await engine.embed(asked, adapter=names, pooling=kind)).vectors for kind in ("last", "mean")]

@@ -1,0 +1,211 @@
+"""`recipe_of`: which updates a PEFT file's tensors are, and where their numbers go; never reads a number.
+
+Names and shapes are a stranger's: each is checked against the model's. Next to read: stored.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace.adapters.layout import EMBED, HEAD, MODULES, BlockLayout, ModelShape, module_row
+from headrace.adapters.peft_config import PeftConfig
+from headrace.adapters.safetensors_header import TensorEntry, refuse_file
+from headrace.adapters.stored import DTYPES, PIECE_BYTES, Part, Recipe, Span
+from headrace.adapters.untrusted import in_turns
+
+__all__ = ["PROMPT_KEY", "WEIGHTS_FILE", "recipe_of", "virtual_recipe"]
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PROMPT_KEY = "prompt_embeddings"
+"""The one tensor of an adapter of virtual tokens."""
+_KINDS = {"F32": 0, "F16": 1, "BF16": 2}
+_ALIGNMENT = 16  # bytes: a tensor may follow another of smaller numbers
+_LAYER_KEY = re.compile(
+    r"base_model\.model\.model\.layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+    r"\.lora_([AB])\.weight"
+)
+_TOP_KEYS = {
+    "base_model.model.model.embed_tokens.lora_embedding_A": ("embed", "A"),
+    "base_model.model.model.embed_tokens.lora_embedding_B": ("embed", "B"),
+    "base_model.model.lm_head.lora_A.weight": ("head", "A"),
+    "base_model.model.lm_head.lora_B.weight": ("head", "B"),
+}
+# PEFT saves the frozen embeddings beside updates of them: they are the base model's own.
+_FROZEN_KEYS = re.compile(r"base_model\.model\.(model\.embed_tokens|lm_head)(\.base_layer)?\.weight")
+_Place = tuple[int, str]
+
+
+def recipe_of(
+    entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape, *, in_pieces: bool
+) -> tuple[Recipe, list[str]]:
+    """How a file's tensors become a block, and the name of the tensor that each part is of.
+
+    Args:
+        entries: The file's tensors.
+        config: What its adapter_config.json asks for.
+        shape: The model's sizes.
+        in_pieces: They will lie in memory of several pieces, not of one.
+
+    Raises:
+        ModelRejected: A tensor is missing, unknown, of another shape or of no dtype of `DTYPES`.
+    """
+    pairs = _pairs(entries, config, shape)
+    layout = BlockLayout.of(shape, {place: pair.rank for place, pair in pairs.items()})
+    return _recipe(entries, list(_matrices(pairs, layout)), layout, layout.elements, in_pieces)
+
+
+def virtual_recipe(entry: TensorEntry, shape: ModelShape) -> Recipe:
+    """How the embeddings, or the keys and values, of virtual tokens become one block of them as they are stored.
+
+    Raises:
+        ModelRejected: They are of no dtype of `DTYPES`.
+    """
+    count, width = entry.shape
+    matrix = _Matrix(PROMPT_KEY, 0, width, 1)
+    return _recipe({PROMPT_KEY: entry}, [matrix], BlockLayout.of(shape, {}), count * width, in_pieces=False)[0]
+
+
+def _recipe(
+    entries: dict[str, TensorEntry], found: list[_Matrix], layout: BlockLayout, elements: int, in_pieces: bool
+) -> tuple[Recipe, list[str]]:
+    matrices = {matrix.key: matrix for matrix in found}
+    spans, ats, end = _placed(entries, matrices)
+    lines, scales, names = [], [], []
+    for key, at in in_turns(ats.items()):
+        matrix, kind = matrices[key], _kind(entries, key)
+        size = DTYPES[kind].itemsize
+        for start, stop in _cut(at, at + entries[key].nbytes, in_pieces):
+            first, count = (start - at) // size, (stop - start) // size
+            lines.append((start, first, count, entries[key].shape[1], matrix.to, matrix.down, matrix.along, kind))
+            scales.append(matrix.scale)
+            names.append(key)
+    parts = np.array(lines, np.int64)
+    is_padded = int(parts[:, Part.COUNT].sum()) < elements
+    return Recipe(layout, elements, spans, end, parts, np.array(scales, np.float32), is_padded), names
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The two tensors of one module's update."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Where a stored matrix goes in the block, in elements, and what it is multiplied by."""
+
+    key: str
+    to: int
+    down: int
+    along: int
+    scale: float = 1.0
+
+
+def _matrices(pairs: dict[_Place, _Pair], layout: BlockLayout) -> Iterator[_Matrix]:
+    for (layer, module), pair in in_turns(pairs.items()):
+        row = module_row(layer, module) if layer >= 0 else {"embed": EMBED, "head": HEAD}[module]
+        inputs, outputs = layout.shape.size(module)
+        a, b = int(layout.a[row]), int(layout.b[row])
+        if module == "embed":  # stored [rank, vocab], used by token
+            yield _Matrix(pair.a, a, 1, int(layout.ranks[row]))
+        else:
+            yield _Matrix(pair.a, a, inputs, 1)
+        yield _Matrix(pair.b, b, 1, outputs, pair.scale)
+
+
+def _placed(
+    entries: dict[str, TensorEntry], matrices: dict[str, _Matrix]
+) -> tuple[tuple[Span, ...], dict[str, int], int]:
+    """What to read of a file, where each tensor of a matrix lies in memory then, and where the last ends.
+
+    Tensors that follow each other in the file do so in memory, too, but that each begins where its numbers can.
+    """
+    spans: list[Span] = []
+    ats: dict[str, int] = {}
+    end = 0
+    for key, entry in in_turns(entries.items()):  # in the file's order
+        if key not in matrices:
+            continue
+        last = spans[-1] if spans else None
+        size = DTYPES[_kind(entries, key)].itemsize
+        if last is None or last.offset + last.nbytes != entry.offset or end % size:
+            end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            last = Span(entry.offset, 0, end)
+            spans.append(last)
+        ats[key] = end
+        spans[-1] = replace(last, nbytes=last.nbytes + entry.nbytes)
+        end += entry.nbytes
+    return tuple(spans), ats, end
+
+
+def _kind(entries: dict[str, TensorEntry], key: str) -> int:
+    """The place of a tensor's dtype in `DTYPES`; refused if it has none there."""
+    kind = _KINDS.get(entries[key].dtype)
+    if kind is None:
+        refuse_file(WEIGHTS_FILE, f"the dtype of {key}", entries[key].dtype, ", ".join(_KINDS))
+    return kind
+
+
+def _cut(start: int, stop: int, in_pieces: bool) -> Iterator[tuple[int, int]]:
+    """The runs of `start` to `stop` between the ends of pieces."""
+    while start < stop:
+        end = min(stop, (start // PIECE_BYTES + 1) * PIECE_BYTES) if in_pieces else stop
+        yield start, end
+        start = end
+
+
+def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape) -> dict[_Place, _Pair]:
+    """The updates in the file, in the order of layers and modules, each with its two tensors of the right shapes."""
+    keys: dict[_Place, dict[str, str]] = {}
+    for key, entry in in_turns(entries.items()):
+        found = _place(key, shape)
+        if found is not None:
+            keys.setdefault(found[0], {})[found[1]] = key
+        elif not _is_frozen_base(key, entry, shape):
+            refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {', '.join(MODULES)}, embed_tokens and lm_head")
+    if not keys:
+        refuse_file(WEIGHTS_FILE, "the number of updates", 0, "at least 1")
+    pairs = {}
+    for (layer, module), both in in_turns(sorted(keys.items())):
+        if len(both) < 2:
+            half, key = next(iter(both.items()))
+            refuse_file(WEIGHTS_FILE, "tensor", key, f"one with its {'B' if half == 'A' else 'A'} beside it")
+        pairs[layer, module] = _checked_pair(entries, both["A"], both["B"], config, shape.size(module))
+    return pairs
+
+
+def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
+    """((layer, module), "A" or "B") of a tensor's name; None where it names no update that the model has."""
+    if key in _TOP_KEYS:
+        module, half = _TOP_KEYS[key]
+        return (-1, module), half
+    match = _LAYER_KEY.fullmatch(key)
+    if match is None or int(match[1]) >= shape.num_layers:
+        return None
+    if ("mlp" in key) != (match[2] in ("gate", "up", "down")):
+        return None
+    return (int(match[1]), match[2]), match[3]
+
+
+def _is_frozen_base(key: str, entry: TensorEntry, shape: ModelShape) -> bool:
+    return _FROZEN_KEYS.fullmatch(key) is not None and entry.shape == (shape.vocab_size, shape.hidden_size)
+
+
+def _checked_pair(entries: dict[str, TensorEntry], a: str, b: str, config: PeftConfig, size: tuple[int, int]) -> _Pair:
+    inputs, outputs = size
+    module = a.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")[0]
+    rank = config.rank_of(module)
+    for key, expected in ((a, (rank, inputs)), (b, (outputs, rank))):
+        if entries[key].shape != expected:
+            refuse_file(
+                WEIGHTS_FILE, f"the shape of {key}", entries[key].shape, f"{expected}, as the model's sizes say"
+            )
+    return _Pair(a, b, rank, config.scale_of(module))
