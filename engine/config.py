@@ -107,7 +107,10 @@ class EngineConfig(BaseModel):
     adapter_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
     """Bytes of the device for them; None is room for as many of rank 16 on every module as there are slots."""
     adapter_host_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] = 2 << 30
-    """Bytes of host memory for adapters that are loaded; those used least recently are read from disk again."""
+    """Bytes of host memory for adapters that are loaded; those used least recently are read from disk again.
+
+    For a GPU they are taken when the engine opens.
+    """
     max_adapters: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Adapters that may be loaded."""
     max_adapter_rank: Annotated[int, Field(ge=1, le=256)] = 64

@@ -214,8 +214,8 @@ async def _prompts(engine: Engine, sizes: Sizes, rows: int) -> dict[int, float]:
 async def _loading(engine: Engine, sizes: Sizes, rows: int) -> dict[str, float]:
     """99th percentile of a step's milliseconds while rows decode: alone, and while adapters are read and put in place.
 
-    The first few adapters of "filling" also take their page-locked memory from the system, which later ones use again.
-    "again" is alone once more, for what two measurements of the same differ by.
+    "filling" is the first few of them, while host memory still has room. "again" is alone once more, for what two
+    measurements of the same differ by.
     """
     found: dict[str, float] = {}
     turns, first = 1, 0
@@ -246,7 +246,8 @@ async def _load(engine: Engine, numbers: Sequence[int], loaded: anyio.Event) -> 
 
 async def _ready(engine: Engine) -> dict[str, float]:
     """Milliseconds from asking for an adapter that is registered, but on disk, until it is on the device."""
-    gone = [info.name for info in engine.adapters.list() if info.where == "disk" and info.name.startswith(FROM_FILE)]
+    lately = {f"{FROM_FILE}{number}" for number in range(_FILLING, _FILLING + _LOADS)}  # from a file that had settled
+    gone = [info.name for info in engine.adapters.list() if info.where == "disk" and info.name in lately]
     took = []
     for name in gone[:_READIES]:
         started = time.perf_counter()

@@ -72,6 +72,22 @@ def test_many_of_mixed_ranks_in_one_batch(device: str, zoo: Zoo, tmp_path: Path)
         Judge(folder, device).check(mine, str(kind))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_each_alone(cuda: str, zoo: Zoo, tmp_path: Path) -> None:
+    """One row, for which other kernels serve."""
+    base = zoo.folder(BASE)
+    made = {kind: make(base, tmp_path, kind) for kind in KINDS}
+
+    async def run() -> dict[str, list[Output]]:
+        async with open_engine(base, cuda, **OPTIONS) as engine:
+            for kind, each in made.items():
+                await engine.adapters.load(_name(kind), each.folder)
+            return {kind: await _together(engine, [kind]) for kind in made}
+
+    for kind, mine in anyio.run(run).items():
+        Judge(made[kind].merged, cuda).check(mine, kind)
+
+
 async def _together(engine: Engine, worn: list[str | None]) -> list[Output]:
     """One greedy output for each, of prompts that no two share, all at once."""
     outputs: dict[int, Output] = {}

@@ -54,3 +54,15 @@ def test_each_input_of_embed_wears_its_own(tmp_path: Path) -> None:
         found = anyio.run(run, "cuda", "bfloat16")
     assert (found * expected).sum(-1).min() > 0.99
     assert (expected[:, 2] * expected[:, 3]).sum(-1).max() < 0.97, "the adapter changes too little to mean anything"
+
+
+def test_pieces_come_back_when_they_are_dropped() -> None:
+    with emulated():
+        pool = importlib.import_module("headrace.ops.host_memory").PiecePool(64, 16)
+        first, second = pool.take(33), pool.take(17)
+        assert [len(first), len(second)] == [3, 2], "one more than the pool had"
+        addresses = {piece.data_ptr() for piece in (*first, *second)}
+        assert len(addresses) == 5
+        del first
+        third = pool.take(48)
+        assert {piece.data_ptr() for piece in (*second, *third)} == addresses
