@@ -143,7 +143,9 @@ class FairShare(FirstCome):
         return 1, self._accounts(request)[0].served, request.order
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
-        """The tenant that was given less comes first."""
+        """The tenant that was given less comes first, but not before one that gave way too often already."""
+        if prefilling.preemptions >= _GIVES_WAY:
+            return False
         return self._accounts(waiting)[0].served < self._accounts(prefilling)[0].served
 
     def displaced(self, running: Sequence[Request], coming: int) -> Iterator[Request]:
@@ -239,9 +241,15 @@ class Deadlines(FairShare):
         """What the tenant was given, then the deadline."""
         return self._accounts(request)[0].served, self.place(request)
 
+    def standing(self, request: Request, now: float) -> Any:
+        """As in the queue, but for those that gave way too often already."""
+        if request.preemptions >= _GIVES_WAY:
+            return super().standing(request, now)
+        return 1, *self.urgency(request, now)
+
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
         """Within a tenant the earlier deadline, among tenants the one that was given less."""
-        if waiting.tenant == prefilling.tenant:
+        if waiting.tenant == prefilling.tenant and prefilling.preemptions < _GIVES_WAY:
             return bool(self.place(waiting) < self.place(prefilling))
         return super().overtakes(waiting, prefilling, now)
 

@@ -154,6 +154,25 @@ def test_the_earliest_deadline_is_first_and_those_without_one_are_last() -> None
     assert starts(rig) == [5, 2, 3, 0, 1, 4]
 
 
+def test_what_is_due_later_does_not_start_before_a_begun_prompt_goes_on() -> None:
+    """Also where it may start before another that is begun."""
+    rig = Rig(capacity(rows=4, pages=200, budget=16), policy=Deadlines())
+    rig.submit(words(0, 60), 1)
+    rig.turn()
+    (begun,) = rig.submit(words(1, 40), 1, deadline=50.0)
+    rig.turn()
+    (later,) = rig.submit(words(2, 10), 1, deadline=60.0)
+    planned = []
+    while later.id not in planned:
+        plan = rig.launch()
+        assert plan is not None
+        planned += [work.request.id for work in plan.works]
+        rig.complete()
+    assert planned == [begun.id, begun.id, later.id]
+    rig.run()
+    rig.check_empty()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_every_policy_what_is_too_late_is_not_computed(policy: str) -> None:
     rig = Rig(capacity(rows=2, budget=16), depth=2, policy=POLICIES[policy]())
