@@ -98,6 +98,7 @@ class _Adapter:
     number: int
     virtual_tokens: int
     nbytes: int = 64
+    host_bytes: int = 64
     stamp: None = None
 
     @property
