@@ -253,6 +253,8 @@ class Adapters:
 
     def _keep(self, version: AdapterVersion, loaded: LoadedAdapter) -> None:
         """Keep weights in host memory as the latest used, and let others go to disk as need be."""
+        if self._closed_by is not None:
+            return
         self._pool.pop(version, None)
         self._pool[version] = loaded
         held = sum(each.host_bytes for each in self._pool.values())
@@ -323,6 +325,7 @@ class Adapters:
     def _join(self) -> None:
         for worker in self._workers:
             worker.close()
+        self._pool.clear()
 
 
 def _source(path: str, root: str | os.PathLike[str] | None) -> _Source:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,63 @@ async def test_what_is_not_in_memory_is_read_again(
         assert await tokens_of(engine, "a2") == reference(3)
 
 
+async def test_who_waits_for_an_adapter_blocks_nobody_and_has_it_before_its_turn(
+    model: Path, reference: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    async with Engine(model, **OPTIONS | {"adapter_slots": 1, "adapter_host_memory": 1}) as engine:
+        for seed in (1, 2):
+            await engine.adapters.load(f"a{seed}", lora_folder(tmp_path / str(seed), seed))
+        for seed in (2, 1):
+            assert await tokens_of(engine, f"a{seed}") == reference(seed)
+        device, may_read = engine.adapters._device, threading.Event()
+        assert device is not None
+
+        def read(*source: Any) -> Any:
+            may_read.wait(60)
+            return device.read(*source)
+
+        engine.adapters._device = dataclasses.replace(device, read=read)
+        found: list[list[int]] = []
+
+        async def wait_for_it() -> None:
+            found.append(await tokens_of(engine, "a2"))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait_for_it)
+            assert await tokens_of(engine, None, max_tokens=100) == reference(None, count=100)
+            assert not found and where(engine)["a2"] == "loading"
+            may_read.set()
+        assert found == [reference(2)]
+        others = [engine.stream(PROMPT, GREEDY.model_copy(update={"max_tokens": 200})) for _ in range(8)]
+        assert [await anext(stream) for stream in others], "all rows are taken"
+        async with anyio.create_task_group() as group:
+            group.start_soon(tokens_of, engine, "a1")
+            with anyio.fail_after(30):
+                while where(engine)["a1"] != "device":  # noqa: ASYNC110 - nobody tells
+                    await anyio.sleep(0.001)
+            assert engine.stats().waiting == 1 and engine.stats().running == 8
+            for stream in others:
+                await stream.aclose()
+
+
+def where(engine: Engine) -> dict[str, str]:
+    return {info.name: info.where for info in engine.adapters.list()}
+
+
+async def test_loads_of_one_name_at_once_take_turns(
+    model: Path, reference: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    async with Engine(model, **OPTIONS) as engine:
+        async with anyio.create_task_group() as group:
+            for seed in (1, 2, 3):
+                group.start_soon(engine.adapters.load, "a", lora_folder(tmp_path / str(seed), seed))
+        adapters = engine.adapters
+        (only,) = adapters.list()
+        assert only.name == "a"
+        assert await tokens_of(engine, "a") in [reference(seed) for seed in (1, 2, 3)], "a mixture"
+    assert not adapters._pool, "a closed engine keeps weights"
+
+
 async def test_a_name_outlives_another_of_the_same_weights(
     model: Path, reference: Callable[..., list[int]], tmp_path: Path
 ) -> None:
@@ -244,8 +303,8 @@ async def test_pinned_adapters_stay_as_long_as_others_find_room(model: Path, tmp
             engine.adapters.pin("a2")
         for seed in (0, 1, 2, 0):
             await tokens_of(engine, f"a{seed}")
-            where = {info.name: info.where for info in engine.adapters.list()}
-            assert where["a3"] == "device" and where[f"a{seed}"] == "device"
+            there = where(engine)
+            assert there["a3"] == "device" and there[f"a{seed}"] == "device"
         engine.adapters.pin("a3", False)
         engine.adapters.pin("a2")
 
