@@ -470,7 +470,6 @@ class EngineWorld:
                 self.note(say_plan, made, "")
                 self.watch.planned(made, owed, now)
                 self._check_readers(made)
-                self._check_order(made)
             return made
 
         def commits(made: Any, tokens: Any) -> Any:
@@ -531,16 +530,6 @@ class EngineWorld:
             generation = generations.get(work.request.id)
             assert generation is not None, f"r{work.request.id} is planned for no stream"
             assert not generation.finished, f"r{work.request.id} is planned for a stream that has ended"
-
-    def _check_order(self, plan: Any) -> None:
-        """Who came first starts first, where that is the policy and nothing but room can be what one waits for."""
-        if self.lot.options["policy"] != "first_come" or self.lot.options["prefix_cache"] or not plan.new_rows:
-            return
-        new = {row.row for row in plan.new_rows}
-        last = max(work.request.order for work in plan.works if work.row in new)
-        for request in self._loop().scheduler._roster.waiting:
-            free = request.wears is None and request.leader is None and request.before is None and not request.places
-            assert not free or request.order > last, f"r{request.id} waits, and one that came later starts"
 
     def _look(self) -> None:
         """Between any two turns of the event loop."""
