@@ -125,7 +125,7 @@ class EngineWorld:
         self.least_pool = (lambda: self.least_pages * lot.capacity.page_size) if lot.elastic else None
         if lot.elastic:
             self.capacity = replace(lot.capacity, num_pages=2 * lot.capacity.num_pages)
-        self.may_give_up = lot.options["policy"] == "deadlines"
+        self.may_give_up = lot.options["policy"]["name"] == "deadlines"
         self.callers = Callers(self, lot.settings)
         self.closing = False
         self.sampled: list[tuple[float, int]] | None = [] if seconds else None

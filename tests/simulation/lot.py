@@ -8,6 +8,7 @@ from typing import Any
 from simulation.callers import Settings
 from simulation.engine_device import FIRST, LETTERS, Faults
 from simulation.rig import capacity
+from simulation.world import NARROW
 
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.scheduling.policies import POLICIES
@@ -97,7 +98,7 @@ def _draw_options(chance: random.Random, seed: int, size: Capacity) -> dict[str,
         "max_unread_tokens": chance.choice([1, 2, 8, 512]),
         "prefix_cache": chance.random() < 0.8,
         "swap_memory": chance.choice([0, 0, 3, 100]) * size.page_size,
-        "policy": policy,
+        "policy": {"name": policy, **(NARROW.get(policy, {}) if seed % 2 else {})},
         "itl_target_ms": chance.choice([None, None, 20.0]),
         "max_adapters": 4,
         "adapter_host_memory": chance.choice([64, 200, 10_000]),

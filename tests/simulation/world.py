@@ -15,7 +15,7 @@ from headrace.engine.scheduling.plan import NON_FINITE
 from headrace.engine.scheduling.policies import POLICIES, policy_of
 from headrace.engine.scheduling.request import Request, State
 
-__all__ = ["Broken", "World", "play"]
+__all__ = ["NARROW", "Broken", "World", "play"]
 
 _VOCAB = 50
 _REQUESTS = 30
@@ -23,7 +23,7 @@ _BUSY_TICKS = 120
 _TICKS = 20_000
 _FORKS = 60
 _SHARES = {"burst": 8.0, "weights": {"a": 3.0}, "adapter_weights": {"x": 2.0}}
-_NARROW = {
+NARROW: dict[str, dict[str, Any]] = {
     "ageing": {"seconds": 1.0, "most": 3.0},
     "size_classes": {"short": 8, "long": 20, "most_wait": 1.0},
     "fair_share": _SHARES,
@@ -83,7 +83,7 @@ class World:
         """As with searches: worlds without tenants and deadlines are what they would be if there were none anywhere."""
         policy = self._servings.choice([None, *POLICIES, "deadlines"])
         settings: dict[str, Any] = {"answer": 1} if policy == "deadlines" and self._servings.random() < 0.5 else {}
-        settings |= _NARROW.get(policy or "", {}) if seed % 2 else {}
+        settings |= NARROW.get(policy or "", {}) if seed % 2 else {}
         self._served_apart = policy is not None
         self._deadlines = self._servings.choice([0.0, 0.2, 0.8]) if self._served_apart else 0.0
         self.rig = Rig(
