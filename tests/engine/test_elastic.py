@@ -247,6 +247,7 @@ async def test_a_device_that_fails_in_a_change_ends_the_engine() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize(("what", "seconds"), [("resize_kv", 0.05), ("sleep", 0.5), ("wake", 0.5)])
 async def test_a_change_that_hangs_is_given_up(what: str, seconds: float, caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
