@@ -161,7 +161,13 @@ def _locate(config: EngineConfig) -> Path:
     """
     path = Path(config.model).expanduser()
     if path.exists():
-        return path.parent if config.load_format == "random" and path.is_file() else path
+        if config.load_format == "random" and path.is_file():
+            return path.parent
+        if path.is_file() and path.suffix != ".gguf":
+            raise ModelRejected(
+                f"model: neither a folder nor a .gguf file: {config.model}", field="model", value=config.model
+            )
+        return path
     if not config.allow_download or config.model.count("/") > 1 or config.model.startswith((".", "/", "~")):
         hint = "" if config.allow_download else "; a hub id needs allow_download=True"
         raise ModelRejected(f"model: no such folder or file: {config.model}{hint}", field="model", value=config.model)

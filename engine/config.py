@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,6 +26,7 @@ from headrace.engine.scheduling.policy import Policy
 __all__ = ["EngineConfig", "parse_bytes"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -46,6 +48,12 @@ def _as_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _known_device(value: str) -> str:
+    if _DEVICE.fullmatch(value) is None:
+        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    return value
+
+
 def _known_policy(value: str | dict[str, Any] | Policy) -> str | dict[str, Any] | Policy:
     policy_of(value)
     return value
@@ -62,7 +70,7 @@ class EngineConfig(BaseModel):
 
     model: Annotated[str, Field(min_length=1), BeforeValidator(_as_text)]
     """A folder in Hugging Face layout, a `.gguf` file, or a hub id (with `allow_download`)."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
+    device: Annotated[str, AfterValidator(_known_device)] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one, and the CPU otherwise."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the model. `float32` uses no reduced precision anywhere; `auto` is the fastest for the device."""

@@ -207,6 +207,11 @@ def invalid_params(error: ValidationError, model: type[BaseModel]) -> InvalidPar
         return cause
     message = str(cause) if cause is not None else first["msg"]
     field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        from difflib import get_close_matches  # which nothing else needs
+
+        alike = get_close_matches(field, model.model_fields, 1)
+        message = "there is no such option" + "".join(f" (but {name})" for name in alike)
     value = first["input"]
     context = first.get("ctx", {})
     limits = {name: context[name] for name in _LIMITS if name in context}

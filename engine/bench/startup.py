@@ -73,7 +73,7 @@ def measure_once(path: str, options: dict[str, Any], prompt_tokens: int) -> tupl
     """Seconds of each phase in a new process, the device and the model's name.
 
     Raises:
-        BenchmarkFailed: The process failed; carries the end of what it wrote.
+        BenchmarkFailed: The process failed; carries the last line that it wrote.
     """
     command = [sys.executable, "-c", _CHILD, json.dumps([path, options, prompt_tokens])]
     started = time.monotonic()
@@ -82,6 +82,7 @@ def measure_once(path: str, options: dict[str, Any], prompt_tokens: int) -> tupl
     except subprocess.TimeoutExpired as error:
         raise BenchmarkFailed(f"no first token within {_TIMEOUT:.0f} s") from error
     if child.returncode:
-        raise BenchmarkFailed(f"the started process failed: {child.stderr.strip()[-1000:]}")
+        *_, told = child.stderr.strip().splitlines() or ["it wrote nothing"]
+        raise BenchmarkFailed(f"the started process failed: {told[-1000:]}")
     marks, device, model = json.loads(child.stdout.strip().splitlines()[-1])
     return [later - earlier for earlier, later in zip([started, *marks], marks, strict=False)], device, model

@@ -289,7 +289,7 @@ def policy_of(wanted: str | Mapping[str, Any] | Policy) -> Policy:
     settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in POLICIES:
-        raise ValueError(f"must be one of {', '.join(POLICIES)}, got {name!r}")
+        raise ValueError(f"must be one of {', '.join(POLICIES)}")
     if name == "first_come" and settings:
         raise ValueError(f"first_come has no settings, got {', '.join(settings)}")
     return POLICIES[name](**settings)

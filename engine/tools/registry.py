@@ -57,7 +57,8 @@ def parser_class(name: str | None) -> type[ToolParser]:
     try:
         return _formats[name]
     except KeyError:
-        raise InvalidParams("no such tool format", field="tools", value=name, limit=sorted(_formats)) from None
+        known = sorted(_formats)
+        raise InvalidParams(f"must be one of {', '.join(known)}", field="tools", value=name, limit=known) from None
 
 
 def detect(chat_template: str) -> Detected:

@@ -272,3 +272,40 @@ def test_a_bad_key_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert run(monkeypatch, "serve", "--api-key", key) != 0
         shown = capsys.readouterr().err
         assert "api_keys" in shown and "hush" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ("--version", 0, "headrace 0."),
+        ("serve {file}", 1, "headrace: model: neither a folder nor a .gguf file: {file}"),
+        ("serve {model} --device tpu", 1, "headrace: device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        ("serve {model} --kv-cache-memory-bytes lots", 1, "got 'lots' (--kv-cache-memory-bytes)"),
+        ("serve {model} --max-model-len 1000000", 1, "this model was made for 256, got 1000000 (--max-model-len)"),
+        ("serve {model} --set max_row=1", 1, "headrace: max_row: there is no such option (but max_rows), got '1'"),
+        ("serve {model} --set policy=weird", 1, "fair_share, deadlines, got 'weird'\n"),
+        ("serve {model} --tool-call-parser xyz", 2, "--tool-call-parser xyz: must be one of hermes, "),
+        ("serve {model} --uvicorn-log-level loud", 2, "--uvicorn-log-level loud: give one of debug, info, "),
+        ("bench policies --json {file}/x.json", 2, "{file}/x.json: no file in an existing folder"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(
+    base_model: Path,
+    arguments: str,
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = {"model": base_model, "file": base_model / "config.json"}
+    assert run(monkeypatch, *arguments.format(**names).split()) == code
+    written = capsys.readouterr()
+    assert told.format(**names) in written.out + written.err and "Traceback" not in written.err
+
+
+def test_lists_of_commands_are_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ([], ["bench"], ["kernels"]):
+        assert run(monkeypatch, *group, "--help") == 0
+        commands = capsys.readouterr().out.partition("Commands:")[2]
+        assert commands and "..." not in commands
