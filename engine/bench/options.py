@@ -1,8 +1,8 @@
 """`headrace bench options`: what each kind of option adds to a decode step in which all rows ask for it.
 
 Steps are timed as `headrace bench latency` does, kinds in turn in each round, sampled at temperature 1; a round warms
-up first. Then one row asks for what the host must act on, or for steps of its own, beside rows that ask for nothing:
-what it costs them, and what it gets. And one thread goes through the text of a JSON schema and finds its masks.
+up first. Then one row or half of them ask for what the host must act on, or for steps of their own, beside rows that
+ask for nothing: what it costs those, and what these get. And one thread finds the masks along the text of a schema.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import anyio
 import numpy as np
@@ -27,7 +27,7 @@ from headrace.engine.messages import Message
 from headrace.engine.scheduling.shaping import LogitsProcessor
 from headrace.engine.text import TokenTable
 
-__all__ = ["BESIDE", "KINDS", "ByteLevelTokenizer", "run"]
+__all__ = ["BESIDE", "KINDS", "Beside", "ByteLevelTokenizer", "run"]
 
 _SCHEMA = {
     "type": "array",
@@ -65,14 +65,25 @@ def _as_they_are(tokens: list[int], logits: Any) -> Any:
     return logits
 
 
-BESIDE: Mapping[str, tuple[Mapping[str, Any], LogitsProcessor | None]] = {
-    "nothing more": ({}, None),
-    "logits_processor": ({}, _as_they_are),
-    "JSON schema, one by one": (_IN_FORMAT, None),
-    "JSON schema, forced tokens at once": ({"response_format": _FORMAT, "ignore_eos": False}, None),
-    "deterministic": ({"deterministic": True}, None),
+class Beside(NamedTuple):
+    """What some rows ask beside rows that ask for nothing."""
+
+    asked: Mapping[str, Any]
+    hook: LogitsProcessor | None = None
+    by_half: bool = False
+    """Half of the rows ask, and not one alone."""
+
+
+_AT_ONCE = {"response_format": _FORMAT, "ignore_eos": False}
+BESIDE: Mapping[str, Beside] = {
+    "one: nothing more": Beside({}),
+    "one: logits_processor": Beside({}, _as_they_are),
+    "one: JSON schema, token by token": Beside(_IN_FORMAT),
+    "one: JSON schema, forced tokens at once": Beside(_AT_ONCE),
+    "one: deterministic": Beside({"deterministic": True}),
+    "half: JSON schema, token by token": Beside(_IN_FORMAT, by_half=True),
+    "half: JSON schema, forced tokens at once": Beside(_AT_ONCE, by_half=True),
 }
-"""What one row asks beside rows that ask for nothing."""
 
 
 class ByteLevelTokenizer:
@@ -135,10 +146,10 @@ async def _run(
                     for name, asked in KINDS.items():
                         rounds[name] += [await _step(subject.engine, batch, context, steps, asked, turn)]
                         progress.advance(task)
-                beside: dict[str, list[tuple[float, float]]] = {name: [] for name in BESIDE}
+                beside: dict[str, list[dict[str, float]]] = {name: [] for name in BESIDE}
                 for turn in range(repeats + 1):
-                    for name, (asked, hook) in BESIDE.items():
-                        beside[name] += [await _beside(subject.engine, batch, context, steps, asked, hook, turn)]
+                    for name, some in BESIDE.items():
+                        beside[name] += [await _beside(subject.engine, batch, context, steps, some, turn)]
                         progress.advance(task)
                 steps_ms = {name: each[1:] for name, each in rounds.items()}
                 figures.append({"batch": batch, "step_ms": steps_ms, "beside": {k: v[1:] for k, v in beside.items()}})
@@ -150,13 +161,14 @@ async def _run(
             "mask_us": masks,
         }
         table("one mask of the schema, one thread, us", ("p50", "p99"), [[f"{masks[at]:.1f}" for at in ("p50", "p99")]])
-        one_rows = [row for figure in figures for row in _one_rows(figure)]
-        table("one row among others, ms", ("rows and what one asks", "step of the others", "its own token"), one_rows)
+        one_rows = [row for figure in figures for row in _beside_rows(figure)]
+        table("some rows beside others, ms", _BESIDE_COLUMNS, one_rows)
         rows = [row for figure in figures for row in _rows(figure)]
         show("decode step with options in all rows, ms", _COLUMNS, rows, data, json_path)
 
 
 _COLUMNS = ("rows and what they ask", "median (lowest to highest)", "more than none, %")
+_BESIDE_COLUMNS = ("rows and what some ask", "p50 of the others' steps", "p99", "slowest", "their own tokens, mean")
 
 
 def _conditions(subject: Subject, target: Target, context: int, steps: int, repeats: int) -> dict[str, object]:
@@ -172,39 +184,35 @@ def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def _one_rows(figure: Mapping[str, Any]) -> list[list[str]]:
+def _beside_rows(figure: Mapping[str, Any]) -> list[list[str]]:
     return [
-        [f"{figure['batch']}, {name}", *(spread([each[at] for each in found], ".3f") for at in (0, 1))]
+        [f"{figure['batch']}, {name}", *(spread([each[at] for each in found], ".3f") for at in found[0])]
         for name, found in figure["beside"].items()
     ]
 
 
-async def _beside(
-    engine: Engine,
-    batch: int,
-    context: int,
-    steps: int,
-    asked: Mapping[str, Any],
-    hook: LogitsProcessor | None,
-    seed: int,
-) -> tuple[float, float]:
-    """Median milliseconds between tokens of rows that ask for nothing, while one asks; its own mean ones."""
+async def _beside(engine: Engine, batch: int, context: int, steps: int, some: Beside, seed: int) -> dict[str, float]:
+    """Milliseconds between tokens of rows that ask for nothing, while others ask; mean ones of these."""
     prompts = random_prompts(batch, context, vocab_size=engine.info.vocab_size, seed=seed)
-    usual = {"temperature": 1.0, "seed": seed, "ignore_eos": True, "max_tokens": steps}
+    usual = {"temperature": 1.0, "ignore_eos": True, "max_tokens": steps}
     times: list[list[float]] = [[] for _ in prompts]
+    asking = max(1, batch // 2) if some.by_half else 1
 
     async def read(place: int) -> None:
-        params = SamplingParams(**{**usual, **asked}) if not place else SamplingParams(**usual)
-        async for _ in engine.stream(prompts[place], params, logits_processor=hook if not place else None):
+        asked, hook = ({"max_tokens": 4 * steps, **some.asked}, some.hook) if place < asking else ({}, None)
+        params = SamplingParams(**{**usual, "seed": seed * batch + place, **asked})
+        async for _ in engine.stream(prompts[place], params, logits_processor=hook):
             times[place].append(1000 * time.perf_counter())
 
-    async with anyio.create_task_group() as tasks:
-        for place in range(batch):
-            tasks.start_soon(read, place)
-    own, *others = times
-    begun, ended = max(each[0] for each in times), min(each[-1] for each in times)
-    both = [b - a for each in others for a, b in itertools.pairwise(each) if begun <= a and b <= ended]
-    return median(both or [0.0]), (own[-1] - own[0]) / (len(own) - 1)
+    async with anyio.create_task_group() as all_of_them:
+        async with anyio.create_task_group() as others:
+            for place in range(batch):
+                (all_of_them if place < asking else others).start_soon(read, place)
+        all_of_them.cancel_scope.cancel()
+    begun, ended = max(each[0] for each in times), min(each[-1] for each in times[asking:])
+    spans = [[b - a for a, b in itertools.pairwise(each) if begun <= a and b <= ended] for each in times]
+    theirs, own = list(itertools.chain(*spans[asking:])), list(itertools.chain(*spans[:asking]))
+    return {"p50": median(theirs), "p99": percentile(theirs, 0.99), "most": max(theirs), "own": mean(own)}
 
 
 async def _step(engine: Engine, batch: int, context: int, steps: int, asked: Mapping[str, Any], seed: int) -> float:
