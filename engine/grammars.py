@@ -7,7 +7,6 @@ error; docs/sampling.md says how it was chosen.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -23,13 +22,13 @@ from headrace.engine.scheduling.shaping import GrammarState
 from headrace.engine.threads import Poster, Worker
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 __all__ = ["CompiledGrammar", "Grammars"]
 
 _THREADS: Final = 2
-_MASK_THREADS: Final = 8
-_ROWS_OF_LEXER: Final = 24  # which takes turns with their masks, in as many threads as there may be
+_LEXERS: Final = 8  # of one format
+_ROWS_OF_LEXER: Final = 24  # which take turns with their masks
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
@@ -49,7 +48,7 @@ _Waiting = tuple[Callable[[], bool], Done]
 
 
 class CompiledGrammar:
-    """A grammar that any number of rows may begin, in one thread."""
+    """A grammar that any number of rows may begin, in any thread."""
 
     def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, many: Callable[[], _Many]) -> None:
         """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one.
@@ -57,28 +56,28 @@ class CompiledGrammar:
         Args:
             fresh: Compiles the grammar again.
             matcher: What it gave.
-            many: The engine's threads for many rows at once, started when first asked for.
+            many: What finds the masks of many rows at once, made when first asked for.
         """
         self._fresh = fresh
         self._many = many
         self._lexers = [_Lexer(matcher)]
+        self._lock = threading.Lock()
 
     def begin(self, tokens: Sequence[int]) -> _Matcher:
         """The state after `tokens`."""
-        lexers = self._lexers = [lexer for lexer in self._lexers if not lexer.spent]
-        lexer = min(lexers, key=lambda each: len(each.rows), default=None)
-        if lexer is None or (len(lexer.rows) >= _ROWS_OF_LEXER and len(lexers) < _MASK_THREADS):
-            lexer = _Lexer(self._fresh())
-            lexers.append(lexer)
-        return _Matcher(self, lexer, tokens)
+        with self._lock:
+            lexers = self._lexers = [lexer for lexer in self._lexers if not lexer.spent]
+            lexer = min(lexers, key=lambda each: len(each.rows), default=None)
+            if lexer is None or (len(lexer.rows) >= _ROWS_OF_LEXER and len(lexers) < _LEXERS):
+                lexer = _Lexer(self._fresh())
+                lexers.append(lexer)
+            state = _Matcher(self, lexer)
+        state.begin(tokens)
+        return state
 
-    def advance_all(self, states: Sequence[tuple[GrammarState, int]]) -> None:
-        """Let many rows go on with a token each, beside the interpreter."""
-        self._many().advance([(state, token) for state, token in states if isinstance(state, _Matcher)])
-
-    def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
-        """Write the masks of many rows, which are found in several threads, beside the interpreter."""
-        self._many().fill([(state, row) for state, row in states if isinstance(state, _Matcher)], masks)
+    def fill(self, states: Sequence[tuple[GrammarState, Sequence[int], int]], masks: memoryview) -> None:
+        """Let many rows go on and write their masks, beside the interpreter."""
+        self._many().fill([(state, tokens, row) for state, tokens, row in states if isinstance(state, _Matcher)], masks)
 
     def alone(self, lexer: _Lexer) -> LLMatcher:
         """A matcher for the one row that found no room left for states in the lexer that it shares."""
@@ -98,15 +97,23 @@ class _Lexer:
 class _Matcher:
     """Where one row stands in its grammar."""
 
-    def __init__(self, grammar: CompiledGrammar, lexer: _Lexer, tokens: Sequence[int]) -> None:
+    def __init__(self, grammar: CompiledGrammar, lexer: _Lexer) -> None:
         self._grammar: CompiledGrammar | None = grammar
         self.lexer = lexer
         self.matcher = lexer.matcher.deep_copy()
-        self._tokens = list(tokens)
-        self.matcher.consume_tokens(self._tokens)
+        self._tokens: list[int] = []
         lexer.rows.add(self)
         self.known: list[int] | None = None
         """What is forced; None until that has been found."""
+
+    @property
+    def shared(self) -> object:
+        return self.lexer
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Go on from the start, all at once."""
+        self._tokens = list(tokens)
+        self.matcher.consume_tokens(self._tokens)
 
     def advance(self, token: int) -> None:
         self.note(token)
@@ -136,14 +143,14 @@ class _Matcher:
 
 
 class _Many:
-    """What an engine does for the rows of many states at once, in threads that need no interpreter."""
+    """What an engine does for the rows of many states at once, in threads that need no interpreter meanwhile."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        """Start the threads; `tokens` are those of the vocabulary."""
+        """Prepare; `tokens` are those of the vocabulary."""
         import numpy as np  # beside the first device that keeps masks, and not with this module
-        from llguidance import LLExecutor
 
-        self._executor = LLExecutor(min(_MASK_THREADS, os.cpu_count() or 1))
+        self._here = threading.local()
+        """`executor` of a thread: it calls for many rows at once, which take their turns."""
         of_byte = {piece: token for token, piece in enumerate(tokens) if len(piece) == 1}
         ids = np.array(list(of_byte.values()), np.int64)
         self._words, inverse = np.unique(ids // 32, return_inverse=True)
@@ -151,21 +158,26 @@ class _Many:
         self._bits = np.zeros(len(self._words), np.uint32)
         np.bitwise_or.at(self._bits, inverse, np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32)))
 
-    def advance(self, states: Sequence[tuple[_Matcher, int]]) -> None:
-        """Go on with a token each; what fails is seen in the masks."""
-        for state, token in states:
-            state.note(token)
-        self._executor.consume_token_par([(state.matcher, token) for state, token in states])
+    def fill(self, asked: Sequence[tuple[_Matcher, Sequence[int], int]], masks: memoryview) -> None:
+        """Go on and find masks: all at once where several bytes may follow, which mostly tells that nothing is forced.
 
-    def fill(self, states: Sequence[tuple[_Matcher, int]], masks: memoryview) -> None:
-        """Find masks: all at once where several bytes may follow, which tells of most rows that nothing is forced."""
+        What fails is seen in the masks.
+        """
         import numpy as np
 
-        words_RW = np.asarray(masks).view(np.uint32)
-        unknown = sorted((each for each in states if not each[0].known), key=lambda each: id(each[0].lexer))
-        if unknown:  # rows of one lexer side by side, so that few threads wait for one another
+        words_RW, executor, states = np.asarray(masks).view(np.uint32), self._executor(), []
+        for state, tokens, row in asked:
+            for token in tokens:
+                state.note(token)
+            if len(tokens) > 1:
+                state.matcher.consume_tokens(list(tokens))
+            states.append((state, row))
+        if ones := [(state.matcher, tokens[0]) for state, tokens, _ in asked if len(tokens) == 1]:
+            executor.consume_token_par(ones)
+        unknown = [each for each in states if not each[0].known]
+        if unknown:
             pointer, line = words_RW.ctypes.data, words_RW.strides[0]
-            self._executor.unsafe_compute_mask_ptr(
+            executor.unsafe_compute_mask_ptr(
                 [(state.matcher, row) for state, row in unknown], pointer, line, len(words_RW)
             )
             found = words_RW[np.array([row for _, row in unknown])[:, None], self._words] & self._bits
@@ -179,6 +191,14 @@ class _Many:
             rows, ids = np.array(forced).T
             words_RW[rows] = 0
             words_RW[rows, ids // 32] = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
+
+    def _executor(self) -> LLExecutor:
+        if not hasattr(self._here, "executor"):
+            from llguidance import LLExecutor
+
+            self._here.executor = LLExecutor(1)
+        executor: LLExecutor = self._here.executor
+        return executor
 
 
 def _only(token: int) -> bytes:
@@ -300,10 +320,11 @@ class Grammars:
         return CompiledGrammar(lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher, self._many_rows)
 
     def _many_rows(self) -> _Many:
-        """In the one thread that finds masks."""
-        if self._many is None:
-            self._many = _Many(self._pieces)
-        return self._many
+        """In any of the threads that find masks."""
+        with self._tokens_lock:
+            if self._many is None:
+                self._many = _Many(self._pieces)
+            return self._many
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
         with self._tokens_lock:

@@ -1,21 +1,24 @@
 """`CpuMasks`: which tokens the grammars of a CPU engine's rows allow next, found in a thread while the model computes.
 
-Owns that thread and each row's place in its grammar; never looks at logits.
+Owns that thread, each row's place in its grammar and which masks were late; never looks at logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.engine.model.late_rows import LateRows
 from headrace.engine.scheduling.shaping import Grammar, GrammarState
 
 __all__ = ["CpuMasks"]
 
 _Banned = NDArray[np.bool_]
+_IN_TIME: Final = 0.001  # seconds after the logits
 
 
 class CpuMasks:
@@ -26,6 +29,7 @@ class CpuMasks:
         self._vocab_size = vocab_size
         self._thread: ThreadPoolExecutor | None = None
         self._rows: dict[int, _Row] = {}
+        self.late = LateRows()
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows
@@ -36,6 +40,20 @@ class CpuMasks:
             self._thread = ThreadPoolExecutor(1, "headrace-masks")
         self._rows[row] = made = _Row(self._vocab_size, jumps)
         made.found = self._thread.submit(made.begin, grammar, tokens)
+
+    def missing(self, rows: Sequence[int], *, others: bool) -> list[int]:
+        """Wait a little for the masks of `rows`, and as long as the step cannot go on without some; those missing.
+
+        Args:
+            rows: Of those in a step that keep to a grammar.
+            others: Whether the step has other rows.
+        """
+        searches = [self._rows[row].found for row in rows]
+        done, missing = wait(searches, _IN_TIME)
+        while missing and not LateRows.may_be_left(len(missing), len(done), others=others):
+            more, missing = wait(missing, return_when=FIRST_COMPLETED)
+            done |= more
+        return [row for row, search in zip(rows, searches, strict=True) if search in missing]
 
     def banned_V(self, row: int) -> _Banned:
         """Which tokens may not be chosen next; waits if that is not known yet. All, where the grammar failed."""

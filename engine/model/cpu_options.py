@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.engine.model.cpu_masks import CpuMasks
 from headrace.engine.model.host_choice import shaper_of
-from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, GivenTokens, RowOptions, StepPlan, Work
+from headrace.engine.scheduling.plan import LATE, NON_FINITE, NOTHING_LEFT, GivenTokens, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu_logprobs import Logprobs, logprobs
 from headrace.ops.cpu_sample import Choosing, sample
@@ -47,6 +47,10 @@ class CpuOptions:
         self._options: dict[int, RowOptions] = {}
         self._shapers: dict[int, Shaper] = {}
         self._masks = CpuMasks(vocab_size)
+        self.late = self._masks.late
+        """Rows that were left out of a choice, and are to be left alone."""
+        self._others = False
+        """Whether the step has rows without a grammar."""
 
     def update(self, plan: StepPlan) -> None:
         """Take in what the plan's new rows ask, and forget what these and those that were left asked before."""
@@ -63,6 +67,8 @@ class CpuOptions:
                 self._masks.begin(
                     options.row, options.grammar, options.tokens[options.prompt_len :], jumps=options.jumps
                 )
+        if self._options:
+            self._others = any(work.row not in self._masks for work in plan.each_work())
 
     def give(self, given: GivenTokens) -> None:
         """Go on with tokens of a row that were not chosen here."""
@@ -93,8 +99,8 @@ class CpuOptions:
             known: The tokens of a work's row before the one to be chosen.
 
         Returns:
-            The ids, as `sample` returns them or `NOTHING_LEFT`, and by place among `works` reports and the tokens that
-            grammars force behind a chosen one.
+            The ids, as `sample` returns them, `NOTHING_LEFT` or `LATE`, and by place among `works` reports and the
+            tokens that grammars force behind a chosen one.
         """
         asking = {place: options for place, work in enumerate(works) if (options := self._options.get(work.row))}
         if not asking:
@@ -102,10 +108,12 @@ class CpuOptions:
         wanted = [place for place, options in asking.items() if options.reporting and _wants(options)]
         original_TV = logits_SV[wanted]  # indexing copies: shaping below leaves these rows alone
         shaped_SV = logits_SV.float()
-        stuck = [place for place in asking if not self._shape(shaped_SV[place].numpy(), works[place], known)]
+        late = self._hold_late([works[place] for place in asking])
+        in_time = [place for place in asking if works[place].row not in late]
+        stuck = [place for place in in_time if not self._shape(shaped_SV[place].numpy(), works[place], known)]
         chosen = sample(shaped_SV, choosing)
-        for place in stuck:
-            chosen[place] = NOTHING_LEFT
+        for place in asking:
+            chosen[place] = NOTHING_LEFT if place in stuck else LATE if place not in in_time else chosen[place]
         forced: dict[int, Sequence[int]] = {}
         for place in asking:
             row = works[place].row
@@ -151,6 +159,14 @@ class CpuOptions:
         np.copyto(logits_V, -np.inf, where=self._masks.banned_V(work.row))
         return bool(logits_V.max() > -np.inf)
 
+    def _hold_late(self, works: Sequence[Work]) -> list[int]:
+        """Which rows are to be left out, since their masks are late."""
+        place_of = {work.row: work.start + work.num_tokens for work in works if work.row in self._masks}
+        late = self._masks.missing(list(place_of), others=self._others) if place_of else []
+        for row in late:
+            self.late.hold(row, place_of[row])
+        return late
+
     def _advance(self, row: int, token: int) -> None:
         if row in self._shapers:
             self._shapers[row].append(token)
@@ -163,7 +179,11 @@ class CpuOptions:
     ) -> dict[int, Report]:
         counts = [reporting.completion or 0 for place in wanted if (reporting := asking[place].reporting)]
         found = logprobs(logits_TV, [max(chosen[place], 0) for place in wanted], counts)
-        return {place: Report(*each) for place, each in zip(wanted, found, strict=True) if chosen[place] != NON_FINITE}
+        return {
+            place: Report(*each)
+            for place, each in zip(wanted, found, strict=True)
+            if chosen[place] not in (LATE, NON_FINITE)
+        }
 
 
 def _wants(options: RowOptions) -> bool:

@@ -27,6 +27,7 @@ _MOST_SENT = 1 << 16
 _STOPS = 32
 """Tokens for which the device sees by itself that a row has stopped: more than a request may name."""
 _Words = NDArray[np.int32]
+_NONE: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 class DeviceRows:
@@ -75,7 +76,7 @@ class DeviceRows:
         """The slot of the adapter that a row wears, -1 for none."""
         self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
-        self._named: NDArray[np.int64] = np.empty(0, np.int64)
+        self._named = _NONE
         """The rows of the last call of `batch`, which nobody writes to."""
         self._latest: Decodes | None = None
         """The last of them, where `_lengths` does not know of it yet."""
@@ -109,10 +110,27 @@ class DeviceRows:
             self._pages_flat[at] = self._cells[table + at] = page
 
     def give(self, given: Sequence[GivenTokens]) -> None:
-        """Take in tokens that the host chose; after `add`, and sent with the rest."""
+        """Take in tokens that the host chose; after `add`, and sent with the rest. The rows are computed again."""
         for row, start, tokens in given:
             first = self._offset["pool"] + row * self._context + start
-            self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
+            places = [self._offset["stopped"] + row, *range(first, first + len(tokens))]
+            self._put(np.array(places), np.array([0, *tokens], np.int32))
+            self._forget_length(row)
+
+    def leave_out(self, rows: NDArray[np.int64], lines: NDArray[np.int64]) -> None:
+        """Leave rows out of the choice that is enqueued next, and alone from then on until they are given something.
+
+        Args:
+            rows: Which.
+            lines: Those of the batch that they stand in, or none where the choice is told otherwise.
+        """
+        if not len(rows):
+            return
+        places = np.concatenate((self._offset["stopped"] + rows, self._offset["active"] + lines))
+        words = np.repeat(np.array([1, self.padding_row], np.int32), (len(rows), len(lines)))
+        self._send_all(self._arena, places.astype(np.int32), words)
+        for row in rows.tolist():
+            self._forget_length(row)
 
     def batch(self, decodes: Decodes, bucket: int) -> None:
         """Make the first `bucket` rows of `batch_R` those of `decodes`, padded, about to compute what these say."""
@@ -220,8 +238,12 @@ class DeviceRows:
         asks = 0 < sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self.filtered[row] = asks and sampling.temperature > 0.0
         self.slots[row] = slot
+        self._forget_length(row)  # whatever the row's last request left there
+
+    def _forget_length(self, row: int) -> None:
+        """Send it with the next batch that has the row."""
         self._settle()
-        self._lengths[row] = -1  # whatever the row's last request left there
+        self._lengths[row], self._named = -1, _NONE
 
     def _settle(self) -> None:
         """Note the lengths of rows that have only gone on of late."""

@@ -264,6 +264,7 @@ class CudaRunner:
         """Wait for the device and return its memory; after a fault of the device, what can be returned."""
         self._plans.put(None)
         self._launcher.join()
+        self._sampler.close()
         try:
             self._settle()
             self._graphs.close()
@@ -329,6 +330,8 @@ class CudaRunner:
                 step.lines = step.result.fetch(lines, index_of)
                 step.choices = {index_of[row]: choice for row, choice in choices.items()}
                 step.forced = {index_of[row]: tokens for row, tokens in forced.items()}
+            if late := self._sampler.grammars.late:
+                step.late = [index for index, work in enumerate(plan.works) if work.row in late]
             step.result.done.record(self._stream)
             self._sampler.grammars.sampled(step.tokens, plan.each_work())
 
@@ -368,9 +371,7 @@ class CudaRunner:
         else:
             self._moves.before(plan.entries)
         self._rows.add(plan.new_rows, plan.entries, plan.options)
-        self._rows.give(plan.given)
-        self._sampler.take(plan)
-        self._sampler.grammars.give(plan.given)
+        self._rows.give(self._sampler.take(plan))
         self._prefills.pools.update(plan)
         return copies
 
@@ -387,6 +388,7 @@ class CudaRunner:
         if keys[-1].variant is None:
             rows.unsampled(decodes.rows)
         if choice:
-            self._sampler.act_between(self._graphs.logits(keys), decodes.rows)
+            late = self._sampler.act_between(self._graphs.logits(keys), decodes.rows, decodes.starts + 1)
+            rows.leave_out(decodes.rows[late], late)
             choice[0].replay()
         return ids

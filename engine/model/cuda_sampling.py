@@ -8,7 +8,7 @@ cuda_shaping.py, cuda_reports.py and ../../ops/cuda_sample.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -22,7 +22,7 @@ from headrace.engine.model.cuda_reports import USUAL_PLACES, Lines, ReportedRows
 from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_shaping import ShapedRows
 from headrace.engine.model.host_choice import HostChoices
-from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.plan import Capacity, GivenTokens, StepPlan
 from headrace.engine.scheduling.shaping import Choice
 from headrace.ops.cuda_sample import SampleScratch, sample
 from headrace.ops.cuda_shape import count_chosen, shape
@@ -79,8 +79,11 @@ class RowSampler:
         """Another step is about to be enqueued."""
         self.choices, self.grammars.forced = {}, {}
 
-    def take(self, plan: StepPlan) -> None:
+    def take(self, plan: StepPlan) -> Sequence[GivenTokens]:
         """Enqueue what the new rows of `plan`, which the row table has taken in, ask beyond their sampling.
+
+        Returns:
+            The tokens that it gives to rows, but for those that were left out meanwhile.
 
         Raises:
             torch.OutOfMemoryError: They are the first that ask, and there is no memory for it.
@@ -89,7 +92,7 @@ class RowSampler:
             self._last = None
         self._shaped.take(plan.new_rows, plan.options)
         self.reported.take(plan.new_rows, plan.options)
-        self.grammars.take(plan)
+        return self.grammars.take(plan)
 
     def variant(self, rows: NDArray[np.int64]) -> Variant:
         """What these rows ask for together."""
@@ -103,23 +106,37 @@ class RowSampler:
             self._last = rows, variant
         return self._last[1]
 
-    def act_between(self, logits_BV: Tensor, rows: NDArray[np.int64]) -> None:
+    def act_between(self, logits_BV: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Enqueue what the host does between the logits of `rows`, in their order, and the choices from them.
 
         The masks of those that keep to a grammar are sent, for which it waits for the steps of their last tokens; the
         logits of those that the host chooses for are fetched.
 
+        Args:
+            logits_BV: Just enqueued.
+            rows: Theirs, or as many as there are of the first lines.
+            places: The positions of the tokens that are chosen.
+
+        Returns:
+            Which of `rows` must be left out of the choice.
+
         Raises:
             torch.AcceleratorError: The device failed.
         """
+        late: Sequence[int] = ()
         if self.grammars.asks[rows].any():
-            self.grammars.send(rows, self._shaped.arrays().bits_RW)
+            late = self.grammars.send(rows, places, self._shaped.arrays().bits_RW)
         for line in np.flatnonzero(self.hosts.asks[rows]).tolist():
             row = int(rows[line])
             if row not in self._pinned:
                 self._pinned[row] = torch.empty(self._capacity.vocab_size, pin_memory=True)
             self._pinned[row].copy_(logits_BV[line].float(), non_blocking=True)
             self.choices[row] = partial(self.hosts.choice, row, self._pinned[row].numpy())
+        return np.flatnonzero(np.isin(rows, late))
+
+    def close(self) -> None:
+        """Join threads."""
+        self.grammars.close()
 
     def lines(self, rows: NDArray[np.int64], first: int) -> list[Lines]:
         """The lines, if any, that a choice for these rows has just left from line `first` on."""

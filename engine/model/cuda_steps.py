@@ -18,7 +18,7 @@ from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda_decodes import Decodes, Ordering
 from headrace.engine.model.cuda_reports import Lines, SentLines, with_reports
 from headrace.engine.model.pools import settle
-from headrace.engine.scheduling.plan import CHOSEN_LATER, StepPlan, Work
+from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, StepPlan, Work
 from headrace.engine.scheduling.shaping import Choice
 
 __all__ = ["CudaStep", "Result", "faults_are_fatal", "places_of", "split"]
@@ -77,7 +77,8 @@ class CudaStep:
     """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
 
     __slots__ = (
-        "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "lines", "places", "pooled", "result",
+        "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "late", "lines", "places", "pooled",
+        "result",
     )  # fmt: skip
 
     def __init__(self, result: Result) -> None:
@@ -96,6 +97,8 @@ class CudaStep:
         """What will choose on the host, by work, once the logits are there."""
         self.forced: dict[int, Sequence[int]] = {}
         """What must follow the sampled tokens of rows with grammars, by work."""
+        self.late: Sequence[int] = ()
+        """Works whose rows were left out."""
         self._reading = threading.Lock()
         self._tokens: list[int] | None = None
 
@@ -133,6 +136,8 @@ class CudaStep:
             if self._tokens is None:
                 self.result.done.synchronize()
                 self._tokens = self.ids[self.places].tolist()
+                for work in self.late:
+                    self._tokens[work] = LATE
             return self._tokens
 
 

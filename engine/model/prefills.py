@@ -151,12 +151,22 @@ class Prefills:
         singles = None if wearing is None else wearing.singles(rows.slots_R, batch.rows_S)
         logits_SV = self._decoder.logits(hidden_WE[:sampled], singles)
         variant = self._sampler.variant(row_S)
-        if variant.masked:
-            self._sampler.act_between(logits_SV, row_S)
+        rows_S = self._act_between(logits_SV, samplers, batch.rows_S) if variant.masked else batch.rows_S
         self._sampler.choose(
-            logits_SV, batch.rows_S, batch.last_positions_S, ids[first : first + sampled], variant, first=first
+            logits_SV, rows_S, batch.last_positions_S, ids[first : first + sampled], variant, first=first
         )
         return sampled, lines + self._sampler.lines(row_S, first), pooled
+
+    def _act_between(self, logits_SV: Tensor, works: Sequence[Work], rows_S: Tensor) -> Tensor:
+        """Enqueue what the host does before the choices of `works`; whose choices these are, padding where left out."""
+        row_S = np.array([work.row for work in works])
+        places_S = np.array([work.start + work.num_tokens for work in works])
+        late = self._sampler.act_between(logits_SV, row_S, places_S)
+        self._rows.leave_out(row_S[late], late[:0])
+        if not len(late):
+            return rows_S
+        row_S[late] = self._rows.padding_row
+        return self._send(row_S).int()
 
     def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor, wearing: _Wearing | None) -> Lines:
         """Log-probabilities of the prompts, some positions at a time: their logits are wide."""

@@ -71,7 +71,7 @@ class CpuRows:
     def update(self, plan: StepPlan) -> None:
         """Take in the plan's new rows, given tokens and page entries."""
         plan = self.hosts.take(plan)
-        for given in plan.given:
+        for given in self.options.late.take(plan):
             self._tokens[given.row, given.start : given.start + len(given.tokens)] = given.tokens
             self.options.give(given)
             self._stopped[given.row] = False
@@ -90,16 +90,16 @@ class CpuRows:
 
     def all_stopped(self, works: Sequence[Work]) -> bool:
         """Whether nothing of `works` is worth computing."""
-        return all(map(self._has_stopped, works))
+        return all(map(self._is_left_out, works))
 
     def batch(self, works: Sequence[Work]) -> StepBatch:
         """Gather the tensors for `works`: decodes first, those of like context length side by side, then prefills.
 
-        Decodes of rows that have stopped are left out; some row has not.
+        Rows that have stopped, or were late, are left out; some row has not.
         """
-        decodes = [index for index, work in enumerate(works) if work.num_tokens == 1 and not self._has_stopped(work)]
-        decodes.sort(key=lambda index: works[index].start)
-        order = decodes + [index for index, work in enumerate(works) if work.num_tokens > 1]
+        going = [index for index, work in enumerate(works) if not self._is_left_out(work)]
+        decodes = sorted((index for index in going if works[index].num_tokens == 1), key=lambda at: works[at].start)
+        order = decodes + [index for index in going if works[index].num_tokens > 1]
         rows = np.repeat([works[index].row for index in order], [works[index].num_tokens for index in order])
         positions = np.concatenate(
             [np.arange(works[index].start, works[index].start + works[index].num_tokens) for index in order]
@@ -151,8 +151,8 @@ class CpuRows:
             self._tokens[work.row, work.start + work.num_tokens] = max(token, 0)
             self._stopped[work.row] = token in self._stop_ids[work.row]
 
-    def _has_stopped(self, work: Work) -> bool:
-        return self._stopped[work.row]
+    def _is_left_out(self, work: Work) -> bool:
+        return self._stopped[work.row] or work.row in self.options.late
 
     def _choosing(self, work: Work) -> Choosing:
         sampling = self._sampling[work.row]

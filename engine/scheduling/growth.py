@@ -28,10 +28,10 @@ class Growth:
         """
         if request.planned + count > len(request.pages) * self._pool.page_size or request.forked:
             count = self.grow(plan, request, count, now)
-        if count and request.unsent:
-            given = request.tokens[-request.unsent :]
-            plan.given.append(GivenTokens(request.row, len(request.tokens) - request.unsent, given))
-            request.unsent = 0
+        if count and (request.unsent or request.is_held):
+            start = len(request.tokens) - request.unsent
+            plan.given.append(GivenTokens(request.row, start, request.tokens[start:]))
+            request.unsent, request.is_held = 0, False
         return count
 
     def grow(self, plan: StepPlan, request: Request, count: int, now: float) -> int:

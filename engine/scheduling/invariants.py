@@ -77,7 +77,7 @@ def _check_request(request: Request, size: int) -> None:
 
 
 def _check_smooth(request: Request, size: int) -> None:
-    odd = request.leaving or request.discard or request.forked or request.jumps or request.unsent
+    odd = request.leaving or request.discard or request.forked or request.jumps or request.unsent or request.is_held
     assert not odd and request.state in (State.RUNNING, State.PAUSED), "a smooth request is out of the ordinary"
     assert request.known == request.planned + 1, "a smooth request does not owe one token"
     assert request.smooth <= min(len(request.pages) * size, request.limit - 2), "smooth beyond pages or limit"

@@ -18,6 +18,7 @@ from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Report,
 
 __all__ = [
     "CHOSEN_LATER",
+    "LATE",
     "NON_FINITE",
     "NOTHING_LEFT",
     "Ability",
@@ -47,6 +48,9 @@ NOTHING_LEFT = -2
 
 CHOSEN_LATER = -3
 """What a step returns instead of a token that the host chooses from the logits; `ReportedTokens.choices` has how."""
+LATE = -4
+"""What a step returns instead of a token where the mask of the row's grammar was not there in time. Nothing was chosen,
+and the device leaves the row alone until it is given tokens, or none, from that place on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +142,7 @@ class RowOptions(NamedTuple):
 
 
 class GivenTokens(NamedTuple):
-    """Tokens of a row that the host chose, not the device."""
+    """Tokens of a row that the host chose, not the device; none where the row only goes on after it was `LATE`."""
 
     row: int
     start: int

@@ -99,10 +99,14 @@ class Prefixes:
             self.promises.setdefault(key, request)
 
     def offer(self, request: Request) -> None:
-        """Offer the pages of `request` that are full, planned and known to whoever has the same prefix."""
+        """Offer the pages of `request` that are full, planned and known to whoever has the same prefix.
+
+        Where a step may turn out to have left the row alone, as with a grammar, those that are computed.
+        """
         if not self.enabled:
             return
-        full = min(request.planned, len(request.tokens)) // self._pool.page_size
+        reached = request.planned if request.grammar is None else request.computed
+        full = min(reached, len(request.tokens)) // self._pool.page_size
         if request.registered >= full:
             return
         self._pool.extend_keys(request.keys, request.tokens, request.root)

@@ -132,6 +132,8 @@ class Request:
     """The step after which the host still chooses its token; -1 for none."""
     unsent: int = 0
     """Trailing `tokens` that the host chose and the device does not know yet."""
+    is_held: bool = False
+    """Its row was `LATE`, and the device leaves it alone until it is told to go on."""
     copied: int = -1
     """The latest step that copies or fetches a page for it, which only later ones may copy."""
     stored: int = 0
@@ -205,6 +207,18 @@ class Request:
     def take_prompt_reports(self, start: int, reports: list[Report]) -> None:
         """Keep reports on the tokens from position `start + 1`; those known from before a preemption stay."""
         self.prompt_reports += reports[len(self.prompt_reports) - start :]
+
+    def go_back(self, place: int) -> None:
+        """A step that is committed chose no token at `place`, and those in flight have left the row alone.
+
+        The token before it is computed again, for its logits, unless a grammar has forced the one at `place` meanwhile.
+        """
+        self.unsent = len(self.tokens) - place
+        self.computed = self.planned = place if self.unsent else place - 1
+        self.known = len(self.tokens)
+        self.discard = self.in_flight
+        self.smooth = 0
+        self.is_held = True
 
     def launched_before(self, step: int) -> int:
         """Tokens planned by steps before `step`, which that step may therefore read."""

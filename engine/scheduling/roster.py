@@ -185,7 +185,7 @@ class Roster:
         self._swaps.put_out(request)
         self._give_back(request)
         request.leaving = request.spoilt = False
-        request.awaited, request.unsent = -1, 0
+        request.awaited, request.unsent, request.is_held = -1, 0, False
         request.known = len(request.tokens)
         request.planned = request.computed = request.ready = request.registered = 0
         if request.state is State.RUNNING:

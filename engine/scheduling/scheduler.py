@@ -24,6 +24,7 @@ from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.plan import (
     CHOSEN_LATER,
+    LATE,
     NON_FINITE,
     NOTHING_LEFT,
     Capacity,
@@ -295,6 +296,8 @@ class Scheduler(Overview):
             request.in_flight -= 1
             if request.discard:
                 request.discard -= 1
+            elif token == LATE and samples:
+                request.go_back(start + count)
             elif request.state is not State.FINISHED:
                 request.computed = start + count
                 self.prefixes.offer(request)

@@ -65,6 +65,11 @@ class Reporting:
 class GrammarState(Protocol):
     """Where one row stands in its grammar; used by one thread at a time."""
 
+    @property
+    def shared(self) -> object:
+        """What it has in common with other states: those that have the same take turns with their masks."""
+        ...
+
     def advance(self, token: int) -> None:
         """Go on with a token that was allowed."""
         ...
@@ -89,15 +94,13 @@ class Grammar(Protocol):
         """The state after the tokens of a completion, none for a new one."""
         ...
 
-    def advance_all(self, states: Sequence[tuple[GrammarState, int]]) -> None:
-        """Let many states, of this grammar and others of the same engine, go on with an allowed token each."""
-        ...
+    def fill(self, states: Sequence[tuple[GrammarState, Sequence[int], int]], masks: memoryview) -> None:
+        """Let many states, of this grammar and others of the same engine, go on, and find what `allowed` gives then.
 
-    def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
-        """Find what `allowed` gives for many states at once, of this grammar and others of the same engine.
+        May run in several threads at once, which find the masks of other states.
 
         Args:
-            states: Each with the line that its mask goes to.
+            states: Each with the allowed tokens that it goes on with, and the line that its mask goes to.
             masks: Writable, contiguous, two dimensions: 32-bit words of as many lines as there are; those of a grammar
                 that has failed become 0.
         """

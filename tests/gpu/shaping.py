@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from gpu.choosing import choose, random_sampling
 
-from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions, StepPlan, Work
+from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
 from headrace.engine.scheduling.shaping import GrammarState, Shaping
 from headrace.ops.cpu_shape import Shaper
@@ -75,12 +75,14 @@ class RandomGrammar:
         bits[generator.integers(0, self._vocabulary, many)] = True
         return np.packbits(bits, bitorder="little").tobytes()
 
-    def advance_all(self, states: Sequence[tuple[GrammarState, int]]) -> None:
-        for state, token in states:
-            state.advance(token)
+    @property
+    def shared(self) -> object:
+        return self
 
-    def fill(self, states: Sequence[tuple[GrammarState, int]], masks: memoryview) -> None:
-        for state, row in states:
+    def fill(self, states: Sequence[tuple[GrammarState, Sequence[int], int]], masks: memoryview) -> None:
+        for state, tokens, row in states:
+            for token in tokens:
+                state.advance(token)
             np.asarray(masks)[row] = np.frombuffer(state.allowed(), np.int32)
 
 
@@ -144,13 +146,20 @@ class SideBySide:
         positions = torch.tensor([*(len(self._known[row]) - 1 for row in batch), 0], dtype=torch.int32)
         ids = torch.full((len(padded),), -9, dtype=torch.int32, device=self._device)
         variant = self._sampler.variant(np.array(batch))._replace(shaped=True)
+        late: list[int] = []
         if variant.masked:
-            self._sampler.act_between(logits_BV, np.array(batch))
+            places = np.array([len(self._known[row]) for row in batch])
+            late = self._sampler.act_between(logits_BV, np.array(batch), places).tolist()
+            padded[late] = self._count
         self._sampler.choose(*(each.to(self._device) for each in (logits_BV, padded, positions)), ids, variant)
         tokens = ids.tolist()
         self._sampler.grammars.sampled(lambda: tokens, [Work(None, row, 0, 1, True) for row in batch])  # type: ignore[arg-type]
         found_BV = self._sampler._shaped.arrays().out_BV.cpu().numpy()
+        again = StepPlan(0, given=[GivenTokens(batch[place], len(self._known[batch[place]]), []) for place in late])
+        self._rows.give(self._sampler.take(again))
         for place, row in enumerate(batch):
+            if place in late:
+                continue
             wanted = self._on_cpu(row, logits_BV[place], found_BV[place])
             assert int(ids[place]) == wanted, (row, self._shapers[row])
             self._known[row].append(max(wanted, 0))

@@ -450,7 +450,7 @@ def test_masks_that_come_to_leave_nothing_fail_their_own_request_alone(zoo: Zoo,
 IN_FORMAT = SamplingParams(max_tokens=40, response_format=ResponseFormat.regex("[a-z]{20,30}"), temperature=1.0, seed=1)
 
 
-@pytest.mark.parametrize("fails", ["begin", "advance_all"])
+@pytest.mark.parametrize("fails", ["begin", "fill"])
 def test_a_grammar_that_fails_costs_its_own_request(
     zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
