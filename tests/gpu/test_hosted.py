@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,9 +17,14 @@ from gpu.driving import PATIENCE, at_rest, draw, open_engine
 from random_schemas import random_schema
 
 from headrace.engine import Engine, HookFailed, ResponseFormat, SamplingParams
+from headrace.engine.grammars import _Matcher
+from headrace.engine.model.late_rows import LateRows
 
 PROMPTS = [draw(3 + 7 * at, at) for at in range(10)]
 PLAIN = [SamplingParams(temperature=1.0, seed=seed, max_tokens=60, top_k=[0, 30][seed % 2]) for seed in range(10)]
+
+SCHEMAS = [ResponseFormat.json_schema(random_schema(seed)) for seed in range(16)]
+JUMPING: dict[str, Any] = {"temperature": 1.2, "max_tokens": 300}
 
 
 async def plain(engine: Engine) -> list[tuple[int, ...]]:
@@ -25,19 +35,13 @@ async def plain(engine: Engine) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("launch_ahead", [1, 2])
 def test_forced_tokens_are_taken_at_once_and_are_those_sampled_singly(zoo: Zoo, device: str, launch_ahead: int) -> None:
     """With a stop string that never comes every token is sampled by itself: the same tokens, in more steps."""
-    schemas = [random_schema(seed) for seed in range(16)]
 
     def asked(**fields: Any) -> list[SamplingParams]:
-        return [
-            SamplingParams(
-                temperature=1.2, seed=seed, max_tokens=300, response_format=ResponseFormat.json_schema(schema), **fields
-            )
-            for seed, schema in enumerate(schemas)
-        ]
+        return [SamplingParams(**JUMPING, seed=at, response_format=each, **fields) for at, each in enumerate(SCHEMAS)]
 
     async def answers(engine: Engine, **fields: Any) -> tuple[list[list[int]], int]:
         before = engine.stats().steps
-        found = await engine.generate_many([[65, 66]] * len(schemas), asked(**fields))
+        found = await engine.generate_many([[65, 66]] * len(SCHEMAS), asked(**fields))
         return [answer.choices[0].token_ids for answer in found], engine.stats().steps - before
 
     async def run() -> None:
@@ -59,6 +63,65 @@ def test_forced_tokens_are_taken_at_once_and_are_those_sampled_singly(zoo: Zoo, 
             await at_rest(engine)
 
     anyio.run(run)
+
+
+WORDS = [
+    SamplingParams(temperature=1.0, seed=seed, max_tokens=40, response_format=ResponseFormat.regex("[a-z]{20,30}"))
+    for seed in range(4)
+]
+
+
+async def check_late_masks(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Rows without a grammar end while masks of others are still to come; then masks come late now and then.
+
+    Forced tokens are taken at once all the while, and every token is the one that comes when no mask is late.
+    """
+    schemas = [SamplingParams(**JUMPING, seed=seed, response_format=each) for seed, each in enumerate(SCHEMAS[:6])]
+    kept = [*WORDS, *schemas]
+    note, hold, may_go, late = _Matcher.note, LateRows.hold, threading.Event(), []
+    chance = random.Random(4)
+
+    def waits(state: _Matcher, token: int) -> None:
+        if len(state._tokens) == 4:
+            assert may_go.wait(PATIENCE)
+        note(state, token)
+
+    def dawdles(state: _Matcher, token: int) -> None:
+        if chance.random() < 0.2:
+            time.sleep(chance.choice([0.001, 0.01]))
+        note(state, token)
+
+    def holds(rows: LateRows, row: int, place: int) -> None:
+        late.append(row)
+        hold(rows, row, place)
+
+    async with open_engine(folder, device, **options) as engine:
+        alone = await plain(engine)
+        singly = [each.choices for each in await engine.generate_many([[65, 66]] * len(kept), kept)]
+
+        async def formatted() -> None:
+            found = await engine.generate_many([[65, 66]] * len(kept), kept)
+            assert [each.choices for each in found] == singly
+
+        monkeypatch.setattr(LateRows, "hold", holds)
+        for slow in (waits, dawdles):
+            with monkeypatch.context() as patch, anyio.fail_after(PATIENCE):
+                patch.setattr(_Matcher, "note", slow)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(formatted)
+                    assert await plain(engine) == alone
+                    may_go.set()
+            assert late, "no mask was late"
+            late.clear()
+        await at_rest(engine)
+
+
+@pytest.mark.parametrize("launch_ahead", [1, 2, 4])
+def test_nobody_waits_for_masks_of_others(
+    zoo: Zoo, device: str, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
+) -> None:
+    options = {"launch_ahead": launch_ahead, "max_rows": 30, "max_context": 512}
+    anyio.run(partial(check_late_masks, zoo.folder("speaking"), device, monkeypatch, **options))
 
 
 def test_hooks_choose_what_they_choose_on_a_cpu_and_fail_alone(zoo: Zoo, device: str) -> None:

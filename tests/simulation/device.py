@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.engine.scheduling.plan import CHOSEN_LATER, Capacity, StepPlan, Work
+from dataclasses import replace
+
+from headrace.engine.model.late_rows import LateRows
+from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, Capacity, StepPlan, Work
 from headrace.engine.scheduling.shaping import ReportedTokens
 from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token
 
@@ -10,6 +13,7 @@ __all__ = ["RigRunner"]
 
 SPOILT = -7
 """What a cell holds that nobody has written, or that a failed step has."""
+_LATE_IN = 5  # one of so many masks
 
 
 class RigRunner(ScriptedRunner):
@@ -20,14 +24,21 @@ class RigRunner(ScriptedRunner):
         self._seeds = [0] * capacity.max_rows
         self._hosted: set[int] = set()
         self._jumping: set[int] = set()
+        self._masked: set[int] = set()
+        self._late = LateRows()
+        self.left_out = 0
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
+        plan = replace(plan, given=self._late.take(plan))
         for row in plan.new_rows:
             self._seeds[row.row] = row.sampling.seed
             self._hosted.discard(row.row)
             self._jumping.discard(row.row)
+            self._masked.discard(row.row)
         self._jumping.update(options.row for options in plan.options if options.jumps)
         self._hosted.update(options.row for options in plan.options if options.processor is not None)
+        self._masked.update(options.row for options in plan.options if options.grammar is not None)
+        self._masked -= self._hosted
         return super().launch(plan)
 
     def _cell_places(self, work: Work) -> list[tuple[int, int]]:
@@ -36,8 +47,9 @@ class RigRunner(ScriptedRunner):
         return [(table[position // size], position % size) for position in range(work.start + work.num_tokens)]
 
     def _write(self, plan: StepPlan) -> None:
-        super()._write(plan)
-        for work in plan.works:
+        going = [work for work in plan.works if work.row not in self._late]
+        super()._write(replace(plan, decodes=[], others=going))
+        for work in going:
             places = self._cell_places(work)
             spoilt = next((at for at, (page, cell) in enumerate(places) if self._cells[page][cell] < 0), len(places))
             for page, cell in places[max(spoilt, work.start) :]:
@@ -48,7 +60,9 @@ class RigRunner(ScriptedRunner):
         forced: dict[int, list[int]] = {}
         for index, work in enumerate(plan.works):
             token = 0
-            if work.samples and work.row in self._hosted:
+            if work.samples and self._is_late(plan, work):
+                token = LATE
+            elif work.samples and work.row in self._hosted:
                 token = self._tokens[work.row][work.start + work.num_tokens] = CHOSEN_LATER
             elif work.samples:
                 read = [self._cells[page][cell] for page, cell in self._cell_places(work)]
@@ -58,6 +72,17 @@ class RigRunner(ScriptedRunner):
                     forced[index] = self._following([self._seeds[work.row], *read, token], token % 6)
             sampled.append(token)
         return ReportedTokens(sampled, {}, {}, forced=forced) if forced else sampled
+
+    def _is_late(self, plan: StepPlan, work: Work) -> bool:
+        """Whether a row is left out, now or since a step before; a step of one row waits for it."""
+        if work.row in self._late:
+            return True
+        may_be = work.row in self._masked and not plan.alone
+        late = may_be and scripted_token([plan.step, work.row], _LATE_IN) == 0
+        if late:
+            self._late.hold(work.row, work.start + work.num_tokens)
+            self.left_out += 1
+        return late
 
     def _following(self, known: list[int], count: int) -> list[int]:
         """What would be sampled next anyway: the script's grammar forces it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from simulation.rig import Rig
 
-from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.plan import LATE, StepPlan
 from headrace.engine.scheduling.policies import Ageing, Deadlines, FairShare, SizeClasses
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request, State
@@ -491,3 +491,50 @@ def whoever_is_given_most_is_served_first(rig: Rig) -> None:
         return lambda request, now: (-urgency(request, now)[0], request.id)
 
     replace_of(FairShare, rig, "urgency", make)
+
+
+def after_a_late_mask(rig: Rig, change: Callable[[Request], None]) -> None:
+    """Have `change` happen to a request whose row was left out."""
+
+    def make(take_others: Callable[..., Any]) -> Callable[..., Any]:
+        def takes_others(plan: StepPlan, tokens: Sequence[int], others: set[Request]) -> Any:
+            outcome = take_others(plan, tokens, others)
+            for work, token in zip(plan.works, tokens, strict=True):
+                if token == LATE and work.request.is_held:
+                    change(work.request)
+            return outcome
+
+        return takes_others
+
+    replace(rig.scheduler, "_take_others", make)
+
+
+@planted
+def steps_that_left_a_row_alone_are_believed(rig: Rig) -> None:
+    def believe(request: Request) -> None:
+        request.discard = 0
+
+    after_a_late_mask(rig, believe)
+
+
+@planted
+def a_row_that_was_left_out_is_left_alone_for_ever(rig: Rig) -> None:
+    def forget(request: Request) -> None:
+        request.is_held = bool(request.unsent)
+
+    after_a_late_mask(rig, forget)
+
+
+@planted
+def pages_are_offered_that_a_late_row_has_not_written(rig: Rig) -> None:
+    prefixes = rig.scheduler.prefixes
+
+    def make(offer: Callable[[Request], None]) -> Callable[[Request], None]:
+        def offers(request: Request) -> None:
+            computed, request.computed = request.computed, request.planned
+            offer(request)
+            request.computed = computed
+
+        return offers
+
+    replace(prefixes, "offer", make)

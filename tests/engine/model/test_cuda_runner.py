@@ -11,6 +11,7 @@ import importlib
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -27,6 +28,7 @@ from gpu.options import KINDS, Answer, answers, check_same
 from gpu.shaping import SideBySide
 from gpu.test_elastic import check_resizing_under_load, check_sleeping_under_load
 from gpu.test_families import scaled_outputs
+from gpu.test_hosted import check_late_masks
 from gpu.test_options import mixed
 from gpu.test_resize import check_resizing, opened_on
 from gpu.test_soak import soak
@@ -470,6 +472,14 @@ def test_a_grammar_that_fails_costs_its_own_request(
             await at_rest(engine)
 
     anyio.run(run)
+
+
+@pytest.mark.parametrize("launch_ahead", [1, 3])
+def test_nobody_waits_for_masks_of_others(
+    zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
+) -> None:
+    options = {"launch_ahead": launch_ahead, "max_rows": 20, "max_context": 512}
+    anyio.run(partial(check_late_masks, zoo.folder("speaking"), "cuda", monkeypatch, **options))
 
 
 def test_a_device_that_is_lost_while_masks_are_awaited_ends_everything(zoo: Zoo, gpu: Gpu) -> None:
