@@ -18,13 +18,13 @@ from anyio import Event
 from headrace.engine.adapters import Adapters
 from headrace.engine.asking import Asking, check_abilities, check_generates, check_hooks
 from headrace.engine.collect import collect, streamed_params
+from headrace.engine.compiled_grammar import CompiledGrammar
 from headrace.engine.config import EngineConfig
 from headrace.engine.elastic import Elastic
 from headrace.engine.embeddings import Embeddings, EmbedOptions, embed
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
 from headrace.engine.generation import Generation, as_headrace
-from headrace.engine.grammars import CompiledGrammar
 from headrace.engine.hooks import StopWhen
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.messages import Message

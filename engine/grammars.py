@@ -12,23 +12,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
 
+from headrace.engine.compiled_grammar import CompiledGrammar, ManyRows
 from headrace.engine.errors import GrammarRejected, InvalidParams
 from headrace.engine.opened import Opened
 from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
-from headrace.engine.scheduling.shaping import GrammarState
 from headrace.engine.threads import Poster, Worker
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
-__all__ = ["CompiledGrammar", "Grammars"]
+__all__ = ["Grammars"]
 
 _THREADS: Final = 2
-_LEXERS: Final = 8  # of one format
-_ROWS_OF_LEXER: Final = 24  # which take turns with their masks
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
@@ -45,167 +42,6 @@ _JSON: Final[Any] = {
 
 Done = Callable[["CompiledGrammar | None", BaseException | None], None]
 _Waiting = tuple[Callable[[], bool], Done]
-
-
-class CompiledGrammar:
-    """A grammar that any number of rows may begin, in any thread."""
-
-    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, many: Callable[[], _Many]) -> None:
-        """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one.
-
-        Args:
-            fresh: Compiles the grammar again.
-            matcher: What it gave.
-            many: What finds the masks of many rows at once, made when first asked for.
-        """
-        self._fresh = fresh
-        self._many = many
-        self._lexers = [_Lexer(matcher)]
-        self._lock = threading.Lock()
-
-    def begin(self, tokens: Sequence[int]) -> _Matcher:
-        """The state after `tokens`."""
-        with self._lock:
-            lexers = self._lexers = [lexer for lexer in self._lexers if not lexer.spent]
-            lexer = min(lexers, key=lambda each: len(each.rows), default=None)
-            if lexer is None or (len(lexer.rows) >= _ROWS_OF_LEXER and len(lexers) < _LEXERS):
-                lexer = _Lexer(self._fresh())
-                lexers.append(lexer)
-            state = _Matcher(self, lexer)
-        state.begin(tokens)
-        return state
-
-    def fill(self, states: Sequence[tuple[GrammarState, Sequence[int], int]], masks: memoryview) -> None:
-        """Let many rows go on and write their masks, beside the interpreter."""
-        self._many().fill([(state, tokens, row) for state, tokens, row in states if isinstance(state, _Matcher)], masks)
-
-    def alone(self, lexer: _Lexer) -> LLMatcher:
-        """A matcher for the one row that found no room left for states in the lexer that it shares."""
-        lexer.spent = True
-        return self._fresh()
-
-
-class _Lexer:
-    """A matcher that consumes nothing, whose copies share their lexer's states; they lock it while they find a mask."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
-        self.spent = False
-        self.rows: WeakSet[_Matcher] = WeakSet()
-
-
-class _Matcher:
-    """Where one row stands in its grammar."""
-
-    def __init__(self, grammar: CompiledGrammar, lexer: _Lexer) -> None:
-        self._grammar: CompiledGrammar | None = grammar
-        self.lexer = lexer
-        self.matcher = lexer.matcher.deep_copy()
-        self._tokens: list[int] = []
-        lexer.rows.add(self)
-        self.known: list[int] | None = None
-        """What is forced; None until that has been found."""
-
-    @property
-    def shared(self) -> object:
-        return self.lexer
-
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Go on from the start, all at once."""
-        self._tokens = list(tokens)
-        self.matcher.consume_tokens(self._tokens)
-
-    def advance(self, token: int) -> None:
-        self.note(token)
-        self.matcher.consume_token(token)
-
-    def note(self, token: int) -> None:
-        """Keep what follows from a token for all but the matcher."""
-        self._tokens.append(token)
-        self.known = self.known[1:] or None if self.known and self.known[0] == token else None
-
-    def forced(self) -> Sequence[int]:
-        if self.known is None:
-            self.known = [] if self.matcher.is_error() else self.matcher.compute_ff_tokens()
-        return self.known
-
-    def allowed(self) -> bytes:
-        if forced := self.forced():
-            return _only(forced[0])
-        mask = self.matcher.compute_bitmask()
-        if not self.matcher.is_error():  # asked now: finding the mask may be what fails
-            return mask
-        if self._grammar is None:
-            return b""
-        self.matcher, self._grammar, self.known = self._grammar.alone(self.lexer), None, None
-        self.matcher.consume_tokens(self._tokens)
-        return self.allowed()
-
-
-class _Many:
-    """What an engine does for the rows of many states at once, in threads that need no interpreter meanwhile."""
-
-    def __init__(self, tokens: Sequence[bytes]) -> None:
-        """Prepare; `tokens` are those of the vocabulary."""
-        import numpy as np  # beside the first device that keeps masks, and not with this module
-
-        self._here = threading.local()
-        """`executor` of a thread: it calls for many rows at once, which take their turns."""
-        of_byte = {piece: token for token, piece in enumerate(tokens) if len(piece) == 1}
-        ids = np.array(list(of_byte.values()), np.int64)
-        self._words, inverse = np.unique(ids // 32, return_inverse=True)
-        """Of a mask: those that hold bits of tokens of one byte, no byte twice."""
-        self._bits = np.zeros(len(self._words), np.uint32)
-        np.bitwise_or.at(self._bits, inverse, np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32)))
-
-    def fill(self, asked: Sequence[tuple[_Matcher, Sequence[int], int]], masks: memoryview) -> None:
-        """Go on and find masks: all at once where several bytes may follow, which mostly tells that nothing is forced.
-
-        What fails is seen in the masks.
-        """
-        import numpy as np
-
-        words_RW, executor, states = np.asarray(masks).view(np.uint32), self._executor(), []
-        for state, tokens, row in asked:
-            for token in tokens:
-                state.note(token)
-            if len(tokens) > 1:
-                state.matcher.consume_tokens(list(tokens))
-            states.append((state, row))
-        if ones := [(state.matcher, tokens[0]) for state, tokens, _ in asked if len(tokens) == 1]:
-            executor.consume_token_par(ones)
-        unknown = [each for each in states if not each[0].known]
-        if unknown:
-            pointer, line = words_RW.ctypes.data, words_RW.strides[0]
-            executor.unsafe_compute_mask_ptr(
-                [(state.matcher, row) for state, row in unknown], pointer, line, len(words_RW)
-            )
-            found = words_RW[np.array([row for _, row in unknown])[:, None], self._words] & self._bits
-            for (state, row), several in zip(unknown, (np.bitwise_count(found).sum(1) > 1).tolist(), strict=True):
-                if state.matcher.is_error():
-                    words_RW[row] = np.frombuffer(state.allowed() or bytes(line), words_RW.dtype)
-                elif several:
-                    state.known = []
-        forced = [(row, tokens[0]) for state, row in states if (tokens := state.forced())]
-        if forced:
-            rows, ids = np.array(forced).T
-            words_RW[rows] = 0
-            words_RW[rows, ids // 32] = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
-
-    def _executor(self) -> LLExecutor:
-        if not hasattr(self._here, "executor"):
-            from llguidance import LLExecutor
-
-            self._here.executor = LLExecutor(1)
-        executor: LLExecutor = self._here.executor
-        return executor
-
-
-def _only(token: int) -> bytes:
-    """The mask of one token; what is missing at its end is not allowed."""
-    mask = bytearray(4 * (token // 32 + 1))
-    mask[token // 8] = 1 << token % 8
-    return bytes(mask)
 
 
 class Grammars:
@@ -225,7 +61,7 @@ class Grammars:
         self._tokens_lock = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
         self._pieces: Sequence[bytes] = ()
-        self._many: _Many | None = None
+        self._many: ManyRows | None = None
 
     def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
         """Compile `wanted` and call `done`, here or later on the event loop, with the grammar or a typed error.
@@ -319,11 +155,11 @@ class Grammars:
         matcher.reset()
         return CompiledGrammar(lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher, self._many_rows)
 
-    def _many_rows(self) -> _Many:
+    def _many_rows(self) -> ManyRows:
         """In any of the threads that find masks."""
         with self._tokens_lock:
             if self._many is None:
-                self._many = _Many(self._pieces)
+                self._many = ManyRows(self._pieces)
             return self._many
 
     def _tokens(self, opened: Opened) -> LLTokenizer:

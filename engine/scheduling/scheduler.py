@@ -100,9 +100,7 @@ class Scheduler(Overview):
         """Beyond 0, it has no pages and plans nothing."""
         self._deadlines = DeadlineQueue()
         self._lapsed: list[Emission] = []
-        self._itl_target = itl_target
-        self._now = 0.0
-        self._step = 0
+        self._itl_target, self._now, self._step = itl_target, 0.0, 0
 
     # -- intake ---------------------------------------------------------------------------------------------------
 
@@ -240,8 +238,7 @@ class Scheduler(Overview):
             self.prompt_tokens += len(request.tokens)
             self.cached_tokens += request.cached
         tokens = request.tokens[request.planned :]
-        new = NewRow(row, request.planned, tokens, request.sampling, request.slot, request.stop_ids)
-        plan.new_rows.append(new)
+        plan.new_rows.append(NewRow(row, request.planned, tokens, request.sampling, request.slot, request.stop_ids))
         if request.has_options:
             plan.options.append(RowOptions.of(request))
         plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(request.pages))

@@ -29,6 +29,7 @@ from headrace.engine import (
     RequestFailed,
     ResponseFormat,
     SamplingParams,
+    compiled_grammar,
     grammars,
 )
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
@@ -157,7 +158,7 @@ class Pieces(ByteTokenizer):
         return [254, *(" " + text).encode()] if text else [254]
 
 
-def compiled(wanted: ResponseFormat, tokenizer: ByteTokenizer) -> grammars.CompiledGrammar:
+def compiled(wanted: ResponseFormat, tokenizer: ByteTokenizer) -> compiled_grammar.CompiledGrammar:
     runner: Any = None
     names = [field.name for field in dataclasses.fields(EngineInfo)]
     info = EngineInfo(**dict.fromkeys(names, 0) | {"vocab_size": 310})
@@ -507,7 +508,9 @@ def test_a_grammar_that_breaks_fails_its_own_request_alone(
         assert len(seen) == 100
 
     with monkeypatch.context() as patch:
-        patch.setattr(grammars.CompiledGrammar if place == "begin" else grammars._Matcher, place, broken)
+        patch.setattr(
+            compiled_grammar.CompiledGrammar if place == "begin" else compiled_grammar._Matcher, place, broken
+        )
         anyio.run(ask)
 
 

@@ -17,7 +17,7 @@ from gpu.driving import PATIENCE, at_rest, draw, open_engine
 from random_schemas import random_schema
 
 from headrace.engine import Engine, HookFailed, ResponseFormat, SamplingParams
-from headrace.engine.grammars import _Matcher
+from headrace.engine.compiled_grammar import _Matcher
 from headrace.engine.model.late_rows import LateRows
 
 PROMPTS = [draw(3 + 7 * at, at) for at in range(10)]

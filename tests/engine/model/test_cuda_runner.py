@@ -43,7 +43,7 @@ from headrace.engine import (
     ResponseFormat,
     SamplingParams,
 )
-from headrace.engine.grammars import CompiledGrammar
+from headrace.engine.compiled_grammar import CompiledGrammar
 from headrace.engine.scheduling.plan import Capacity, PageEntry, StepPlan
 from headrace.engine.scheduling.request import Sampling
 
