@@ -8,15 +8,18 @@ __all__ = ["Pace"]
 
 _KEEP = 0.9  # of the old value at each measurement: about the last ten steps count
 _TELLING = 16  # prefilled tokens of a step from which their cost can be told apart from the rest
+_FORGET = 0.99  # of what a chunk costs whenever none is computed for that: it may have become less meanwhile
 
 
 class Pace:
-    """Running figures of steps: seconds without any prefill, what a prefilled token adds, and seconds of any step."""
+    """Running figures of steps: seconds without a prefill and of any step, and what prefilled tokens add."""
 
     def __init__(self) -> None:
         """Know nothing: until steps have ended, everything takes no time."""
         self.step_seconds = 0.0
         self.token_seconds = 0.0
+        self.chunk_seconds = 0.0
+        """That a few prefilled tokens add, however few: much on a device whose usual steps are graphs."""
         self.turn_seconds = 0.0
         """Of a step with whatever was in it: how long a running request waits for its next token."""
 
@@ -27,10 +30,19 @@ class Pace:
             self.step_seconds = _mixed(self.step_seconds, seconds)
         elif prefilled >= _TELLING:
             self.token_seconds = _mixed(self.token_seconds, max(0.0, seconds - self.step_seconds) / prefilled)
+        else:
+            self.chunk_seconds = _mixed(self.chunk_seconds, max(0.0, seconds - self.step_seconds))
+
+    def is_worth(self, tokens: int, rows: int) -> bool:
+        """Whether computing so many tokens of a row at once saves it more time than it costs all `rows` together."""
+        worth = tokens * self.step_seconds >= rows * self.chunk_seconds
+        if not worth:
+            self.chunk_seconds *= _FORGET
+        return worth
 
     def forget(self) -> None:
         """Know nothing again."""
-        self.step_seconds = self.token_seconds = self.turn_seconds = 0.0
+        self.step_seconds = self.token_seconds = self.chunk_seconds = self.turn_seconds = 0.0
 
     def prefill(self, tokens: int) -> float:
         """Seconds that so many prefilled tokens take."""

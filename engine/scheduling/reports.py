@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headrace.engine.errors import NonFiniteLogits, RequestFailed
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Emission, Outcome, StepPlan
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.shaping import ReportedTokens
@@ -32,11 +33,12 @@ def with_reports(plan: StepPlan, tokens: ReportedTokens, outcome: Outcome) -> Ou
     return Outcome((), (), emissions)
 
 
-def forced_runs(plan: StepPlan, tokens: Sequence[int]) -> dict[int, Sequence[int]]:
-    """What grammars force behind the tokens of a step, by request."""
+def forced_runs(plan: StepPlan, tokens: Sequence[int], pace: Pace) -> dict[int, Sequence[int]]:
+    """What grammars force behind the tokens of a step, by request, where it is worth computing at once."""
     if not isinstance(tokens, ReportedTokens) or not tokens.forced:
         return {}
-    return {plan.works[index].request.id: run for index, run in tokens.forced.items()}
+    runs = tokens.forced.items()
+    return {plan.works[index].request.id: run for index, run in runs if pace.is_worth(len(run), plan.size)}
 
 
 def accept_run(

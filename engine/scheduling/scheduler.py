@@ -285,7 +285,7 @@ class Scheduler(Overview):
     def _take_others(self, plan: StepPlan, tokens: Sequence[int], others: set[Request]) -> Outcome:
         """Commit the works of `others`; what happened to all."""
         gained: list[tuple[Request, int]] = []
-        emissions, runs = [], forced_runs(plan, tokens)
+        emissions, runs = [], forced_runs(plan, tokens, self.pace)
         for (request, start, count, samples), token in zip(plan.shares(), tokens, strict=True):
             if request not in others:
                 gained.append((request, token))

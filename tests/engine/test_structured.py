@@ -34,6 +34,7 @@ from headrace.engine import (
 )
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
 from headrace.engine.opened import Opened
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.stats import EngineInfo
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine
 from headrace.engine.text import Detokenizer, TokenTable
@@ -174,8 +175,11 @@ def ids_of(mask: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("launch_ahead", [1, 2, 3])
-def test_forced_tokens_are_taken_at_once_and_are_those_that_would_be_sampled(folder: Path, launch_ahead: int) -> None:
+def test_forced_tokens_are_taken_at_once_and_are_those_that_would_be_sampled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
+) -> None:
     """With log-probabilities every token is sampled by itself: the same tokens, in more steps; cut short as well."""
+    monkeypatch.setattr(Pace, "is_worth", lambda *_: True)
     schemas = [random_schema(seed) for seed in range(24)] + [SIMPLE] * 4
     sizes = {"launch_ahead": launch_ahead, "max_rows": 8, "kv_memory": 40 * tiny_models.PAGE_BYTES}
 
@@ -196,8 +200,9 @@ def test_forced_tokens_are_taken_at_once_and_are_those_that_would_be_sampled(fol
     anyio.run(run)
 
 
-def test_a_forced_text_is_cut_as_the_tokenizer_cuts_it(smollm2: Path) -> None:
+def test_a_forced_text_is_cut_as_the_tokenizer_cuts_it(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the real vocabulary: what leaves no choice is one step, and what ends a run may still join what follows."""
+    monkeypatch.setattr(Pace, "is_worth", lambda *_: True)
     texts = ["first_name", "a considerably longer name than that"]
     schema = {
         "type": "object",

@@ -19,6 +19,7 @@ from random_schemas import random_schema
 from headrace.engine import Engine, HookFailed, ResponseFormat, SamplingParams
 from headrace.engine.compiled_grammar import _Matcher
 from headrace.engine.model.late_rows import LateRows
+from headrace.engine.scheduling.pace import Pace
 
 PROMPTS = [draw(3 + 7 * at, at) for at in range(10)]
 PLAIN = [SamplingParams(temperature=1.0, seed=seed, max_tokens=60, top_k=[0, 30][seed % 2]) for seed in range(10)]
@@ -33,8 +34,14 @@ async def plain(engine: Engine) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("launch_ahead", [1, 2])
-def test_forced_tokens_are_taken_at_once_and_are_those_sampled_singly(zoo: Zoo, device: str, launch_ahead: int) -> None:
-    """With a stop string that never comes every token is sampled by itself: the same tokens, in more steps."""
+def test_forced_tokens_are_taken_at_once_and_are_those_sampled_singly(
+    zoo: Zoo, device: str, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
+) -> None:
+    """With a stop string that never comes every token is sampled by itself: the same tokens, in more steps.
+
+    Whether taking them at once is worth it is another matter: here it always is.
+    """
+    monkeypatch.setattr(Pace, "is_worth", lambda *_: True)
 
     def asked(**fields: Any) -> list[SamplingParams]:
         return [SamplingParams(**JUMPING, seed=at, response_format=each, **fields) for at, each in enumerate(SCHEMAS)]
@@ -104,6 +111,7 @@ async def check_late_masks(folder: Path, device: str, monkeypatch: pytest.Monkey
             assert [each.choices for each in found] == singly
 
         monkeypatch.setattr(LateRows, "hold", holds)
+        monkeypatch.setattr(Pace, "is_worth", lambda *_: True)
         for slow in (waits, dawdles):
             with monkeypatch.context() as patch, anyio.fail_after(PATIENCE):
                 patch.setattr(_Matcher, "note", slow)

@@ -223,6 +223,16 @@ def test_one_slow_step_does_not_turn_all_away_for_ever(policy: str, prefilled: i
     rig.check_empty()
 
 
+def test_forced_tokens_are_computed_at_once_where_that_costs_less_than_it_saves() -> None:
+    pace = Pace()
+    assert pace.is_worth(1, 256)  # nothing is known yet
+    pace.observe(0, 0.005)
+    pace.observe(4, 0.013)
+    assert pace.is_worth(4, 1) and not pace.is_worth(1, 1) and not pace.is_worth(4, 64)
+    tries = next(count for count in range(1000) if pace.is_worth(4, 64))
+    assert 200 < tries, "it is tried again, but seldom"
+
+
 def test_an_answer_that_is_nearly_done_counts_what_is_left_of_it() -> None:
     pace = Pace()
     pace.observe(0, 0.1)
