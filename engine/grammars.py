@@ -10,11 +10,13 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.compiled_grammar import CompiledGrammar, ManyRows
 from headrace.engine.errors import GrammarRejected, InvalidParams
+from headrace.engine.grammar_child import matcher_of
+from headrace.engine.grammar_trials import TooSlow, Trials, Vocabulary, may_take_long
 from headrace.engine.opened import Opened
 from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
@@ -29,7 +31,6 @@ _THREADS: Final = 2
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
-_STATES: Final = 50_000  # of some 60 bytes each, in a lexer that rows of one format share
 _MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
 # Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
@@ -60,7 +61,8 @@ class Grammars:
         self._kept: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
         self._tokens_lock = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
-        self._pieces: Sequence[bytes] = ()
+        self._vocabulary: Vocabulary = ((), (), ())
+        self._trials = Trials()
         self._many: ManyRows | None = None
 
     def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
@@ -98,6 +100,7 @@ class Grammars:
         self._closed = True
         if self._worker is not None:
             self._worker.close()
+        self._trials.close()
 
     def _submit(self, wanted: ResponseFormat, opened: Opened, waiting: list[_Waiting]) -> None:
         deadline = time.monotonic() + _SECONDS
@@ -135,31 +138,21 @@ class Grammars:
             return None
         if time.monotonic() > deadline:
             raise _rejected(f"it waited {_SECONDS:g} s for others to be compiled", wanted, _SECONDS)
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
         tokens = self._tokens(opened)
         try:
             source = _source(wanted)
-            matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
-        except (ValueError, RecursionError) as error:
+            if may_take_long(wanted) and not self._trials.run(source, lambda: self._vocabulary, still_wanted):
+                return None
+            matcher = matcher_of(tokens, source)
+        except (ValueError, RecursionError, TooSlow, OSError) as error:
             raise _rejected(str(error), wanted) from None
-        matcher.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
-        if forced := matcher.compute_ff_tokens():
-            matcher.consume_tokens(forced)
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise _rejected(matcher.get_error().partition("\n")[0], wanted)
-        if time.monotonic() > deadline:
-            raise _rejected(f"it takes longer than {_SECONDS:g} s to compile", wanted, _SECONDS)
-        matcher.reset()
-        return CompiledGrammar(lambda: LLMatcher(tokens, source, log_level=0, limits=limits), matcher, self._many_rows)
+        return CompiledGrammar(lambda: matcher_of(tokens, source), matcher, self._many_rows)
 
     def _many_rows(self) -> ManyRows:
         """In any of the threads that find masks."""
         with self._tokens_lock:
             if self._many is None:
-                self._many = ManyRows(self._pieces)
+                self._many = ManyRows(self._vocabulary[0])
             return self._many
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
@@ -168,7 +161,7 @@ class Grammars:
                 from llguidance import LLTokenizer, TokenizerWrapper
 
                 vocabulary = _Vocabulary(opened)
-                self._pieces = vocabulary.tokens
+                self._vocabulary = vocabulary.tokens, vocabulary.special_token_ids, _end_ids(opened)
                 self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
             return self._ll_tokenizer
 

@@ -72,7 +72,7 @@ class CpuOptions:
 
     def give(self, given: GivenTokens) -> None:
         """Go on with tokens of a row that were not chosen here."""
-        if given.row in self._masks:
+        if given.tokens and given.row in self._masks:
             self._masks.advance(given.row, given.tokens)
 
     def prompt_span(self, index: int, work: Work, first: int) -> PromptSpan | None:

@@ -42,7 +42,7 @@ def plan_decodes(
                 continue
             if not growth.make_ready(plan, request, 1, now):
                 continue
-            if not (request.forked or request.jumps or request.processor is not None):
+            if not (request.forked or request.jumps or request.discard or request.processor is not None):
                 request.smooth = min(len(request.pages) * page_size, request.limit - 2)
         decodes.append(request)
         starts.append(start)

@@ -212,10 +212,11 @@ class Request:
         """A step that is committed chose no token at `place`, and those in flight have left the row alone.
 
         The token before it is computed again, for its logits, unless a grammar has forced the one at `place` meanwhile.
+        A request that has ended may know fewer.
         """
-        self.unsent = len(self.tokens) - place
-        self.computed = self.planned = place if self.unsent else place - 1
         self.known = len(self.tokens)
+        self.unsent = max(0, self.known - place)
+        self.computed = self.planned = min(self.known, place if self.unsent else place - 1)
         self.discard = self.in_flight
         self.smooth = 0
         self.is_held = True

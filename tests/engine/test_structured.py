@@ -30,6 +30,8 @@ from headrace.engine import (
     ResponseFormat,
     SamplingParams,
     compiled_grammar,
+    grammar_child,
+    grammar_trials,
     grammars,
 )
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
@@ -264,7 +266,7 @@ def test_a_forced_text_may_spell_a_control_token() -> None:
 
 
 def test_a_row_that_needs_too_many_states_fails_alone_and_its_format_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_STATES", 2000)
+    monkeypatch.setattr(grammar_child, "_STATES", 2000)
     grammar = compiled(ResponseFormat.regex("(?s:.*)a(?s:.{30})c(?s:.{5})d"), ByteTokenizer())
     chance = random.Random(1)
     text = b"zzza" + b"z" * 30 + b"czzzzzd"
@@ -322,6 +324,7 @@ def many_properties(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"k{index}": {"type": "string"} for index in range(count)}}
 
 
+ENDLESS = ResponseFormat.json_schema({"type": "integer", "multipleOf": 99_999_989})
 HOSTILE: dict[str, Callable[[], ResponseFormat]] = {
     "deep": lambda: ResponseFormat.json_schema(deep(300)),
     "recursive": lambda: ResponseFormat.json_schema({"$ref": "#"}),
@@ -341,12 +344,21 @@ HOSTILE: dict[str, Callable[[], ResponseFormat]] = {
     "no start": lambda: ResponseFormat.lark('other: "a"'),
     "no grammar": lambda: ResponseFormat.lark("start: ("),
     "long pattern": lambda: ResponseFormat.regex("(" + "a" * 60_000),
+    "many patterns at once": lambda: ResponseFormat.json_schema(
+        {"allOf": [{"type": "string", "pattern": f".*{chr(97 + index)}{index}.*"} for index in range(20)]}
+    ),
+    "multiple of much": lambda: ENDLESS,
+    "optional letters": lambda: ResponseFormat.regex("a?" * 30_000),
     "long rule": lambda: ResponseFormat.lark("start: " + "a" * 60_000),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(folder: Path, name: str) -> None:
+def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(grammar_trials, "_SECONDS", 0.5)
+
     async def ask() -> None:
         async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine, anyio.create_task_group() as tasks:
             plain = engine.stream([65], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
@@ -486,6 +498,60 @@ def test_who_waits_too_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyP
             assert caught.value.limit == 0.05
 
     anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
+
+
+def test_compiling_can_be_cancelled(folder: Path, anyio_backend: Backend) -> None:
+    """Four that would take for ever in two threads: whoever leaves is not held up, nor is whoever comes after them."""
+    endless = [ResponseFormat.json_schema(json.loads(ENDLESS.source) | {"title": str(at)}) for at in range(4)]
+
+    async def leave(engine: Engine, wanted: ResponseFormat) -> None:
+        with anyio.move_on_after(0.3):
+            await engine.generate([65], hot(wanted))
+
+    async def ask() -> None:
+        async with no_leaks(), Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            with anyio.fail_after(1.5):  # a trial may take two seconds
+                async with anyio.create_task_group() as tasks:
+                    for wanted in endless:
+                        tasks.start_soon(leave, engine, wanted)
+                assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
+            slow = await engine.generate([65], hot(ResponseFormat.json_schema(SIMPLE | {"oneOf": [{}]})))
+            assert json.loads(slow.choices[0].text)
+            (child,) = engine._grammars._trials._idle
+            child._process.kill()
+            child._process.wait()
+            await engine.generate([65], hot(ResponseFormat.json_schema(SIMPLE | {"allOf": [{}]})))
+        assert not engine._grammars._trials._idle
+
+    anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "slow"),
+    [
+        (ResponseFormat.json_object(), False),
+        (ResponseFormat.choice(["a?" * 2000]), False),
+        (ResponseFormat.regex("(a|b)*a(a|b){99}"), False),
+        (ResponseFormat.regex("a?" * 501), True),
+        (ResponseFormat.lark('start: "a" | start "b"'), False),
+        (ResponseFormat.lark("start: /a/ & /b/"), True),
+        (ResponseFormat.lark('start: %json {"\u006dultipleOf": 99999989}'), True),
+        (ResponseFormat.lark("start: " + "a" * 4000), True),
+        (ResponseFormat.json_schema(SIMPLE), False),
+        (ResponseFormat.json_schema({"properties": {"pattern": SIMPLE, "multipleOf": SIMPLE}}), False),
+        (ResponseFormat.json_schema({"anyOf": [{"const": {"multipleOf": 99999989}}]}), False),
+        (ResponseFormat.json_schema({"items": [{"multipleOf": 7}, {"pattern": "a*"}]}), False),
+        (ResponseFormat.json_schema({"items": {"anyOf": [{"multipleOf": 99999989}]}}), True),
+        (ResponseFormat.json_schema('{"\u006dultipleOf": 99999989}'), True),
+        (ResponseFormat.json_schema({"properties": ["multipleOf"]}), True),
+        (ResponseFormat.json_schema({"$defs": {"a": {"allOf": []}}}), True),
+        (ResponseFormat.json_schema({"enum": list(range(1000))}), True),
+        (ResponseFormat.json_schema({"prefixItems": [{"pattern": f"a{at}"} for at in range(4)]}), True),
+        (ResponseFormat(kind="json_schema", source="[" * 60_000), True),
+    ],
+)
+def test_what_may_take_long_is_tried_first(wanted: ResponseFormat, slow: bool) -> None:
+    assert grammar_trials.may_take_long(wanted) is slow
 
 
 class Panic(BaseException):

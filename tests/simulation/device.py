@@ -60,7 +60,9 @@ class RigRunner(ScriptedRunner):
         forced: dict[int, list[int]] = {}
         for index, work in enumerate(plan.works):
             token = 0
-            if work.samples and self._is_late(plan, work):
+            if work.row in self._late:
+                pass  # whatever it says, nobody may believe it
+            elif work.samples and self._is_late(plan, work):
                 token = LATE
             elif work.samples and work.row in self._hosted:
                 token = self._tokens[work.row][work.start + work.num_tokens] = CHOSEN_LATER
@@ -74,9 +76,7 @@ class RigRunner(ScriptedRunner):
         return ReportedTokens(sampled, {}, {}, forced=forced) if forced else sampled
 
     def _is_late(self, plan: StepPlan, work: Work) -> bool:
-        """Whether a row is left out, now or since a step before; a step of one row waits for it."""
-        if work.row in self._late:
-            return True
+        """Whether a row is left out; a step of one row waits for it."""
         may_be = work.row in self._masked and not plan.alone
         late = may_be and scripted_token([plan.step, work.row], _LATE_IN) == 0
         if late:

@@ -239,6 +239,7 @@ class World:
                 keepers=1 if self._talking and choices == 1 and not holds else 0,
                 hooked=not holds and self._hooks.random() < self._hooking,
                 jumps=not holds and self._hooks.random() < self._hooking,
+                masked=not holds and self._hooks.random() < self._hooking,
                 alone=not holds and self._solo.random() < self._deterministic,
             )
         except Overloaded:

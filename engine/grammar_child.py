@@ -1,0 +1,77 @@
+"""Compiles grammars for `Trials` in a process of its own, which may be ended at any time; keeps none of them.
+
+Run as a script, which imports nothing of headrace. A line of JSON on standard input says which vocabulary, each further
+one is a grammar, and each answer is a line: what is wrong with it, or an empty text. The engine uses `matcher_of`, too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["matcher_of"]
+
+_STATES: Final = 50_000  # of some 60 bytes each, in a lexer that rows of one format share
+_BYTES: Final = 4 << 30  # of address space
+
+
+def matcher_of(tokens: LLTokenizer, source: str) -> LLMatcher:
+    """A matcher that has consumed nothing, of a grammar as llguidance reads it, and whose first masks can be found.
+
+    Raises:
+        ValueError: There can be none.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
+    matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
+    matcher.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
+    if forced := matcher.compute_ff_tokens():
+        matcher.consume_tokens(forced)
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().partition("\n")[0])
+    matcher.reset()
+    return matcher
+
+
+class _Vocabulary:
+    """A token table as llguidance reads one; forced text is cut into single bytes, which takes as long."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[str], special_ids: list[int], eos_id: int) -> None:
+        self.tokens = [piece.encode("latin-1") for piece in tokens]
+        self.special_token_ids, self.eos_token_id = special_ids, eos_id
+        self._ids = {piece: token for token, piece in enumerate(self.tokens)}
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._ids[piece] for piece in (text[at : at + 1] for at in range(len(text))) if piece in self._ids]
+
+
+def _serve() -> None:
+    import resource
+
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+    lines = iter(sys.stdin.buffer.readline, b"")
+    tokens, special_ids, eos_ids = json.loads(next(lines))
+    tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, special_ids, eos_ids[0])), eos_token=eos_ids)
+    print(json.dumps(""), flush=True)
+    for line in lines:
+        try:
+            matcher_of(tokenizer, json.loads(line))
+            answer = ""
+        except ValueError as error:
+            answer = str(error) or "it is no grammar"
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[1])
+    _serve()

@@ -1,0 +1,208 @@
+"""`Trials`: whether a grammar is compiled in time, tried in a process that can be ended; compiles nothing for use.
+
+A call of llguidance cannot be interrupted, and thirty characters are enough for one that takes for ever: a schema with
+`multipleOf: 99999989`. Formats of which that cannot be are compiled at once (`may_take_long`); others are tried first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from headrace.engine.response_format import ResponseFormat
+
+__all__ = ["TooSlow", "Trials", "Vocabulary", "may_take_long"]
+
+Vocabulary = tuple[Sequence[bytes], Sequence[int], Sequence[int]]
+"""Tokens, ids of special ones, and those that end a sequence."""
+
+_SECONDS: Final = 2.0  # of one trial; the same work is then done once more, in this process
+_START: Final = 10.0  # seconds in which the other process must have read the vocabulary
+_TURN: Final = 0.05  # seconds between two looks at whether somebody still wants it
+_VALUES: Final = 500  # of a schema
+_LENGTH: Final = 1000  # of a regular expression
+_GRAMMAR: Final = 4000  # characters
+_PATTERNS: Final = 3
+_MULTIPLE: Final = 1000
+_HARMLESS: Final = frozenset(
+    "$schema $id $comment $ref type title description default examples required additionalProperties items prefixItems"
+    " enum const anyOf minLength maxLength minItems maxItems minimum maximum exclusiveMinimum exclusiveMaximum"
+    " minProperties maxProperties format".split()
+)
+_NAMED: Final = frozenset(("properties", "$defs", "definitions"))
+_DATA: Final = frozenset(("enum", "const", "default", "examples", "required"))
+_SUSPICIOUS: Final = ("&", "~", "\\u", "multipleOf", "allOf", "oneOf", "attern")
+"""In a grammar, in which schemas may lie."""
+
+
+class TooSlow(Exception):
+    """It was not done in time."""
+
+
+def may_take_long(wanted: ResponseFormat) -> bool:
+    """Whether compiling might take more than a few tenths of a second."""
+    if wanted.kind in ("json_object", "choice"):
+        return False
+    if wanted.kind == "regex":
+        return len(wanted.source) > _LENGTH
+    if wanted.kind == "lark":
+        return len(wanted.source) > _GRAMMAR or any(each in wanted.source for each in _SUSPICIOUS)
+    survey = _Survey()
+    try:
+        survey.see(json.loads(wanted.source))
+    except RecursionError:
+        return True
+    return survey.is_suspicious or survey.values > _VALUES or survey.patterns > _PATTERNS
+
+
+class _Survey:
+    """What a schema holds, as far as one must know it."""
+
+    def __init__(self) -> None:
+        self.values = self.patterns = 0
+        self.is_suspicious = False
+
+    def see(self, schema: Any) -> None:
+        self.values += 1
+        if isinstance(schema, list):
+            for each in schema:
+                self.see(each)
+        elif isinstance(schema, dict):
+            for key, value in schema.items():
+                self._see_keyword(key, value)
+
+    def _see_keyword(self, key: str, value: Any) -> None:
+        if key in _NAMED and isinstance(value, dict):
+            for each in value.values():
+                self.see(each)
+        elif key in _DATA:
+            self.values += len(json.dumps(value)) // 4  # at least as many as there are
+        elif key == "pattern":
+            self.patterns += 1
+            self.is_suspicious |= not isinstance(value, str) or len(value) > _LENGTH
+        elif key == "multipleOf":
+            self.is_suspicious |= value not in range(1, _MULTIPLE + 1)
+        elif key in _HARMLESS:
+            self.see(value)
+        else:
+            self.is_suspicious = True
+
+
+class Trials:
+    """The processes of one engine: none before the first format that may take long, and then one for each thread."""
+
+    def __init__(self) -> None:
+        """Start none."""
+        self._idle: list[_Child] = []
+        self._lock = threading.Lock()
+
+    def run(self, source: str, vocabulary: Callable[[], Vocabulary], still_wanted: Callable[[], bool]) -> bool:
+        """Try `source`, in any thread.
+
+        Args:
+            source: The grammar as llguidance reads it.
+            vocabulary: Of the model, always the same one.
+            still_wanted: Asked many times a second; once it says no, it is not asked again, and the trial ends.
+
+        Returns:
+            Whether it is still wanted.
+
+        Raises:
+            TooSlow: It takes more than two seconds.
+            ValueError: It cannot be compiled.
+            OSError: There can be no other process, or it died, as where it took too much memory.
+        """
+        child = self._take()
+        done = False
+        try:
+            if child is None:
+                child = _Child()
+                if not child.ask(vocabulary_line(vocabulary()), _START, still_wanted):
+                    return False
+            done = child.ask(json.dumps(source), _SECONDS, still_wanted)
+        except ValueError:
+            done = True
+            raise
+        finally:
+            if child is not None and done:
+                with self._lock:
+                    self._idle.append(child)
+            elif child is not None:
+                child.close()
+        return done
+
+    def _take(self) -> _Child | None:
+        """A process that waits for work, if there is one."""
+        with self._lock:
+            while self._idle:
+                child = self._idle.pop()
+                if child.is_alive:
+                    return child
+                child.close()
+        return None
+
+    def close(self) -> None:
+        """End the processes; nothing runs in them."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
+
+def vocabulary_line(vocabulary: Vocabulary) -> str:
+    """As grammar_child.py reads it."""
+    tokens, special_ids, eos_ids = vocabulary
+    return json.dumps([[piece.decode("latin-1") for piece in tokens], list(special_ids), list(eos_ids)])
+
+
+class _Child:
+    """One other process."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("grammar_child.py")
+        command = [sys.executable, "-I", str(script), json.dumps(sys.path)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt at a terminal is not for it
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, line: str, seconds: float, still_wanted: Callable[[], bool]) -> bool:
+        """Send a line and wait for the answer; False if nobody wants it any more."""
+        process, ends = self._process, time.monotonic() + seconds
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+        while not select.select([process.stdout], [], [], _TURN)[0]:
+            if not still_wanted():
+                return False
+            if time.monotonic() > ends:
+                raise TooSlow(f"it takes longer than {seconds:g} s to compile")
+        answer = process.stdout.readline()
+        if not answer:
+            raise OSError("the process that compiled it died")
+        if said := json.loads(answer):
+            raise ValueError(said)
+        return True
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what it has not read is lost
+                    pipe.close()
