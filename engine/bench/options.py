@@ -1,8 +1,9 @@
 """`headrace bench options`: what each kind of option adds to a decode step in which all rows ask for it.
 
-Steps are timed as `headrace bench latency` does, kinds in turn in each round, sampled at temperature 1; a round warms
-up first. Then one row or half of them ask for what the host must act on, or for steps of their own, beside rows that
-ask for nothing: what it costs those, and what these get. And one thread finds the masks along the text of a schema.
+What counts is the time from token to token, as readers see it while all rows decode at temperature 1; kinds take turns
+in each round, and a round warms up first. Then one row or half of them ask for what the host must act on, or for steps
+of their own, beside rows that ask for nothing: what it costs those, and what these get. And one thread finds the masks
+along the text of a schema.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from rich.progress import Progress
 
 from headrace.engine import Engine, InvalidParams, ResponseFormat, SamplingParams
-from headrace.engine.bench.latency import decode, reached_tokens
+from headrace.engine.bench.latency import reached_tokens
 from headrace.engine.bench.opening import Subject, Target, opened, require_room
 from headrace.engine.bench.report import percentile, show, spread, table
 from headrace.engine.bench.workload import random_prompts
@@ -141,10 +142,10 @@ async def _run(
             task = progress.add_task("measuring", total=len(batches) * (repeats + 1) * (len(KINDS) + len(BESIDE)))
             figures = []
             for batch in batches:
-                rounds: dict[str, list[float]] = {name: [] for name in KINDS}
+                rounds: dict[str, list[dict[str, float]]] = {name: [] for name in KINDS}
                 for turn in range(repeats + 1):
                     for name, asked in KINDS.items():
-                        rounds[name] += [await _step(subject.engine, batch, context, steps, asked, turn)]
+                        rounds[name] += [await _alike(subject.engine, batch, context, steps, asked, turn)]
                         progress.advance(task)
                 beside: dict[str, list[dict[str, float]]] = {name: [] for name in BESIDE}
                 for turn in range(repeats + 1):
@@ -164,10 +165,10 @@ async def _run(
         one_rows = [row for figure in figures for row in _beside_rows(figure)]
         table("some rows beside others, ms", _BESIDE_COLUMNS, one_rows)
         rows = [row for figure in figures for row in _rows(figure)]
-        show("decode step with options in all rows, ms", _COLUMNS, rows, data, json_path)
+        show("from token to token with options in all rows, ms", _COLUMNS, rows, data, json_path)
 
 
-_COLUMNS = ("rows and what they ask", "median (lowest to highest)", "more than none, %")
+_COLUMNS = ("rows and what they ask", "p50 (lowest to highest)", "p99", "mean", "p50 over none, %", "mean, %")
 _BESIDE_COLUMNS = ("rows and what some ask", "p50 of the others' steps", "p99", "slowest", "their own tokens, mean")
 
 
@@ -176,10 +177,16 @@ def _conditions(subject: Subject, target: Target, context: int, steps: int, repe
 
 
 def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
-    found = figure["step_ms"]
-    least = median(found["none"])
+    found = {
+        name: {at: [each[at] for each in rounds] for at in rounds[0]} for name, rounds in figure["step_ms"].items()
+    }
+    least = {at: median(each) for at, each in found["none"].items()}
     return [
-        [f"{figure['batch']}, {name}", spread(each, ".3f"), f"{100 * (median(each) / least - 1):+.1f}"]
+        [
+            f"{figure['batch']}, {name}",
+            *(spread(each[at], ".3f") for at in ("p50", "p99", "mean")),
+            *(f"{100 * (median(each[at]) / least[at] - 1):+.1f}" for at in ("p50", "mean")),
+        ]
         for name, each in found.items()
     ]
 
@@ -193,13 +200,30 @@ def _beside_rows(figure: Mapping[str, Any]) -> list[list[str]]:
 
 async def _beside(engine: Engine, batch: int, context: int, steps: int, some: Beside, seed: int) -> dict[str, float]:
     """Milliseconds between tokens of rows that ask for nothing, while others ask; mean ones of these."""
+    asking = max(1, batch // 2) if some.by_half else 1
+    spans = await _spans(engine, (batch, asking), context, steps, some, seed)
+    theirs, own = list(itertools.chain(*spans[asking:])), list(itertools.chain(*spans[:asking]))
+    return {"p50": median(theirs), "p99": percentile(theirs, 0.99), "most": max(theirs), "own": mean(own)}
+
+
+async def _alike(engine: Engine, batch: int, context: int, steps: int, asked: Mapping[str, Any], seed: int) -> Any:
+    """Milliseconds between tokens of rows that all ask for the same: the mean one tells of rows that were left out."""
+    spans = list(itertools.chain(*await _spans(engine, (batch, batch), context, steps, Beside(asked), seed)))
+    return {"p50": median(spans), "p99": percentile(spans, 0.99), "mean": mean(spans)}
+
+
+async def _spans(
+    engine: Engine, rows: tuple[int, int], context: int, steps: int, some: Beside, seed: int
+) -> list[list[float]]:
+    """Milliseconds between the tokens of each row, of the first of which so many ask, while all of them decode."""
+    batch, asking = rows
     prompts = random_prompts(batch, context, vocab_size=engine.info.vocab_size, seed=seed)
     usual = {"temperature": 1.0, "ignore_eos": True, "max_tokens": steps}
+    more = {"max_tokens": 4 * steps} if asking < batch else {}
     times: list[list[float]] = [[] for _ in prompts]
-    asking = max(1, batch // 2) if some.by_half else 1
 
     async def read(place: int) -> None:
-        asked, hook = ({"max_tokens": 4 * steps, **some.asked}, some.hook) if place < asking else ({}, None)
+        asked, hook = ({**more, **some.asked}, some.hook) if place < asking else ({}, None)
         params = SamplingParams(**{**usual, "seed": seed * batch + place, **asked})
         async for _ in engine.stream(prompts[place], params, logits_processor=hook):
             times[place].append(1000 * time.perf_counter())
@@ -207,19 +231,10 @@ async def _beside(engine: Engine, batch: int, context: int, steps: int, some: Be
     async with anyio.create_task_group() as all_of_them:
         async with anyio.create_task_group() as others:
             for place in range(batch):
-                (all_of_them if place < asking else others).start_soon(read, place)
+                (all_of_them if place < asking < batch else others).start_soon(read, place)
         all_of_them.cancel_scope.cancel()
-    begun, ended = max(each[0] for each in times), min(each[-1] for each in times[asking:])
-    spans = [[b - a for a, b in itertools.pairwise(each) if begun <= a and b <= ended] for each in times]
-    theirs, own = list(itertools.chain(*spans[asking:])), list(itertools.chain(*spans[:asking]))
-    return {"p50": median(theirs), "p99": percentile(theirs, 0.99), "most": max(theirs), "own": mean(own)}
-
-
-async def _step(engine: Engine, batch: int, context: int, steps: int, asked: Mapping[str, Any], seed: int) -> float:
-    """Median milliseconds of a decode step."""
-    prompts = random_prompts(batch, context, vocab_size=engine.info.vocab_size, seed=seed)
-    intervals = await decode(engine, prompts, steps, {"temperature": 1.0, "seed": seed, **asked})
-    return 1000 * median(intervals)
+    begun, ended = max(each[0] for each in times), min(each[-1] for each in times[asking % batch :])
+    return [[b - a for a, b in itertools.pairwise(each) if begun <= a and b <= ended] for each in times]
 
 
 def _mask_seconds(engine: Engine) -> list[float]:

@@ -23,7 +23,7 @@ from simulation.machine import Machine
 from headrace.adapters.bank import AdapterDevice
 from headrace.engine.errors import AdapterRejected, EngineCrashed
 from headrace.engine.opened import Opened
-from headrace.engine.scheduling.plan import CHOSEN_LATER, NON_FINITE, Capacity, StepPlan, Work
+from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, NON_FINITE, Capacity, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.engine.testing import ScriptedEngine, ScriptedStep, scripted_token
 
@@ -236,7 +236,7 @@ class SimulatedRunner(RigRunner):
         for options in plan.options:
             if options.grammar is not None:
                 self._places[options.row] = Place(options.grammar, options.tokens[options.prompt_len :])
-        for given in plan.given:
+        for given in self._late.take(plan):
             if given.row in self._places:
                 for token in given.tokens:
                     self._places[given.row].advance(token)
@@ -245,7 +245,7 @@ class SimulatedRunner(RigRunner):
         super()._write(plan)
         for work in plan.works:
             slot = self.worn[work.row]
-            if slot < 0:
+            if slot < 0 or work.row in self._late:
                 continue
             self.machine.require(slot in self.slots, f"r{work.request.id} wears what is not on the device")
             for page, cell in self._cell_places(work)[work.start :]:
@@ -256,7 +256,11 @@ class SimulatedRunner(RigRunner):
         sampled = []
         for index, work in enumerate(plan.works):
             token = 0
-            if work.samples:
+            if work.row in self._late:
+                pass  # whatever it says, nobody may believe it
+            elif work.samples and self._is_late(plan, work):
+                token = LATE
+            elif work.samples:
                 token = self._choose(index, work)
                 self._tokens[work.row][work.start + work.num_tokens] = token
             sampled.append(token)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from headrace.engine.grammars import CompiledGrammar, Grammars
+from headrace.engine.compiled_grammar import CompiledGrammar
+from headrace.engine.grammars import Grammars
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.scheduling.plan import NOTHING_LEFT, Capacity
 from headrace.engine.scheduling.shaping import Grammar
