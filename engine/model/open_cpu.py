@@ -91,7 +91,10 @@ def _make_runner(
         packed = config.dtype == "auto"
         read_from = next(sources, dropped)
         weights = load_weights(read_from, spec, dtype=dtype, device="cpu", keep_packed=packed, seed=config.seed)
-        return Decoder(spec, weights, ops)
+        decoder = Decoder(spec, weights, ops)
+        del weights  # packed by now; loading passed through more than it keeps
+        return_freed_memory()
+        return decoder
 
     return CpuRunner(load, ops, capacity, config.cpu_threads or _default_threads(), bank)
 

@@ -70,7 +70,7 @@ class Soak:
 
     async def run(self) -> None:
         """Ask, with an eye on the scheduler meanwhile."""
-        with anyio.fail_after(PATIENCE):
+        with anyio.fail_after(max(PATIENCE, 0.5 * len(self.requests))):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch)
                 limiter = anyio.CapacityLimiter(AT_ONCE)
