@@ -60,12 +60,30 @@ def run(
 
 
 _COUNTS = ("tokens_per_second", "requests", "preemptions", "steps")
-_COLUMNS = ("share asked for", "policy", "load", "TTFT p50, s", "p99, s", "ratio", "tokens/s", *_COUNTS[1:])
+_COLUMNS = (
+    "share asked for",
+    "policy",
+    "load",
+    "TTFT p50, s",
+    "p99, s",
+    "ratio",
+    "tokens/s",
+    *_COUNTS[1:],
+    "Jain index",
+)
 
 
 def _row(load: float, policy: str, name: str, found: dict[str, float], ratio: str) -> list[str]:
     seconds = [f"{found[key]:.3f}" for key in ("ttft_p50", "ttft_p99")]
-    return [f"{load:g}", policy, name, *seconds, ratio, *(f"{found[key]:,.0f}" for key in _COUNTS)]
+    return [
+        f"{load:g}",
+        policy,
+        name,
+        *seconds,
+        ratio,
+        *(f"{found[key]:,.0f}" for key in _COUNTS),
+        f"{found['jain']:.3f}",
+    ]
 
 
 async def _measure(
@@ -109,8 +127,8 @@ class _Load:
         vocab = subject.engine.info.vocab_size
         self._words = [self._chance.randrange(vocab) for _ in range(_PROMPT[1])]
         self._vocab = vocab
-        self._tokens = 0
-        """Of prompts that were answered, and of answers, read so far."""
+        self._tokens = dict.fromkeys("abcd", 0)
+        """Of prompts that were answered, and of answers, read so far by each tenant."""
 
     async def closed(self, seconds: float) -> float:
         """Requests a second with twice as many clients as rows, each asking anew when it is answered."""
@@ -152,11 +170,13 @@ class _Load:
             for name, rate in (("a", loud), *((name, quiet) for name in _QUIET)):
                 tasks.start_soon(tenant, name, rate, random.Random(f"{name} {rate}"))
             await anyio.sleep(_WARMING)
-            tokens, stats, began = self._tokens, self._engine.stats(), time.perf_counter()
+            tokens, stats, began = dict(self._tokens), self._engine.stats(), time.perf_counter()
             await anyio.sleep(seconds)
             now, then = time.perf_counter(), self._engine.stats()
+            served = [self._tokens[name] - tokens[name] for name in tokens]
             counted = {
-                "tokens_per_second": (self._tokens - tokens) / (now - began),
+                "tokens_per_second": sum(served) / (now - began),
+                "jain": sum(served) ** 2 / (len(served) * max(1, sum(each * each for each in served))),
                 "preemptions": then.preemptions - stats.preemptions,
                 "steps": then.steps - stats.steps,
             }
@@ -172,8 +192,8 @@ class _Load:
         async for _ in self._engine.stream(prompt, params, tenant=asked.tenant):
             if asked.wait is None:
                 asked.wait = time.perf_counter() - asked.at
-                self._tokens += len(prompt)
-            self._tokens += 1
+                self._tokens[asked.tenant] += len(prompt)
+            self._tokens[asked.tenant] += 1
 
     def _scaled(self, tokens: int) -> int:
         return max(1, round(self._scale * tokens))
