@@ -11,20 +11,11 @@
 
 #pragma once
 
-#include "hopper.cuh"
+#include "wgmma.cuh"
 
 namespace {
 
-#if ELEMENT_F16
-#define KIND "f16"
-constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-#else
-#define KIND "bf16"
-constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-#endif
-
 constexpr int kRows = ROWS;
-constexpr int kLine = 64;                   // elements of a line of shared memory, 128 bytes
 constexpr int kBlock = 64;                  // lines of weights of a tile: what wgmma multiplies
 constexpr int kBlockBytes = kBlock * 128;
 constexpr int kSums = kRows / 2;            // of a thread
@@ -47,16 +38,6 @@ struct Target {
 
 // --- synchronisation
 
-// As `barrier_wait`, for what other blocks of the cluster did before they arrived.
-inline __device__ void barrier_wait_cluster(uint64_t* barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nWAIT:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
 inline __device__ void fetch_lines(void* target, const CUtensorMap* map, int inner, int row, uint64_t* barrier,
                                    uint64_t policy) {
   asm volatile(
@@ -75,53 +56,14 @@ inline __device__ void fetch_gated(void* target, const CUtensorMap* map, int inn
       : "memory");
 }
 
-inline __device__ void cluster_meets() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// The same place in the shared memory of another block of the cluster.
-inline __device__ uint32_t address_in(uint32_t address, int block) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-  return there;
-}
-
 inline __device__ void store_in(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-// Tells all `blocks` blocks of the cluster what this warp has done.
-inline __device__ void arrive_everywhere(uint64_t* barrier, int blocks, int lane) {
-  __syncwarp();
-  if (lane < blocks) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                     address_in(shared_address(barrier), lane))
-                 : "memory");
-  }
 }
 
 inline __device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
 
 // --- arithmetic
 
-// Describes lines of 128 bytes, swizzled, in groups of eight.
-inline __device__ uint64_t lines_at(const void* pointer) {
-  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{1} << 16) | ((shared_address(pointer) & 0x3FFFF) >> 4);
-}
-
-inline __device__ void multiply_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-inline __device__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kLeft>
-inline __device__ void multiply_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
-}
-// Keeps the compiler from using sums before the wait above it.
-inline __device__ void sums_ready(float (&sums)[kSums]) {
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-}
-
-#define FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 #define S0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define S1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -150,11 +92,6 @@ inline __device__ void multiply_add(float (&sum)[kSums], uint64_t a, uint64_t b)
 
 inline __device__ float silu(float x) { return x / (1.f + __expf(-x)); }
 
-union Eight {
-  uint4 bits;
-  Element values[8];
-};
-
 // --- tiles
 
 // How a product is divided: blocks of a cluster, and whether a tile is gates and ups by turns.
@@ -181,7 +118,7 @@ struct Exchange {
   // Sends each row's sums to the block that finishes it.
   __device__ void send(const float (&sums)[kSums], int round, int thread) const {
     const int lane = thread % 32, g = lane / 4, c = lane % 4, rank = blockIdx.x % S::kSplits;
-    if (round > 0) barrier_wait_cluster(taken, (round - 1) & 1);
+    if (round > 0) barrier_wait(taken, (round - 1) & 1);
     const uint32_t place = shared_address(staged + rank * S::kOwn * kPitch + 16 * (thread / 32) + g);
 #pragma unroll
     for (int i = 0; i < kSums; i += 4) {
@@ -192,11 +129,15 @@ struct Exchange {
       store_in(there + 8 * 4, sums[i + 2]);
       store_in(there + kPitch * 4 + 8 * 4, sums[i + 3]);
     }
-    arrive_everywhere(arrived, S::kSplits, lane);
+    if constexpr (S::kSplits == 1) {
+      leave_everywhere(arrived, 1, lane);  // within a block, sums need no more than the barrier
+    } else {
+      arrive_everywhere(arrived, S::kSplits, lane);
+    }
   }
 
   __device__ void wait(int round) const { barrier_wait_cluster(arrived, round & 1); }
-  __device__ void done(int thread) const { arrive_everywhere(taken, S::kSplits, thread % 32); }
+  __device__ void done(int thread) const { leave_everywhere(taken, S::kSplits, thread % 32); }
 
   // Eight sums of a row.
   __device__ void add_up(float (&values)[8], int row, int line) const {
@@ -290,33 +231,6 @@ inline __device__ void finish_tile(const Target& with, const Exchange<S>& exchan
 }
 
 // --- on the host
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// How a matrix is fetched: its sizes and strides (bytes, from the second on), innermost first, and what is fetched at once.
-template <int kDims>
-CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], const uint64_t (&strides)[kDims - 1],
-                   const uint32_t (&box)[kDims]) {
-  static const Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
-    return reinterpret_cast<Encode>(found);
-  }();
-  uint32_t steps[kDims];
-  for (uint32_t& step : steps) step = 1;
-  CUtensorMap map;
-  const CUresult status = encode(&map, kMapType, kDims, matrix.data_ptr(), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require(status == CUDA_SUCCESS, "a matrix that cannot be fetched in tiles");
-  return map;
-}
-
-inline CUtensorMap lines_of(const TensorView& matrix, int rows) {
-  return map_of<2>(matrix, {static_cast<uint64_t>(matrix.size(1)), static_cast<uint64_t>(matrix.size(0))},
-                   {matrix.stride(0) * sizeof(Element)}, {kLine, static_cast<uint32_t>(rows)});
-}
 
 inline CUtensorMap gated_lines_of(const TensorView& matrix) {
   const uint64_t line = matrix.stride(0) * sizeof(Element), features = matrix.size(0) / 2;

@@ -1,0 +1,161 @@
+// What kernels share that multiply by wgmma: lines of 128 bytes, from maps in memory to descriptors in shared memory, and
+// clusters of blocks.
+//
+// Owns no launch and no division of work.
+//
+// Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in sums of wgmma.
+
+#pragma once
+
+#include "hopper.cuh"
+
+namespace {
+
+#if ELEMENT_F16
+#define KIND "f16"
+constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+#else
+#define KIND "bf16"
+constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+#endif
+
+constexpr int kLine = 64;  // elements of a line of shared memory, 128 bytes
+
+union Pair {
+  uint32_t bits;
+  Element values[2];
+};
+
+union Eight {
+  uint4 bits;
+  Element values[8];
+};
+
+// --- clusters
+
+// As `barrier_wait`, for what other blocks of the cluster did before they arrived.
+inline __device__ void barrier_wait_cluster(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Makes nothing visible but barriers that were initialised and fenced: a release would wait for all of the GPU's memory.
+inline __device__ void cluster_meets() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same place in the shared memory of another block of the cluster.
+inline __device__ uint32_t address_in(uint32_t address, int block) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  return there;
+}
+
+// Tells all `blocks` blocks of the cluster what this warp has done, once all of the GPU's memory could know of it.
+inline __device__ void arrive_everywhere(uint64_t* barrier, int blocks, int lane) {
+  __syncwarp();
+  if (lane < blocks) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                     address_in(shared_address(barrier), lane))
+                 : "memory");
+  }
+}
+
+// Tells them that this warp has read what it wants to; of what it wrote only its own block may know. Far faster.
+inline __device__ void leave_everywhere(uint64_t* barrier, int blocks, int lane) {
+  __syncwarp();
+  if (lane < blocks) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(shared_address(barrier), lane)) : "memory");
+  }
+}
+
+// --- products
+
+// Describes lines, swizzled, in groups of eight; `wide`: bytes from 64 elements to the next 64, where a line runs along the
+// outputs of a product instead of its inner dimension.
+inline __device__ uint64_t lines_at(const void* pointer, int wide = 16) {
+  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (static_cast<uint64_t>(wide / 16) << 16) |
+         ((shared_address(pointer) & 0x3FFFF) >> 4);
+}
+
+inline __device__ void multiply_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+inline __device__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kLeft>
+inline __device__ void multiply_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+// Keeps the compiler from using sums before the wait above it.
+template <int kCount>
+inline __device__ void sums_ready(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+#define FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+
+// --- sums on their way to memory
+
+// 16 rows and 128 features of a warp in shared memory of its own, between the layout of sums and lines of memory.
+struct Staged {
+  static constexpr int kPitch = 128 * 2 + 16;  // bytes of a row
+  static constexpr int kBytes = 16 * kPitch;
+
+  uint8_t* rows;
+  int lane;
+
+  // The place that a lane names to stmatrix and ldmatrix, for features [8 * block, 8 * block + 16).
+  __device__ uint32_t matrices(int block) const {
+    return shared_address(rows + (lane / 8 % 2 * 8 + lane % 8) * kPitch + (block + lane / 16) * 16);
+  }
+  __device__ void put(int block, const Pair (&pairs)[4]) const {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrices(block)),
+                 "r"(pairs[0].bits), "r"(pairs[1].bits), "r"(pairs[2].bits), "r"(pairs[3].bits)
+                 : "memory");
+  }
+  __device__ void get(int block, Pair (&pairs)[4]) const {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[0].bits), "=r"(pairs[1].bits), "=r"(pairs[2].bits), "=r"(pairs[3].bits)
+                 : "r"(matrices(block))
+                 : "memory");
+  }
+  // Rows as they lie in memory: two of them at each of eight turns, 16 bytes a lane.
+  __device__ uint4& line(int turn) const {
+    return *reinterpret_cast<uint4*>(rows + (2 * turn + lane / 16) * kPitch + lane % 16 * 16);
+  }
+};
+
+// --- on the host
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// How a matrix is fetched: its sizes and strides (bytes, from the second on), innermost first, and what is fetched at once.
+template <int kDims>
+CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], const uint64_t (&strides)[kDims - 1],
+                   const uint32_t (&box)[kDims]) {
+  static const Encode encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
+    return reinterpret_cast<Encode>(found);
+  }();
+  uint32_t steps[kDims];
+  for (uint32_t& step : steps) step = 1;
+  CUtensorMap map;
+  const CUresult status = encode(&map, kMapType, kDims, matrix.data_ptr(), sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(status == CUDA_SUCCESS, "a matrix that cannot be fetched in tiles");
+  return map;
+}
+
+inline CUtensorMap lines_of(const TensorView& matrix, int rows) {
+  return map_of<2>(matrix, {static_cast<uint64_t>(matrix.size(1)), static_cast<uint64_t>(matrix.size(0))},
+                   {matrix.stride(0) * sizeof(Element)}, {kLine, static_cast<uint32_t>(rows)});
+}
+
+}  // namespace
