@@ -27,6 +27,7 @@ from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_linear import LinearScratch, linear
 from headrace.ops.cuda_sample import SampleScratch, sample
+from headrace.ops.cuda_tile_attention import TileAttention
 
 __all__ = ["main"]
 
@@ -336,7 +337,7 @@ def uneven(bench: Bench) -> None:
 
 
 def prefilling(bench: Bench) -> None:
-    """Prefill attention: FA2 against FA3 for chunks over prefixes, in TFLOP/s of the causal half."""
+    """Prefill attention: FA2, FA3 and our own for chunks over prefixes, in TFLOP/s of the causal half."""
     for name in ("0.6b", "8b"):
         s = SHAPES[name]
         shape = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
@@ -347,8 +348,9 @@ def prefilling(bench: Bench) -> None:
             order = torch.randperm(rows * used).view(rows, used).tolist()
             q, out = random(rows * count, s.heads, s.head_dim), random(rows * count, s.heads, s.head_dim)
             work = 4 * rows * s.heads * s.head_dim * (count * prefix + count * (count + 1) // 2)
-            for backend in ("fa2", "fa3"):
-                attention = PrefillAttention(shape, bench.device, backend=backend)
+            own = TileAttention(shape, bench.device, pdl=True)
+            ways = {way: PrefillAttention(shape, bench.device, backend=way) for way in ("fa2", "fa3")} | {"own": own}
+            for backend, attention in ways.items():
                 attention.plan([count] * rows, [length] * rows, order)
                 timed = bench.time(lambda: attention.run(q, kv, out))
                 bench.add(

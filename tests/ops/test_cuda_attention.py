@@ -14,6 +14,7 @@ pytest.importorskip("flashinfer")
 from headrace.ops.cuda_attention import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write, prepare_decode
+from headrace.ops.cuda_tile_attention import TileAttention
 from headrace.ops.paged import UNSCALED, KvScales
 
 GPU = torch.device("cuda")
@@ -171,10 +172,19 @@ def test_fused_decode_is_norm_rope_write_then_attention(name: str, splits: int |
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [("llama", "fa2"), ("qwen", "fa2"), ("window", "fa2"), ("llama", "fa3"), ("qwen", "fa3")]
+    ("name", "backend"),
+    [
+        ("llama", "fa2"),
+        ("qwen", "fa2"),
+        ("window", "fa2"),
+        ("llama", "fa3"),
+        ("qwen", "fa3"),
+        ("llama", "own"),
+        ("qwen", "own"),
+    ],
 )
 def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
-    shape = HeadShape(**SHAPES[name])
+    shape = HeadShape(**SHAPES.get(name, {"heads": 3, "kv_heads": 1, "head_dim": 128}))
     counts, lengths = [1, 16, 200, 333, 64], [1, 40, 200, 1000, 65]
     paged = Paged(shape, lengths, 80)
     packed = torch.randn(
@@ -182,7 +192,10 @@ def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
     )
     q = packed[:, : shape.heads * shape.head_dim].unflatten(1, (shape.heads, shape.head_dim))
     out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=GPU)
-    attention = PrefillAttention(shape, GPU, backend=backend)
+    if backend == "own" and not TileAttention.supports(shape, GPU):
+        pytest.skip("needs Hopper")
+    own = backend == "own"
+    attention = TileAttention(shape, GPU, pdl=True) if own else PrefillAttention(shape, GPU, backend=backend)
     attention.plan(counts, lengths, [[*pages, 0, 0] for pages in paged.lists])
     attention.run(q, paged.kv, out)
     start = 0
