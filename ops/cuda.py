@@ -21,6 +21,8 @@ from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even_linear import EvenLinear, Squares
 from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch, linear, linear_silu_mul
 from headrace.ops.cuda_pages import PageMemory
+from headrace.ops.cuda_tile_attention import TileAttention
+from headrace.ops.cuda_tile_linear import TileLinear
 from headrace.ops.cuda_vector import AddNorm, vector_linear
 from headrace.ops.linear import GroupQuantised
 from headrace.ops.paged import UNSCALED, KvScales
@@ -60,7 +62,7 @@ class PrefillStep:
 
     positions_N: Tensor
     slots_N: Tensor
-    attention: PrefillAttention
+    attention: PrefillAttention | TileAttention
     given: tuple[GivenRows, ...] = ()
 
 
@@ -89,6 +91,7 @@ class CudaOps:
         cos_sin_PD: Tensor,
         scratch: LinearScratch,
         even: EvenLinear | None = None,
+        tile: TileLinear | None = None,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
     ) -> None:
         """Compute with heads of `shape`.
@@ -99,13 +102,14 @@ class CudaOps:
             cos_sin_PD: float32 [positions, D]: D/2 cosines, then D/2 sines.
             scratch: Of the one stream on which this runs.
             even: Computes the products that it can, on that stream; None where it cannot run.
+            tile: Likewise, for many rows.
             kv_scales: Of layers whose 8-bit keys and values have any; those of 16 bits have none.
         """
         self.shape = shape
         self.eps = eps
         self.device = cos_sin_PD.device
         self._cos_sin_PD = cos_sin_PD
-        self._scratch, self._even = scratch, even
+        self._scratch, self._even, self._tile = scratch, even, tile
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
         self.pdl = torch.cuda.get_device_capability(cos_sin_PD.device) >= (9, 0)
         """Whether kernels may be launched dependently: a feature of Hopper and newer."""
@@ -205,6 +209,8 @@ class CudaOps:
         gated = rows <= MAX_ROWS and out_NF.shape[1] >= _GATED_FEATURES and size_in % _LINEAR_MULTIPLE == 0
         if packed.bias_O is None and even is not None:
             even.silu_mul(x_NE, weight_2FI, out_NF)
+        elif packed.bias_O is None and self._tile is not None and TileLinear.fits(rows, *weight_2FI.shape):
+            self._tile.silu_mul(x_NE, weight_2FI, out_NF, pdl=self.pdl)
         elif packed.bias_O is None and gated:
             linear_silu_mul(x_NE, weight_2FI, out_NF, pdl=self.pdl)
         else:

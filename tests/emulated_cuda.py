@@ -599,12 +599,48 @@ class EvenLinearModule:
         Kernel.gpu.launch("even linear", work)
 
 
+class TileAttentionModule:
+    """The compiled csrc/tile_attention.cu."""
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+
+    def run(
+        self, q: Tensor, kv: Tensor, out: Tensor, jobs: Tensor, pages: Tensor, scale: float, pdl: bool
+    ) -> None:  # fmt: skip
+        def work() -> None:
+            out.fill_(float("nan"))
+            for token, count, position, page in jobs.tolist():
+                length = position + count
+                mine = pages[page : page - (-length // self._size)]
+                out[token : token + count] = attend(
+                    q[token : token + count], kv, mine, length, scale=scale, window=None
+                )  # fmt: skip
+
+        Kernel.gpu.launch("tile attention", work)
+
+
+class TileLinearModule:
+    """The compiled csrc/tile_linear.cu."""
+
+    def run(self, x: Tensor, weight: Tensor, out: Tensor, pdl: bool) -> None:
+        def work() -> None:
+            if weight.shape[0] % 16 or x.shape[1] % 8 or out.data_ptr() == x.data_ptr():
+                raise Misuse("a product that the kernel cannot compute")
+            gate, up = (x.float() @ weight.float().T).chunk(2, 1)
+            out.copy_(gate * torch.sigmoid(gate) * up)
+
+        Kernel.gpu.launch("tile linear", work)
+
+
 def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) -> SimpleNamespace:
     """As `flashinfer.jit.core.gen_jit_spec`, for the sources of ours."""
     defines = dict(flag.removeprefix("-D").split("=") for flag in extra_cuda_cflags)
     makes: dict[str, Callable[[], Any]] = {
         "even_decode.cu": lambda: EvenModule(int(defines["PAGE"])),
         "even_linear.cu": lambda: EvenLinearModule(int(defines["ROWS"])),
+        "tile_attention.cu": lambda: TileAttentionModule(int(defines["PAGE"])),
+        "tile_linear.cu": TileLinearModule,
     }
     return SimpleNamespace(build_and_load=makes[sources[0].name])
 

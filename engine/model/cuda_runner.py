@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -45,6 +46,7 @@ from headrace.ops.cuda import CudaOps
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_linear import LinearScratch
+from headrace.ops.cuda_tile_linear import TileLinear
 from headrace.ops.paged import KvScales
 
 __all__ = ["CudaRunner", "cuda_ops"]
@@ -76,7 +78,7 @@ def cuda_ops(
     angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
     scratch = LinearScratch(device)
-    even = _even_linear(scratch, dtype, device, spec.norm_eps)
+    built = _built(dtype, device)
     return {
         window: CudaOps(
             HeadShape(
@@ -91,23 +93,25 @@ def cuda_ops(
             eps=spec.norm_eps,
             cos_sin_PD=cos_sin_PD,
             scratch=scratch,
-            even=even,
+            even=EvenLinear(scratch, eps=spec.norm_eps, pdl=True) if built else None,
+            tile=TileLinear() if built else None,
             kv_scales=kv_scales,
         )
         for window in dict.fromkeys(spec.windows)
     }
 
 
-def _even_linear(scratch: LinearScratch, dtype: torch.dtype, device: torch.device, eps: float) -> EvenLinear | None:
-    """The products of batches, where they can be compiled: wheels of compiled kernels lack them."""
-    if not EvenLinear.supports(dtype, device):
-        return None
+def _built(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the products of our own can be compiled: wheels of compiled kernels lack them."""
+    if not EvenLinear.supports(dtype, device) or not TileLinear.supports(dtype, device):
+        return False
     try:
-        EvenLinear.build(dtype)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda products: products.build(dtype), (EvenLinear, TileLinear)))
     except (RuntimeError, OSError) as error:
-        logger.warning("batches multiply by Triton and cuBLAS, which are slower: a kernel was not compiled: %s", error)
-        return None
-    return EvenLinear(scratch, eps=eps, pdl=True)
+        logger.warning("products are left to Triton and cuBLAS, which are slower: a kernel was not compiled: %s", error)
+        return False
+    return True
 
 
 class CudaRunner:

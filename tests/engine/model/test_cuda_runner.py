@@ -139,6 +139,20 @@ def test_greedy_tokens_are_transformers_best(
     assert gpu.launches["even linear"]
 
 
+def test_long_prefills_take_the_activation_into_the_product(
+    zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 65 tokens or more here."""
+    monkeypatch.setattr(importlib.import_module("headrace.ops.cuda_tile_linear"), "_FEWEST_ROWS", 65)
+
+    async def run() -> list[Output]:
+        async with engine_on(zoo, "qwen3") as engine:
+            return await together(engine, prompts(*LENGTHS), greedy(4))
+
+    judges("qwen3").check(anyio.run(run), "products of many rows")
+    assert gpu.launches["tile linear"] and gpu.launches["tile attention"] and "prefill" not in gpu.launches
+
+
 def test_choices_of_one_prompt_copy_the_page_that_they_share(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -702,7 +716,7 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without(
         raise RuntimeError("Could not find nvcc")
 
     monkeypatch.setattr(importlib.import_module("headrace.ops.cuda_source"), "gen_jit_spec", fail)
-    for name in ("cuda_even", "cuda_even_linear"):
+    for name in ("cuda_even", "cuda_even_linear", "cuda_tile_attention", "cuda_tile_linear"):
         importlib.import_module(f"headrace.ops.{name}")._module.cache_clear()
 
     async def run() -> list[Output]:
@@ -710,7 +724,10 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without(
             return await together(engine, prompts(*LENGTHS), greedy(8))
 
     judges("qwen3").check(anyio.run(run), "without the kernels of our own")
-    assert not {"even decode", "even linear"} & set(gpu.launches) and "fa2 decode" in gpu.launches
+    assert (
+        not {"even decode", "even linear", "tile attention", "tile linear"} & set(gpu.launches)
+        and "fa2 decode" in gpu.launches
+    )
     assert "nvcc" in caplog.text
 
 
