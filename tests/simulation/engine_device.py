@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.adapters.loaded import LoadedAdapter
 
 __all__ = [
+    "CHANGE_HANGS",
     "FIRST",
     "LETTERS",
     "Disk",
@@ -45,6 +46,8 @@ __all__ = [
 
 FIRST, LETTERS = 97, 26
 """All that is ever generated: small letters."""
+CHANGE_HANGS = 5000.0
+"""Seconds that a change of the device's memory takes where it hangs."""
 _MIXED = 1000
 
 
@@ -195,6 +198,14 @@ class SimulatedRunner(RigRunner):
         step = SimulatedStep(self, plan, inner, self._takes())
         self.launched_steps.append(step)
         return step
+
+    @property
+    def seconds(self) -> float:
+        """What the next change of its memory takes."""
+        if self._chance.random() < 5 * self.rates.hung:  # there are few of them
+            self.happened.append("a change hangs")
+            return CHANGE_HANGS
+        return self._chance.choice([0.0, 0.001, 0.05]) * self._chance.random()
 
     def open_host_pool(self, places: int) -> float:
         return self._chance.choice([0.0, 0.001, 1.0])

@@ -325,6 +325,16 @@ def memory_is_given_back_under_a_step_in_flight(world: EngineWorld) -> None:
     step_loop.changes.ask = ask  # type: ignore[method-assign]
 
 
+@planted
+def a_change_of_memory_that_hangs_is_never_given_up(world: EngineWorld) -> None:
+    step_loop = loop_of(world)
+
+    async def wait_for(call: Callable[[], Any], what: str, patience: float = 1.0) -> Any:
+        return await StepLoop.wait_for(step_loop, call, what, patience if what == "a step" else inf)
+
+    step_loop.wait_for = wait_for  # type: ignore[method-assign]
+
+
 # -- what routers are told --------------------------------------------------------------------------------------------
 
 

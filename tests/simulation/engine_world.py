@@ -19,7 +19,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from simulation.bounds import Bounds
 from simulation.callers import Callers
-from simulation.engine_device import Disk, Faults, SimulatedEngine, SimulatedRunner
+from simulation.engine_device import CHANGE_HANGS, Disk, Faults, SimulatedEngine, SimulatedRunner
 from simulation.grammar import LONGEST_RUN
 from simulation.lot import HANG, NAMES, Lot
 from simulation.machine import Machine
@@ -259,7 +259,7 @@ class EngineWorld:
         loop = self._loop()
         for turn in range(40):
             await self._settle()
-            if loop.crashed is not None or not (loop.scheduler.requests or self.runner.launched_steps):
+            if loop.crashed is not None or not (loop.scheduler.requests or self.engine.stats().steps_in_flight):
                 break
             await anyio.sleep(min(0.01 * 2**turn, 600.0))
         assert not loop._generations, "streams are kept that nobody has"
@@ -308,11 +308,14 @@ class EngineWorld:
         with suppress(EngineStopped, EngineCrashed):
             for _ in self.lot.changes:
                 await anyio.sleep(self.lot.pace * chance.choice([0.1, 0.5]) * chance.random())
+                began, given_up = self.machine.loop.now, self.lot.options["hang_seconds"] is not None
                 if chance.random() < 0.6:
                     pages = chance.randint(1, self.capacity.num_pages)
                     await self._resize(pages)
                 else:
                     await self._sleep(chance)
+                spent = self.machine.loop.now - began
+                assert not given_up or self.lot.jumps or spent < CHANGE_HANGS, "a change that hangs is not given up"
 
     async def _resize(self, pages: int) -> None:
         before, self.least_pages = self.least_pages, min(self.least_pages, pages)

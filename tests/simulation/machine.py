@@ -112,7 +112,7 @@ class Machine:
 
     def seconds(self, name: str, call: Callable[[], Any]) -> float:
         """How long `call` takes in the thread of that name: a step as long as its device says."""
-        of = getattr(call, "__self__", None)
+        of = getattr(getattr(call, "func", call), "__self__", None)
         seconds: float | None = getattr(of, "seconds", None)
         return self._seconds(name, self._chance) if seconds is None else seconds
 
