@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -36,6 +38,7 @@ _TOP_KEYS = {
 }
 # PEFT saves the frozen embeddings beside updates of them: they are the base model's own.
 _FROZEN_KEYS = re.compile(r"base_model\.model\.(model\.embed_tokens|lm_head)(\.base_layer)?\.weight")
+_recipes: WeakValueDictionary[bytes, Recipe] = WeakValueDictionary()
 _Place = tuple[int, str]
 
 
@@ -85,7 +88,15 @@ def _recipe(
             names.append(key)
     parts = np.array(lines, np.int64)
     is_padded = int(parts[:, Part.COUNT].sum()) < elements
-    return Recipe(layout, elements, spans, end, parts, np.array(scales, np.float32), is_padded), names
+    return _shared(Recipe(layout, elements, spans, end, parts, np.array(scales, np.float32), is_padded)), names
+
+
+def _shared(recipe: Recipe) -> Recipe:
+    """An equal one, if there is any: it takes tens of kilobytes, and thousands of adapters may be made alike."""
+    known = repr((recipe.layout.shape, recipe.elements, recipe.spans)).encode()
+    for numbers in (recipe.layout.ranks, recipe.parts, recipe.scales):
+        known += numbers.tobytes()
+    return _recipes.setdefault(blake2b(known).digest(), recipe)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Span:
     at: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Recipe:
     """How a file's bytes become the block of an adapter."""
 

@@ -68,6 +68,14 @@ def test_pieces_make_the_same_block(
         assert torch.equal(unpacked(found.block), whole.block)
 
 
+def test_adapters_made_alike_share_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_SETTLED_NS", -(10**12))
+    folders = [write(tmp_path / str(number), rank, DTYPES) for number, rank in enumerate((8, 8, 4))]
+    stamps = [read_adapter(folder, SHAPE, torch.float32, max_rank=8).stamp for folder in folders]
+    first, alike, other = (stamp and stamp.recipe for stamp in stamps)
+    assert first is alike is not other and None not in (first, other)
+
+
 def unpacked(block: Any) -> torch.Tensor:
     """What a GPU makes of pieces."""
     assert isinstance(block, Stored)
