@@ -1,7 +1,8 @@
 """`read_adapter`: a PEFT folder as a `LoadedAdapter`, every rejection typed; never runs a pickle, keeps no file open.
 
 Everything that a stranger may have written is checked before memory is taken for it: names, sizes, shapes against the
-model's, then that each value is finite. Of files that have not changed since, only the bytes are read again.
+model's, then that each value is finite. Of files that have not changed since, only the bytes are read again. Python is
+what makes a step wait for a reader, so there is little of it, and none of it is long without a pause.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,8 +28,8 @@ from headrace.adapters.layout import ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from headrace.adapters.recipe import PROMPT_KEY, WEIGHTS_FILE, recipe_of, virtual_recipe
-from headrace.adapters.safetensors_header import TensorEntry, read_header, refuse_file
-from headrace.adapters.stored import PIECE_BYTES, Recipe, Stored
+from headrace.adapters.safetensors_header import TensorEntry, header_bytes, parse_header, refuse_file
+from headrace.adapters.stored import Recipe, Stored
 from headrace.adapters.untrusted import parse_object, plain
 
 __all__ = ["TakePieces", "read_adapter"]
@@ -42,6 +45,8 @@ _SETTLED_NS = 2 * 10**9
 """Age of a file from which a change to it shows in its times, however coarse they are."""
 _READERS = 4  # threads: one alone copies out of the page cache at a quarter of what they do
 _ALONE_BYTES = 4 << 20  # that are read without others
+_recipes: WeakValueDictionary[bytes, Recipe] = WeakValueDictionary()
+"""Those in use, by all that they were made of: what was made alike is parsed once, and shares one."""
 
 
 def read_adapter(
@@ -166,16 +171,22 @@ def _read_unknown(
     config_bytes = config_file.read(_CONFIG_BYTES + 1)
     if len(config_bytes) > _CONFIG_BYTES:
         refuse_file(CONFIG_FILE, "the file's size", f"over {_CONFIG_BYTES}", _CONFIG_BYTES)
-    config = parse_peft_config(parse_object(config_bytes, CONFIG_FILE), max_rank=max_rank)
-    entries = read_header(weights_file, WEIGHTS_FILE, _HEADER_BYTES)
-    if len(entries) > _MOST_TENSORS:
-        refuse_file(WEIGHTS_FILE, "the number of tensors", len(entries), f"at most {_MOST_TENSORS}")
-    if config.kind != "lora":
-        return _read_virtual(weights_file, entries, config, shape, dtype), None
-    recipe, names = recipe_of(entries, config, shape, in_pieces=take is not None)
+    header = header_bytes(weights_file, WEIGHTS_FILE, _HEADER_BYTES)
+    size = os.fstat(weights_file.fileno()).st_size
+    asked = repr((shape, max_rank, take is None, size, len(header))).encode()
+    made_of = blake2b(asked + header + config_bytes).digest()
+    recipe = _recipes.get(made_of)
+    if recipe is None:
+        config = parse_peft_config(parse_object(config_bytes, CONFIG_FILE), max_rank=max_rank)
+        entries = parse_header(header, size, WEIGHTS_FILE)
+        if len(entries) > _MOST_TENSORS:
+            refuse_file(WEIGHTS_FILE, "the number of tensors", len(entries), f"at most {_MOST_TENSORS}")
+        if config.kind != "lora":
+            return _read_virtual(weights_file, entries, config, shape, dtype), None
+        recipe = _recipes.setdefault(made_of, recipe_of(entries, config, shape, in_pieces=take is not None))
     stored = _read_stored(weights_file, recipe, dtype, take)
-    _check_finite(stored, names)
-    return _loaded(stored, stored.digest(config.kind), unpacked=take is None), recipe
+    _check_finite(stored)
+    return _loaded(stored, stored.digest("lora"), unpacked=take is None), recipe
 
 
 def _read_virtual(
@@ -188,7 +199,7 @@ def _read_virtual(
         refuse_file(WEIGHTS_FILE, "what it holds", found, f"{PROMPT_KEY} of {(count, width)}")
     recipe = virtual_recipe(entries[PROMPT_KEY], shape)
     stored = _read_stored(file, recipe, dtype, None)
-    _check_finite(stored, [PROMPT_KEY])
+    _check_finite(stored)
     given_PX, digest, block = (
         stored.unpack().view(count, width),
         stored.digest(config.kind),
@@ -206,18 +217,19 @@ def _loaded(stored: Stored, digest: bytes, *, unpacked: bool) -> LoadedAdapter:
     return LoadedAdapter(stored.recipe.layout, block, None, None, digest)
 
 
-def _check_finite(stored: Stored, names: Sequence[str]) -> None:
+def _check_finite(stored: Stored) -> None:
     wrong = stored.first_not_finite()
     if wrong is not None:
         limit = "finite values, also once scaled, in the model's dtype"
-        refuse_file(WEIGHTS_FILE, names[wrong], "not finite everywhere", limit)
+        refuse_file(WEIGHTS_FILE, wrong, "not finite everywhere", limit)
 
 
 def _read_stored(file: BinaryIO, recipe: Recipe, dtype: torch.dtype, take: TakePieces | None) -> Stored:
     """The bytes that a recipe asks for, read by several threads if there are many."""
     with _short_of_memory():
         pieces = [torch.empty(recipe.nbytes, dtype=torch.uint8)] if take is None else take(recipe.nbytes)
-    reads = list(_reads(recipe, pieces))
+    stored = Stored(recipe, dtype, pieces)
+    reads = [(offset, memory.numpy().data) for offset, memory in stored.stretches()]
     threads = 1 if recipe.nbytes <= _ALONE_BYTES else _READERS
     if threads == 1:
         _fill(file, reads)
@@ -226,20 +238,7 @@ def _read_stored(file: BinaryIO, recipe: Recipe, dtype: torch.dtype, take: TakeP
         with ThreadPoolExecutor(threads) as readers:
             for _ in readers.map(lambda at: _fill(file, reads[at : at + share]), range(0, len(reads), share)):
                 pass
-    return Stored(recipe, dtype, pieces)
-
-
-def _reads(recipe: Recipe, pieces: Sequence[Tensor]) -> Iterator[tuple[int, memoryview]]:
-    """(offset in the file, where its bytes go) for each stretch of memory within a piece."""
-    views = [piece.numpy().data for piece in pieces]
-    for span in recipe.spans:
-        at, end = span.at, span.at + span.nbytes
-        while at < end:
-            piece = at // PIECE_BYTES
-            stop = min(end, (piece + 1) * PIECE_BYTES)
-            base = piece * PIECE_BYTES if len(views) > 1 else 0
-            yield span.offset + at - span.at, views[base // PIECE_BYTES][at - base : stop - base]
-            at = stop
+    return stored
 
 
 def _fill(file: BinaryIO, reads: Sequence[tuple[int, memoryview]]) -> None:

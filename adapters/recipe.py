@@ -8,15 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from hashlib import blake2b
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from headrace.adapters.layout import EMBED, HEAD, MODULES, BlockLayout, ModelShape, module_row
 from headrace.adapters.peft_config import PeftConfig
 from headrace.adapters.safetensors_header import TensorEntry, refuse_file
-from headrace.adapters.stored import DTYPES, PIECE_BYTES, Part, Recipe, Span
+from headrace.adapters.stored import DTYPES, Part, Recipe, Span, cut
 from headrace.adapters.untrusted import in_turns
 
 __all__ = ["PROMPT_KEY", "WEIGHTS_FILE", "recipe_of", "virtual_recipe"]
@@ -38,14 +36,11 @@ _TOP_KEYS = {
 }
 # PEFT saves the frozen embeddings beside updates of them: they are the base model's own.
 _FROZEN_KEYS = re.compile(r"base_model\.model\.(model\.embed_tokens|lm_head)(\.base_layer)?\.weight")
-_recipes: WeakValueDictionary[bytes, Recipe] = WeakValueDictionary()
 _Place = tuple[int, str]
 
 
-def recipe_of(
-    entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape, *, in_pieces: bool
-) -> tuple[Recipe, list[str]]:
-    """How a file's tensors become a block, and the name of the tensor that each part is of.
+def recipe_of(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape, *, in_pieces: bool) -> Recipe:
+    """How a file's tensors become a block.
 
     Args:
         entries: The file's tensors.
@@ -69,34 +64,27 @@ def virtual_recipe(entry: TensorEntry, shape: ModelShape) -> Recipe:
     """
     count, width = entry.shape
     matrix = _Matrix(PROMPT_KEY, 0, width, 1)
-    return _recipe({PROMPT_KEY: entry}, [matrix], BlockLayout.of(shape, {}), count * width, in_pieces=False)[0]
+    return _recipe({PROMPT_KEY: entry}, [matrix], BlockLayout.of(shape, {}), count * width, in_pieces=False)
 
 
 def _recipe(
     entries: dict[str, TensorEntry], found: list[_Matrix], layout: BlockLayout, elements: int, in_pieces: bool
-) -> tuple[Recipe, list[str]]:
+) -> Recipe:
     matrices = {matrix.key: matrix for matrix in found}
     spans, ats, end = _placed(entries, matrices)
     lines, scales, names = [], [], []
     for key, at in in_turns(ats.items()):
         matrix, kind = matrices[key], _kind(entries, key)
         size = DTYPES[kind].itemsize
-        for start, stop in _cut(at, at + entries[key].nbytes, in_pieces):
+        end_at = at + entries[key].nbytes
+        for start, stop in cut(at, end_at) if in_pieces else [(at, end_at)]:
             first, count = (start - at) // size, (stop - start) // size
             lines.append((start, first, count, entries[key].shape[1], matrix.to, matrix.down, matrix.along, kind))
             scales.append(matrix.scale)
             names.append(key)
     parts = np.array(lines, np.int64)
     is_padded = int(parts[:, Part.COUNT].sum()) < elements
-    return _shared(Recipe(layout, elements, spans, end, parts, np.array(scales, np.float32), is_padded)), names
-
-
-def _shared(recipe: Recipe) -> Recipe:
-    """An equal one, if there is any: it takes tens of kilobytes, and thousands of adapters may be made alike."""
-    known = repr((recipe.layout.shape, recipe.elements, recipe.spans)).encode()
-    for numbers in (recipe.layout.ranks, recipe.parts, recipe.scales):
-        known += numbers.tobytes()
-    return _recipes.setdefault(blake2b(known).digest(), recipe)
+    return Recipe(layout, elements, spans, end, parts, np.array(scales, np.float32), tuple(names), is_padded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +151,6 @@ def _kind(entries: dict[str, TensorEntry], key: str) -> int:
     if kind is None:
         refuse_file(WEIGHTS_FILE, f"the dtype of {key}", entries[key].dtype, ", ".join(_KINDS))
     return kind
-
-
-def _cut(start: int, stop: int, in_pieces: bool) -> Iterator[tuple[int, int]]:
-    """The runs of `start` to `stop` between the ends of pieces."""
-    while start < stop:
-        end = min(stop, (start // PIECE_BYTES + 1) * PIECE_BYTES) if in_pieces else stop
-        yield start, end
-        start = end
 
 
 def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape) -> dict[_Place, _Pair]:

@@ -15,7 +15,7 @@ from typing import BinaryIO, NoReturn
 from headrace.adapters.errors import ModelRejected
 from headrace.adapters.untrusted import in_turns, parse_members, plain
 
-__all__ = ["TensorEntry", "read_header", "refuse_file"]
+__all__ = ["TensorEntry", "header_bytes", "parse_header", "read_header", "refuse_file"]
 
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_DIMS = 8
@@ -78,7 +78,12 @@ def _entry(name: str, tensor: str, given: object) -> TensorEntry:
 
 
 def read_header(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> dict[str, TensorEntry]:
-    """Return the tensors of an open safetensors file, whose ranges fill it without overlap or hole.
+    """As `header_bytes` and `parse_header`."""
+    return parse_header(header_bytes(file, name, most), os.fstat(file.fileno()).st_size, name)
+
+
+def header_bytes(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> bytes:
+    """The header of an open safetensors file, of which nothing but the length was looked at.
 
     Args:
         file: The file, open for reading in binary.
@@ -86,7 +91,7 @@ def read_header(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> dic
         most: Bytes that the header may take.
 
     Raises:
-        ModelRejected: The file is truncated, or its header is damaged or hostile.
+        ModelRejected: The file is truncated, or its header too long.
     """
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
@@ -97,10 +102,19 @@ def read_header(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> dic
     limit = min(size - 8, most)
     if length > limit:
         refuse_file(name, "the header's length", length, f"at most {limit} bytes")
-    header = parse_members(_exactly(file, 8, length, name), f"{name} (header)")
-    header.pop("__metadata__", None)
-    entries = {tensor: _entry(name, tensor, given) for tensor, given in in_turns(header.items())}
-    base = end = 8 + length
+    return _exactly(file, 8, length, name)
+
+
+def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
+    """The tensors of a file of `size` bytes, in their order, whose ranges fill it without overlap or hole.
+
+    Raises:
+        ModelRejected: The file is truncated, or its header is damaged or hostile.
+    """
+    found = parse_members(header, f"{name} (header)")
+    found.pop("__metadata__", None)
+    entries = {tensor: _entry(name, tensor, given) for tensor, given in in_turns(found.items())}
+    base = end = 8 + len(header)
     placed = {}
     for tensor, entry in in_turns(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes))):
         if base + entry.offset != end:

@@ -6,7 +6,7 @@ again is nothing but that, without a look at any tensor. Next to read: recipe.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.adapters.layout import BlockLayout
 
-__all__ = ["DTYPES", "PIECE_BYTES", "Part", "Recipe", "Span", "Stored"]
+__all__ = ["DTYPES", "PIECE_BYTES", "Part", "Recipe", "Span", "Stored", "cut"]
 
 PIECE_BYTES = 2 << 20
 """Of the memory that holds what was read, where it comes in pieces."""
@@ -77,6 +77,8 @@ class Recipe:
     """[parts, 8]: see `Part`, in the order of memory."""
     scales: NDArray[np.float32]
     """[parts]: what each is multiplied by."""
+    names: tuple[str, ...]
+    """[parts]: the tensor of each."""
     is_padded: bool
     """Not all of the block is written: the rest is zeros."""
 
@@ -108,33 +110,60 @@ class Stored:
             target.copy_(source if scale == 1.0 else source.float() * scale)
         return block
 
-    def first_not_finite(self) -> int | None:
-        """The first part with a number that is not finite, or not once it is scaled and rounded; None if all are."""
-        largest = torch.empty(len(self.recipe.parts))
-        for index, kind in enumerate(self.recipe.parts[:, Part.KIND].tolist()):
-            as_int, magnitude = _BITS[kind]
-            bits: NDArray[Any] = self._values(index).view(torch.uint8).numpy().view(as_int)
-            found = np.bitwise_and(bits, as_int(magnitude)).max(keepdims=True)
-            largest[index] = torch.from_numpy(found).view(DTYPES[kind])[0]
-        scaled = (largest * torch.from_numpy(self.recipe.scales)).to(self.dtype)
-        wrong = torch.isfinite(scaled).logical_not_().nonzero()
-        return int(wrong[0]) if len(wrong) else None
+    def first_not_finite(self) -> str | None:
+        """The first tensor with a number that is not finite, or not once it is scaled and rounded; None if all are."""
+        recipe, kinds = self.recipe, set(self.recipe.parts[:, Part.KIND].tolist())
+        if len(kinds) == 1:  # as almost always: a look at the largest of all
+            (kind,) = kinds
+            largest = torch.cat([_largest(memory, kind) for _, memory in self.stretches()]).amax(0, keepdim=True)
+            if self._stay_finite(largest, np.abs(recipe.scales).max(keepdims=True)).all():
+                return None
+        each = [_largest(self._values(index), kind) for index, kind in enumerate(recipe.parts[:, Part.KIND].tolist())]
+        wrong = self._stay_finite(torch.cat(each), recipe.scales).logical_not_().nonzero()
+        return recipe.names[int(wrong[0])] if len(wrong) else None
 
     def digest(self, kind: str) -> bytes:
-        """32 bytes that stand for the block's content, wherever in the file it was, as an adapter of a kind."""
+        """32 bytes that stand for the content, as an adapter of a kind: files of the same tensors in the same order."""
         parts, scales = self.recipe.parts, self.recipe.scales
-        order = np.lexsort((parts[:, Part.FIRST], parts[:, Part.TO]))
-        whole = order[parts[order, Part.FIRST] == 0]
+        whole = parts[:, Part.FIRST] == 0
+        columns = [Part.AT, *range(Part.COLUMNS, len(Part))]
         digest = blake2b(f"{kind} {self.dtype}".encode(), digest_size=32)
         digest.update(self.recipe.layout.ranks.tobytes())
-        digest.update(parts[whole, Part.COLUMNS :].tobytes() + scales[whole].tobytes())
-        for index in order.tolist():
-            digest.update(self._values(index).view(torch.uint8).numpy().data)
+        digest.update(parts[whole][:, columns].tobytes() + scales[whole].tobytes())
+        for _, memory in self.stretches():
+            digest.update(memory.numpy().data)
         return digest.digest()
+
+    def stretches(self) -> Iterator[tuple[int, Tensor]]:
+        """(offset in the file, uint8 memory) of all that is read, each as long as a piece at most."""
+        for span in self.recipe.spans:
+            for start, stop in cut(span.at, span.at + span.nbytes):
+                yield span.offset + start - span.at, self._memory(start, stop)
 
     def _values(self, index: int) -> Tensor:
         """The numbers of a part, as they are stored."""
-        line = self.recipe.parts[index]
-        dtype = DTYPES[line[Part.KIND]]
-        piece, start = divmod(int(line[Part.AT]), PIECE_BYTES) if len(self.pieces) > 1 else (0, int(line[Part.AT]))
-        return self.pieces[piece][start : start + int(line[Part.COUNT]) * dtype.itemsize].view(dtype)
+        at, _, count, *_, kind = self.recipe.parts[index].tolist()
+        return self._memory(at, at + count * DTYPES[kind].itemsize).view(DTYPES[kind])
+
+    def _memory(self, start: int, stop: int) -> Tensor:
+        piece = start // PIECE_BYTES if len(self.pieces) > 1 else 0
+        return self.pieces[piece][start - piece * PIECE_BYTES : stop - piece * PIECE_BYTES]
+
+    def _stay_finite(self, largest: Tensor, scales: NDArray[np.float32]) -> Tensor:
+        return torch.isfinite((largest * torch.from_numpy(scales)).to(self.dtype))
+
+
+def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The runs of `start` to `stop` between the ends of pieces."""
+    while start < stop:
+        end = min(stop, (start // PIECE_BYTES + 1) * PIECE_BYTES)
+        yield start, end
+        start = end
+
+
+def _largest(values: Tensor, kind: int) -> Tensor:
+    """[1] float32: the largest magnitude of numbers of a kind, infinite or NaN if any is."""
+    as_int, magnitude = _BITS[kind]
+    bits: NDArray[Any] = values.view(torch.uint8).numpy().view(as_int)
+    found = np.bitwise_and(bits, as_int(magnitude)).max(keepdims=True)
+    return torch.from_numpy(found).view(DTYPES[kind]).float()

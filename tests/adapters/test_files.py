@@ -199,6 +199,8 @@ def test_what_overflows_once_scaled_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a", CONFIG | {"lora_alpha": 4000}, tensors)
     with pytest.raises(AdapterRejected, match="not finite"):
         read(folder)
+    tensors[Q_A], tensors[Q_B] = torch.full((4, 32), 1e37), torch.ones(32, 4)
+    assert read(write_folder(tmp_path / "b", CONFIG | {"lora_alpha": 4000}, tensors)).nbytes, "only B is scaled"
 
 
 def test_an_update_too_large_for_the_host_is_refused(tmp_path: Path) -> None:
@@ -292,7 +294,7 @@ def test_files_that_did_not_change_are_read_and_no_more(tmp_path: Path, monkeypa
     assert torch.equal(again.block, first.block)
     assert (again.digest, again.stamp) == (first.digest, first.stamp)
     with monkeypatch.context() as patch:
-        for name in ("parse_peft_config", "read_header", "recipe_of", "_check_finite"):
+        for name in ("parse_peft_config", "parse_header", "recipe_of", "_check_finite"):
             patch.setattr(files, name, lambda *_, **__: pytest.fail("checked again"))
         read(folder, stamp=first.stamp)
 

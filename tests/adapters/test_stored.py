@@ -50,8 +50,7 @@ def test_pieces_make_the_same_block(
 ) -> None:
     folder = write(tmp_path / "a", rank, dtypes)
     whole = read_adapter(folder, SHAPE, torch.bfloat16, max_rank=8)
-    for module in (files, recipe, stored):
-        monkeypatch.setattr(module, "PIECE_BYTES", 320)
+    monkeypatch.setattr(stored, "PIECE_BYTES", 320)
     monkeypatch.setattr(files, "_ALONE_BYTES", 1000)
     monkeypatch.setattr(files, "_SETTLED_NS", -(10**12))
     taken: list[int] = []
@@ -74,6 +73,14 @@ def test_adapters_made_alike_share_a_recipe(tmp_path: Path, monkeypatch: pytest.
     stamps = [read_adapter(folder, SHAPE, torch.float32, max_rank=8).stamp for folder in folders]
     first, alike, other = (stamp and stamp.recipe for stamp in stamps)
     assert first is alike is not other and None not in (first, other)
+    damaged = write(tmp_path / "damaged", 8, DTYPES)
+    file = damaged / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    last = first.spans[-1].offset + first.spans[-1].nbytes if first else 0
+    data[last - 4 : last] = b"\xff" * 4
+    file.write_bytes(data)
+    with pytest.raises(AdapterRejected, match=r"lora_.*not finite"):
+        read_adapter(damaged, SHAPE, torch.float32, max_rank=8)
 
 
 def unpacked(block: Any) -> torch.Tensor:
