@@ -78,15 +78,14 @@ def read_adapter(
         folder = _open_folder(path, root)
         files.callback(os.close, folder)
         opened = [files.enter_context(_open_file(folder, each, root is None)) for each in (CONFIG_FILE, WEIGHTS_FILE)]
-        found = tuple(map(_identity, opened))
-        if stamp is not None and stamp.recipe is not None and stamp.files == found:
+        if stamp is not None and stamp.recipe is not None and stamp.files == _identities(opened):
             stored = _read_stored(opened[1], stamp.recipe, dtype, take)
-            loaded = _loaded(stored, stamp.digest, unpacked=take is None)
-        else:
-            loaded, recipe = _read_unknown(opened, shape, dtype, max_rank, take)
-            stamp = Stamp(found, loaded.digest, recipe)
-        if found == tuple(map(_identity, opened)) and _is_settled(found):
-            loaded = replace(loaded, stamp=stamp)
+            if stamp.files == _identities(opened):  # still, so this is what was checked
+                return replace(_loaded(stored, stamp.digest, unpacked=take is None), stamp=stamp)
+        found = _identities(opened)
+        loaded, recipe = _read_unknown(opened, shape, dtype, max_rank, take)
+        if found == _identities(opened) and _is_settled(found):
+            loaded = replace(loaded, stamp=Stamp(found, loaded.digest, recipe))
     return loaded
 
 
@@ -142,10 +141,10 @@ def _open_file(folder: int, name: str, follow: bool) -> BinaryIO:
     return os.fdopen(number, "rb")
 
 
-def _identity(file: BinaryIO) -> tuple[int, int, int, int, int]:
-    """What changes when an open file is replaced or written to."""
-    known = os.fstat(file.fileno())
-    return known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns
+def _identities(opened: Sequence[BinaryIO]) -> tuple[tuple[int, int, int, int, int], ...]:
+    """What changes when one of some open files is replaced or written to."""
+    known = (os.fstat(file.fileno()) for file in opened)
+    return tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in known)
 
 
 def _is_settled(files: tuple[tuple[int, int, int, int, int], ...]) -> bool:
@@ -200,11 +199,8 @@ def _read_virtual(
     recipe = virtual_recipe(entries[PROMPT_KEY], shape)
     stored = _read_stored(file, recipe, dtype, None)
     _check_finite(stored)
-    given_PX, digest, block = (
-        stored.unpack().view(count, width),
-        stored.digest(config.kind),
-        torch.empty(0, dtype=dtype),
-    )
+    given_PX, digest = stored.unpack().view(count, width), stored.digest(config.kind)
+    block = torch.empty(0, dtype=dtype)
     if config.kind == "prompt":
         return LoadedAdapter(recipe.layout, block, given_PX, None, digest)
     given = given_PX.view(count, shape.num_layers, 2 * shape.num_kv_heads, shape.head_dim)

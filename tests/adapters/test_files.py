@@ -316,6 +316,27 @@ def test_a_stamp_does_not_outlive_a_change_that_leaves_size_and_time(
     assert stamp is not None and read(folder, stamp=stamp).digest != stamp.digest
 
 
+def test_what_changes_while_it_is_read_again_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_SETTLED_NS", -(10**12))
+    folder = lora_folder(tmp_path / "a", 1)
+    file, first = folder / "adapter_model.safetensors", read(folder)
+    data = file.read_bytes()
+    fill, changes = files._fill, [data[:-4] + struct.pack("<f", 5.0), data[:-4] + struct.pack("<f", float("nan"))]
+
+    def meddled(*given: Any) -> None:
+        if changes:
+            file.write_bytes(changes.pop(0))
+        fill(*given)
+
+    monkeypatch.setattr(files, "_fill", meddled)
+    with pytest.raises(AdapterRejected, match="not finite"):
+        read(folder, stamp=first.stamp)
+    file.write_bytes(data)
+    stamp = read(folder).stamp
+    changes.append(data[:-4] + struct.pack("<f", 5.0))
+    assert stamp is not None and read(folder, stamp=stamp).digest != stamp.digest == first.digest
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_updates_are_scaled_and_rounded_once(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
