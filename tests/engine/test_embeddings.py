@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from gpu.test_embeddings import check_nothing_is_copied
 from numpy.typing import NDArray
 from scripted import Gate, capacity, greedy, returned, serving, until
 
@@ -86,6 +87,10 @@ def test_vectors_and_states_are_those_of_transformers(
             assert engine.stats().generated_tokens == 1
 
     anyio.run(main)
+
+
+def test_hidden_states_are_not_copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_nothing_is_copied(folder, "cpu", monkeypatch)
 
 
 def test_a_batch_is_embedded_beside_generations(folder: Path, states: list[NDArray[np.float32]]) -> None:

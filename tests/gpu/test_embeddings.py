@@ -15,6 +15,7 @@ from gpu.driving import at_rest, draw, greedy, open_engine
 from numpy.typing import NDArray
 
 from headrace.engine import Engine
+from headrace.engine.model.decoder import Decoder
 
 LENGTHS = [1, 2, 7, 8, 9, 33, 64, 64, 100, 127, 128, 5, 60, 17]
 
@@ -109,6 +110,31 @@ async def embed_beside(folder: Path, device: str, dtype: str) -> dict[str, NDArr
         found["states"] = np.concatenate([state.float().cpu().numpy() for state in states])
         await at_rest(engine)
     return found
+
+
+def check_nothing_is_copied(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states are, in place, what the model's last operation wrote; those of one prompt begin where it began."""
+    written: list[torch.Tensor] = []
+    hidden = Decoder.hidden
+
+    def watched(*values: Any, **more: Any) -> torch.Tensor:
+        written.append(hidden(*values, **more))
+        return written[-1]
+
+    async def run() -> None:
+        async with open_engine(folder, device, max_context=256) as engine:
+            monkeypatch.setattr(Decoder, "hidden", watched)
+            states = await engine.hidden_states(list(range(1, 34)))
+            (made,) = [each for each in written if len(each) >= 33]
+            assert states.device == made.device and states.dtype == made.dtype and states.shape == (33, made.shape[1])
+            assert states.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+            assert states.data_ptr() == made.data_ptr()
+
+    anyio.run(run)
+
+
+def test_hidden_states_are_not_copied(zoo: Zoo, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_nothing_is_copied(zoo.folder("llama 3"), device, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["llama 3", "qwen3"])

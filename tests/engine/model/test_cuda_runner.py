@@ -488,12 +488,12 @@ def test_a_grammar_that_fails_costs_its_own_request(
     anyio.run(run)
 
 
-@pytest.mark.parametrize("launch_ahead", [1, 3])
+@pytest.mark.parametrize(("device", "launch_ahead"), [("cuda", 3), ("cpu", 2)])
 def test_nobody_waits_for_masks_of_others(
-    zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
+    zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, device: str, launch_ahead: int
 ) -> None:
     options = {"launch_ahead": launch_ahead, "max_rows": 20, "max_context": 512}
-    anyio.run(partial(check_late_masks, zoo.folder("speaking"), "cuda", monkeypatch, **options))
+    anyio.run(partial(check_late_masks, zoo.folder("speaking"), device, monkeypatch, **options))
 
 
 def test_a_device_that_is_lost_while_masks_are_awaited_ends_everything(zoo: Zoo, gpu: Gpu) -> None:
