@@ -7,6 +7,8 @@ import pickle
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.engine import HeadraceError, InvalidParams, Rejected, SamplingParams
 
@@ -49,6 +51,29 @@ ACCEPTED: list[dict[str, Any]] = [
     {"spaces_between_special_tokens": True, "skip_special_tokens": False},
 ]
 
+NO_SEARCH: dict[str, Any] = {
+    "best_of": 2,
+    "top_k": 5,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "repetition_penalty": 2,
+    "logit_bias": {1: 1.0},
+    "allowed_token_ids": [1],
+    "forbidden_token_ids": [1],
+    "bad_words": "x",
+    "seed": 1,
+    "min_tokens": 1,
+    "stop": "x",
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+    "response_format": {"type": "json_object"},
+    "deterministic": True,
+}
+"""What a search by beams cannot go with."""
+OTHER_MASKS = ("allowed_token_ids", "forbidden_token_ids", "bad_words", "min_tokens")
+"""What a format cannot go with."""
 REFUSED: list[tuple[dict[str, Any], str, object]] = [
     ({"n": 0}, "n", {"ge": 1}),
     ({"n": 129}, "n", {"le": 128}),
@@ -137,12 +162,14 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
     ({"length_penalty": 2.0}, "length_penalty", None),
     ({"early_stopping": True}, "early_stopping", None),
     ({"beam_width": 2, "temperature": 0.5}, "temperature", None),
-    ({"beam_width": 2, "best_of": 2}, "best_of", None),
-    ({"beam_width": 2, "top_k": 5}, "top_k", None),
-    ({"beam_width": 2, "seed": 1}, "seed", None),
-    ({"beam_width": 2, "stop": "x"}, "stop", None),
-    ({"beam_width": 2, "logit_bias": {1: 1.0}}, "logit_bias", None),
-    ({"beam_width": 2, "logprobs": 0}, "logprobs", None),
+    *(({"beam_width": 2, field: value}, field, None) for field, value in NO_SEARCH.items()),
+    *(({"response_format": {"type": "json_object"}, field: NO_SEARCH[field]}, field, None) for field in OTHER_MASKS),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", None),
+    ({"response_format": {"type": "poem"}}, "response_format", None),
+    ({"response_format": 5}, "response_format", None),
+    ({"include_stop_str_in_output": "perhaps"}, "include_stop_str_in_output", None),
+    ({"skip_special_tokens": None}, "skip_special_tokens", None),
+    ({"deterministic": 2}, "deterministic", None),
     ({"spaces_between_special_tokens": "perhaps"}, "spaces_between_special_tokens", None),
 ]
 
@@ -164,6 +191,23 @@ def test_refused(values: dict[str, Any], field: str, limit: object) -> None:
     for bound in limit.values() if isinstance(limit, dict) else ():
         assert str(bound) in str(error) or f"{bound:g}" in str(error)
     assert isinstance(error, ValueError) and isinstance(error, Rejected) and isinstance(error, HeadraceError)
+
+
+def test_every_field_has_values_that_are_refused() -> None:
+    refused = {field.partition(".")[0] for _, field, _ in REFUSED}
+    assert refused - SamplingParams.model_fields.keys() == {"temprature"}
+    assert refused >= SamplingParams.model_fields.keys()
+
+
+@given(
+    st.sampled_from(sorted(SamplingParams.model_fields)), st.sampled_from([object(), math.nan, "\0", {"a": 1}, [[]]])
+)
+def test_what_is_of_no_kind_that_a_field_takes_names_the_field(field: str, value: Any) -> None:
+    if (field, value) in (("stop", "\0"), ("bad_words", "\0")):
+        return
+    with pytest.raises(InvalidParams) as caught:
+        SamplingParams(**{field: value})
+    assert str(caught.value.field).partition(".")[0] == field
 
 
 def test_a_set_with_what_is_no_id_is_refused_as_any_other() -> None:

@@ -61,6 +61,19 @@ KINDS: list[dict[str, Any]] = [
     {"response_format": ResponseFormat.json_schema(SCHEMA), "temperature": 1.2, "seed": 3},
     {"hook": shy, "temperature": 1.0, "seed": 9, "logprobs": 2, "presence_penalty": 0.5, "n": 2, "prompt_logprobs": 1},
     {"hook": shy, "response_format": ResponseFormat.regex("[a-f]{3,40}"), "top_k": 7, "temperature": 1.1, "seed": 2},
+    {"best_of": 3, "n": 2, "temperature": 1.0, "seed": 12, "stop": ["q", "zz"], "include_stop_str_in_output": True},
+    {"deterministic": True, "temperature": 1.0, "seed": 13, "logprobs": 1, "frequency_penalty": 0.4},
+    {
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": True,
+        "stop": "never",
+        "temperature": 1.6,
+        "seed": 14,
+    },
+    {"beam_width": 3, "length_penalty": 0.5, "early_stopping": True, "max_tokens": 6},
+    {"response_format": ResponseFormat.lark('start: "<" start ">" | "a".."f"'), "temperature": 1.3, "seed": 15},
+    {"response_format": ResponseFormat.choice(["river bank", "river", "bank"]), "temperature": 1.3, "seed": 16},
 ]
 """Some rows want nothing, and everything comes beside everything else; for the checkpoint `speaking`."""
 
@@ -71,8 +84,9 @@ class Answer:
 
     tokens: list[int]
     """Of all choices."""
+    texts: list[str]
     reports: list[TokenLogprobs | None]
-    """On those, and then on the prompt."""
+    """On the tokens, and then on the prompt."""
 
 
 async def answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
@@ -87,7 +101,8 @@ async def answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
         tokens = [token for choice in completion.choices for token in choice.token_ids]
         reports = [report for choice in completion.choices for report in choice.logprobs or []]
         assert len(reports) == len(tokens) * ("logprobs" in asked)
-        found[index] = Answer(tokens, [*reports, *(completion.prompt_logprobs or [])])
+        texts = [choice.text for choice in completion.choices]
+        found[index] = Answer(tokens, texts, [*reports, *(completion.prompt_logprobs or [])])
 
     with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
@@ -99,7 +114,7 @@ async def answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
 def check_same(found: Sequence[Answer], wanted: Sequence[Answer]) -> None:
     """Assert that tokens, ranks and orders are equal, and log-probabilities but for the rounding of their sums."""
     for place, (each, right) in enumerate(zip(found, wanted, strict=True)):
-        assert each.tokens == right.tokens, place
+        assert each.tokens == right.tokens and each.texts == right.texts, place
         for report, expected in zip(each.reports, right.reports, strict=True):
             assert (report is None) == (expected is None), place
             if report is not None and expected is not None:
