@@ -31,15 +31,15 @@ _VALUES: Final = 500  # of a schema
 _LENGTH: Final = 1000  # of a regular expression
 _GRAMMAR: Final = 4000  # characters
 _PATTERNS: Final = 3
-_MULTIPLE: Final = 1000
+_MULTIPLE: Final = 1000  # of all numbers together, whose multiples may be asked for at once
 _HARMLESS: Final = frozenset(
     "$schema $id $comment $ref type title description default examples required additionalProperties items prefixItems"
-    " enum const anyOf minLength maxLength minItems maxItems minimum maximum exclusiveMinimum exclusiveMaximum"
-    " minProperties maxProperties format".split()
+    " enum const anyOf oneOf allOf minLength maxLength minItems maxItems minProperties maxProperties format"
+    " minimum maximum exclusiveMinimum exclusiveMaximum".split()
 )
 _NAMED: Final = frozenset(("properties", "$defs", "definitions"))
 _DATA: Final = frozenset(("enum", "const", "default", "examples", "required"))
-_SUSPICIOUS: Final = ("&", "~", "\\u", "multipleOf", "allOf", "oneOf", "attern")
+_SUSPICIOUS: Final = ("&", "~", "\\u", "multipleOf", "attern")
 """In a grammar, in which schemas may lie."""
 
 
@@ -60,7 +60,8 @@ def may_take_long(wanted: ResponseFormat) -> bool:
         survey.see(json.loads(wanted.source))
     except RecursionError:
         return True
-    return survey.is_suspicious or survey.values > _VALUES or survey.patterns > _PATTERNS
+    large = survey.values > _VALUES or survey.patterns > _PATTERNS or survey.multiple > _MULTIPLE
+    return survey.is_suspicious or large
 
 
 class _Survey:
@@ -68,6 +69,7 @@ class _Survey:
 
     def __init__(self) -> None:
         self.values = self.patterns = 0
+        self.multiple = 1
         self.is_suspicious = False
 
     def see(self, schema: Any) -> None:
@@ -89,7 +91,7 @@ class _Survey:
             self.patterns += 1
             self.is_suspicious |= not isinstance(value, str) or len(value) > _LENGTH
         elif key == "multipleOf":
-            self.is_suspicious |= value not in range(1, _MULTIPLE + 1)
+            self.multiple *= value if value in range(1, _MULTIPLE + 1) else _MULTIPLE + 1
         elif key in _HARMLESS:
             self.see(value)
         else:

@@ -515,12 +515,12 @@ def test_compiling_can_be_cancelled(folder: Path, anyio_backend: Backend) -> Non
                     for wanted in endless:
                         tasks.start_soon(leave, engine, wanted)
                 assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
-            slow = await engine.generate([65], hot(ResponseFormat.json_schema(SIMPLE | {"oneOf": [{}]})))
-            assert json.loads(slow.choices[0].text)
+            slow = [ResponseFormat.regex(f"({'a?' * 600}|{letter})") for letter in "bc"]
+            await engine.generate([65], hot(slow[0]))
             (child,) = engine._grammars._trials._idle
             child._process.kill()
             child._process.wait()
-            await engine.generate([65], hot(ResponseFormat.json_schema(SIMPLE | {"allOf": [{}]})))
+            await engine.generate([65], hot(slow[1]))
         assert not engine._grammars._trials._idle
 
     anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
@@ -544,7 +544,9 @@ def test_compiling_can_be_cancelled(folder: Path, anyio_backend: Backend) -> Non
         (ResponseFormat.json_schema({"items": {"anyOf": [{"multipleOf": 99999989}]}}), True),
         (ResponseFormat.json_schema('{"\u006dultipleOf": 99999989}'), True),
         (ResponseFormat.json_schema({"properties": ["multipleOf"]}), True),
-        (ResponseFormat.json_schema({"$defs": {"a": {"allOf": []}}}), True),
+        (ResponseFormat.json_schema({"$defs": {"a": {"not": {}}}}), True),
+        (ResponseFormat.json_schema({"oneOf": [{"allOf": [{"multipleOf": 7}, {"multipleOf": 11}]}]}), False),
+        (ResponseFormat.json_schema({"allOf": [{"multipleOf": 71}, {"multipleOf": 73}]}), True),
         (ResponseFormat.json_schema({"enum": list(range(1000))}), True),
         (ResponseFormat.json_schema({"prefixItems": [{"pattern": f"a{at}"} for at in range(4)]}), True),
         (ResponseFormat(kind="json_schema", source="[" * 60_000), True),

@@ -385,8 +385,7 @@ def test_weights_come_back_to_where_they_were_or_not_at_all(gpu: Gpu) -> None:
 # -- what only some rows ask ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launch_ahead", [1, 2])
-@pytest.mark.parametrize("room", ["room", "chunked and preempted"])
+@pytest.mark.parametrize(("launch_ahead", "room"), [(2, "room"), (1, "chunked and preempted"), (2, "chunked")])
 def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, launch_ahead: int, room: str
 ) -> None:
