@@ -160,10 +160,10 @@ class EngineWorld:
 
     async def _routers_know(self) -> None:
         """Whoever has been told of everything knows how things stand, however slowly it reads."""
-        for _ in range(100):
+        for _ in range(200):  # a change may hang meanwhile
             if self._loop().crashed is not None or all(router.is_up_to_date for router in self.routers[:1]):
                 return
-            await anyio.sleep(10.0)
+            await anyio.sleep(CHANGE_HANGS / 100)
         raise AssertionError("a router waits, and is not told what has changed")
 
     async def _settle(self) -> None:

@@ -52,7 +52,7 @@ class Lot:
         """Whether its memory changes."""
         self.changes = range(_CHANGES if not seconds else int(seconds))
         chance = random.Random(f"router {seed}")
-        self.routers = chance.choice([0, 0, 1, 2])
+        self.routers = chance.choice([0, 0, 1, 2]) if not seconds else 2
         """Who read what comes to and goes from the prefix cache."""
         self.route_stalls = chance.choice([0.0, 0.1])
         self.pace = min(self.seconds, 5.0)

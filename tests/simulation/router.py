@@ -17,6 +17,8 @@ from headrace.engine.scheduling.scheduler import Scheduler
 
 __all__ = ["Pages", "Router"]
 
+_REMEMBERED = 1000
+
 
 class Pages:
     """What one scheduler's cache holds, and what of it nobody was told of."""
@@ -67,7 +69,7 @@ class Router:
         self.load: KvLoad | None = None
         self.known: dict[tuple[str, str], PageStored] = {}
         self._seen: dict[str, PageStored] = {}
-        """Every page that it was ever told of."""
+        """Pages that it was told of, those that have gone included."""
         self._unchecked: list[PageStored] = []
         self._pages = pages
         self._machine = machine
@@ -118,6 +120,8 @@ class Router:
         """All there was to read has been read: it knows what the cache holds."""
         while self._unchecked:
             self._check_chain(self._unchecked.pop())
+        if len(self._seen) > _REMEMBERED:
+            self._seen = {page.key: page for page in self.known.values()}
         known, held = self.known.keys(), self._pages.held()
         self._require(known <= held, f"the router believes in {len(known - held)} pages that have gone")
         missed = held - self._pages.untold - known
