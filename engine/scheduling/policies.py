@@ -33,9 +33,8 @@ class Ageing(FirstCome):
     """Highest score first: `weight * (1 + min(wait / seconds, most) + model + adapter)`.
 
     The weight of priority `p` is `ratio ** -p`, and the wait is since the request arrived. The defaults are the preset
-    for a dense model; `moe=2.0` is the one for a mixture of experts. A request that has waited longest for its priority
-    is always first in its lane, so waiting is bounded wherever `ratio` is below
-    `(1 + most + moe + 1) / (1 + moe + adapter)`.
+    for a dense model; `moe=2.0` is the one for a mixture of experts. Newcomers of the next higher priority pass a
+    request only for a time wherever `ratio` is below `(1 + most + moe + 1) / (1 + moe + adapter)`.
     """
 
     ratio: Annotated[float, Field(ge=1.0)] = 2.0
