@@ -35,7 +35,7 @@ _GATHER_BYTES = 16 * 1024 * 1024
 _FUSED_TOKENS = 384
 # Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square; and scores of more
 # than these leave the processor's caches.
-_QUERY_BLOCK = 64
+_QUERY_BLOCK = 128
 # Shapes of attention are few (see sizes.py): multiples of so many queries and keys, then steps between powers of two.
 _FEW_QUERIES = 16
 _FEW_KEYS = 64

@@ -135,7 +135,7 @@ def any_rows(draw: st.DrawFn) -> list[Row]:
     page_size=st.sampled_from([1, 4, 16]),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)]),
     window=st.sampled_from([None, 1, 5, 17]),
-    blocks=st.sampled_from([3, 64]),
+    blocks=st.sampled_from([3, 128]),
     gather=st.sampled_from([1, 4096, 1 << 24]),
     fused=st.booleans(),
     seed=st.integers(0, 1000),
