@@ -32,7 +32,7 @@ GROUP = 32
 _INT4_TOKENS = 4
 _INT4_OUT_MULTIPLE = 16
 _INT4_ZERO = 8
-_STEPS = 4  # of a packed product's tokens between powers of two: a tenth of them is padding at most lengths
+_STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of them is padding
 
 
 class CpuLinear(Protocol):

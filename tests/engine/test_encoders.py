@@ -15,8 +15,12 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from product_shapes import ProductShapes
 
 from headrace.engine import Engine, InvalidParams, ModelRejected, PromptTooLong
+from headrace.engine.model.encoder import Encoder, Texts
+from headrace.engine.model.encoder_spec import encoder_from_hf
+from headrace.engine.model.encoder_weights import load_encoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -179,6 +183,23 @@ def test_minilm_gives_the_vectors_of_sentence_transformers(minilm: Path) -> None
             assert "rain" in engine.detokenize(await engine.tokenize("Rain"))
 
     anyio.run(main)
+
+
+def test_texts_of_all_lengths_multiply_in_few_shapes_and_come_out_right(minilm: Path) -> None:
+    """On a CPU in bfloat16, where oneDNN keeps code for each."""
+    spec, cpu = encoder_from_hf(json.loads((minilm / "config.json").read_text())), torch.device("cpu")
+    with torch.inference_mode():
+        half, full = (
+            Encoder(spec, load_encoder(minilm, spec, dtype=dtype, device=cpu))
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+        with ProductShapes() as shapes:
+            for length in range(5, 140, 3):
+                texts = Texts.of([list(range(1000, 1000 + length))], [0], cpu, pads=True)
+                hidden_NE = half.hidden(texts)
+        cosines = torch.cosine_similarity(hidden_NE.float(), full.hidden(texts))
+    assert hidden_NE.shape[0] == length and cosines.min() > 0.99
+    assert 4 < len(shapes.seen) < 100  # 180 where each length has its own
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

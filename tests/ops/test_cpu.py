@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from product_shapes import ProductShapes
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.ops import cpu, reference
 from headrace.ops.cpu import CpuOps
@@ -42,20 +42,6 @@ def make_ops(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, eps=1e-5, cos=cos, sin=sin,
         window=window, dtype=dtype, scale=scale,
     )  # fmt: skip
-
-
-class Shapes(TorchDispatchMode):
-    """Notes the products for each shape and stride of which oneDNN makes and keeps code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[object, ...]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func in (torch.ops.aten.bmm.default, torch.ops.mkldnn._linear_pointwise.default):
-            tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.layout is torch.strided]
-            self.seen.add((func, *((each.shape, each.stride()) for each in tensors)))
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -171,7 +157,7 @@ def test_steps_of_all_sizes_multiply_in_few_shapes(window: int | None) -> None:
     ops = make_ops(page_size=16, window=window, dtype=torch.bfloat16)
     kv = ops.allocate_kv(1, 1)
     layer = linear(torch.randn(64, 32), None, dtype=torch.bfloat16)
-    with Shapes() as shapes:
+    with ProductShapes() as shapes:
         for length in range(2, 600, 6):
             pages_P = torch.zeros(-(-length // 16), dtype=torch.int64)
             rows = 1 + length % 24
