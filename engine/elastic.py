@@ -66,7 +66,7 @@ class Elastic(Life):
             InvalidParams: Not such a level, the device cannot, or the host has no room for the weights; it is awake.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
-            HeadraceError: The device failed in another way; it is as awake as it was.
+            HeadraceError: The device failed in another way; it is as awake as it was, unless it cannot be woken either.
         """
         loop, opened = self._serving()
         if level not in (1, 2):

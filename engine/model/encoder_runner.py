@@ -86,10 +86,10 @@ class EncoderRunner:
         if not keep_weights:
             self._kept = self._encoder = None
         elif self._encoder is not None and self._stream is not None:
-            weights = self._encoder.weights
-            if weights.nbytes > (free := free_host_bytes()):
-                raise MemoryError(f"{weights.nbytes} bytes of weights, of which {free} are free")
-            self._kept, self._encoder = weights.to(torch.device("cpu")), None
+            size, free = self._encoder.weights.nbytes, free_host_bytes()
+            if size > free:
+                raise MemoryError(f"{size} bytes of weights, of which {free} are free")
+            self._kept, self._encoder = self._encoder.weights.to(torch.device("cpu")), None
         self._return_memory()
 
     def wake(self, num_pages: int) -> None:
@@ -100,8 +100,13 @@ class EncoderRunner:
             torch.OutOfMemoryError: The device has no room for them; it sleeps on.
         """
         if self._encoder is None:
-            with torch.inference_mode():
-                weights = self._load() if self._kept is None else self._kept.to(self._device)
+            try:
+                with torch.inference_mode():
+                    weights = self._load() if self._kept is None else self._kept.to(self._device)
+            except BaseException as error:
+                error.__traceback__ = None  # its frames hold what has been moved
+                self._return_memory()
+                raise
             self._encoder, self._kept = Encoder(self._spec, weights), None
             self._await_weights()
 
