@@ -48,6 +48,8 @@ class _Row:
     """The step that sampled its last token, and which of that step's works it was."""
     given: list[int] = field(default_factory=list)
     """Tokens behind its last that were not sampled."""
+    is_begun: bool = False
+    """Whether its first mask was asked for."""
     is_broken: bool = False
 
     def begin(self) -> GrammarState | None:
@@ -164,10 +166,9 @@ class GrammarRows:
         due: dict[object, list[int]] = defaultdict(list)
         for row, more in tokens.items():
             found = self._rows[row]
-            if found.state is None:
-                due[found.grammar].append(row)
-            elif more:
-                due[found.state.shared].append(row)
+            if more or not found.is_begun:
+                due[found.grammar if found.state is None else found.state.shared].append(row)
+                found.is_begun = True
         if not due:
             return
         if self._threads is None:

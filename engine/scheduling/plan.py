@@ -273,8 +273,10 @@ class Step(Protocol):
         """Block the calling thread until the step is done.
 
         Returns:
-            One vocabulary id for each work of the plan, in order; `NON_FINITE` where the logits were not finite;
-            any value where the work samples nothing. A `ReportedTokens` where a row wants more than a token.
+            One vocabulary id for each work of the plan, in order; `NON_FINITE` where the logits were not finite,
+            `NOTHING_LEFT`, `CHOSEN_LATER` or `LATE` where there is none for those reasons; any value where the work
+            samples nothing, or its row is left alone since it was `LATE`. A `ReportedTokens` where a row wants more
+            than a token.
 
         Raises:
             Exception: The step failed; what it wrote is undefined.
