@@ -164,12 +164,19 @@ def vocabulary_line(vocabulary: Vocabulary) -> str:
     return json.dumps([[piece.decode("latin-1") for piece in tokens], list(special_ids), list(eos_ids)])
 
 
+def _interpreter() -> str:
+    """What runs Python here: in some applications `sys.executable` is the application."""
+    if getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith(("python", "pypy")):
+        raise OSError("it may take long to compile, and here is no Python that could be started to try it")
+    return sys.executable
+
+
 class _Child:
     """One other process."""
 
     def __init__(self) -> None:
         script = Path(__file__).with_name("grammar_child.py")
-        command = [sys.executable, "-I", str(script), json.dumps(sys.path)]
+        command = [_interpreter(), "-I", str(script), json.dumps(sys.path)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -526,6 +526,18 @@ def test_compiling_can_be_cancelled(folder: Path, anyio_backend: Backend) -> Non
     anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
+def test_without_another_process_what_may_take_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trials.sys, "executable", "/opt/app/app")
+
+    async def ask() -> None:
+        async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
+            with pytest.raises(GrammarRejected, match="no Python that could be started"):
+                await engine.generate([65], hot(ENDLESS))
+            assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
+
+    anyio.run(ask)
+
+
 @pytest.mark.parametrize(
     ("wanted", "slow"),
     [
