@@ -527,7 +527,7 @@ def test_compiling_can_be_cancelled(folder: Path, anyio_backend: Backend) -> Non
 
 
 def test_without_another_process_what_may_take_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_trials.sys, "executable", "/opt/app/app")
+    monkeypatch.setattr(grammar_trials.sys, "executable", "the-application")
 
     async def ask() -> None:
         async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
