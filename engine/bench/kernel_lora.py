@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from headrace.ops.cuda_adapters import CudaAdapterOps
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even import EvenDecode
+from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
 from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch
 from headrace.ops.cuda_lora import ALIKE, GROUP, LoraBatch, LoraSite, Tiling, group_rows
@@ -79,7 +80,9 @@ class _Layers:
         ]
         head = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
         table = torch.rand(2048, s.head_dim, device="cuda")
-        self.ops = CudaOps(head, eps=_EPS, cos_sin_PD=table, scratch=LinearScratch("cuda"))
+        scratch = LinearScratch("cuda")
+        even = EvenLinear(scratch, eps=_EPS, pdl=True)
+        self.ops = CudaOps(head, eps=_EPS, cos_sin_PD=table, scratch=scratch, even=even)
         used = rows * -(-_CONTEXT // PAGE)
         self.kv = torch.zeros(s.layers, used + 1, 2, PAGE, s.kv_heads, s.head_dim, dtype=torch.bfloat16, device="cuda")
         small = rows <= 8
@@ -98,20 +101,31 @@ class _Layers:
         prepare()
         if isinstance(self.step.attention, EvenDecode):
             self.step.attention.deal(self.step.inputs)
-        x, residual, ops, norm = self.embedding[self.tokens], None, self.ops, self.norm
+        x = self.embedding[self.tokens]
+        x, residual = self._bare(x) if adapters is None else self._worn(x, adapters)
+        return self.ops.norm(x, residual, self.norm)
+
+    def _bare(self, x: Tensor) -> tuple[Tensor, Any]:
+        ops, norm = self.ops, self.norm
+        residual: Any = None
         for number, layer in enumerate(self.layers):
             qkv, o, gate_up, down = (ops.pack(weight, None) for weight in layer)
-            if adapters is None:
-                x, residual = ops.norm_product(x, residual, norm, qkv)
-                x = ops.product(ops.attend(x, None, None, self.step, self.kv, number), o)
-                x, residual = ops.norm_feed(x, residual, norm, gate_up)
-                x = ops.product(x, down)
-            else:
-                x, residual = adapters.norm_product(x, residual, norm, qkv, number, "qkv")
-                x = adapters.product(ops.attend(x, None, None, self.step, self.kv, number), o, number, "o")
-                x, residual = adapters.norm_feed(x, residual, norm, gate_up, number, "gate_up")
-                x = adapters.product(x, down, number, "down")
-        return ops.norm(x, residual, norm)
+            x, total = ops.norm_product(x, residual, norm, qkv)
+            x, residual = ops.add_product(ops.attend(x, None, None, self.step, self.kv, number), o, total, norm)
+            x, total = ops.norm_feed(x, residual, norm, gate_up)
+            x, residual = ops.add_product(x, down, total, norm if number + 1 < len(self.layers) else None)
+        return x, residual
+
+    def _worn(self, x: Tensor, adapters: CudaAdapterOps) -> tuple[Tensor, Any]:
+        ops, norm = self.ops, self.norm
+        residual: Any = None
+        for number, layer in enumerate(self.layers):
+            qkv, o, gate_up, down = (ops.pack(weight, None) for weight in layer)
+            x, residual = adapters.norm_product(x, residual, norm, qkv, number, "qkv")
+            x = adapters.product(ops.attend(x, None, None, self.step, self.kv, number), o, number, "o")
+            x, residual = adapters.norm_feed(x, residual, norm, gate_up, number, "gate_up")
+            x = adapters.product(x, down, number, "down")
+        return x, residual
 
 
 def _read_speed(bench: Bench) -> float:
