@@ -174,6 +174,7 @@ class Bounds:
         self._tenants.forget(request.tenant, request.id)
         self._within(request).forget(request.adapter, request.id)
         self._paid.pop(request.id, None)
+        self._marked.pop(request.id)
 
     def _share_rows(self, call: Callable[[], None]) -> None:
         self._sharing = True
