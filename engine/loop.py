@@ -333,8 +333,8 @@ class StepLoop:
         generated = len(outcome.tokens) + sum(emission.token is not None for emission in outcome.others)
         seconds = self.meter.committed(self._clock(), generated)
         if oldest.plan.size:
-            prefilled = sum(work.num_tokens for work in oldest.plan.others if work.num_tokens > 1)
-            self.scheduler.pace.observe(prefilled, seconds)
+            chunks = [work.num_tokens for work in oldest.plan.others if work.num_tokens > 1]
+            self.scheduler.pace.observe(sum(chunks), seconds, len(chunks))
         self.kv.tell()
         self._due.append(outcome)
 

@@ -8,7 +8,7 @@ __all__ = ["Pace"]
 
 _KEEP = 0.9  # of the old value at each measurement: about the last ten steps count
 _TELLING = 16  # prefilled tokens of a step from which their cost can be told apart from the rest
-_FORGET = 0.99  # of what a chunk costs whenever none is computed for that: it may have become less meanwhile
+_FORGET = 0.998  # of what chunks cost in each step that does without them for that: it may have become less meanwhile
 
 
 class Pace:
@@ -19,22 +19,29 @@ class Pace:
         self.step_seconds = 0.0
         self.token_seconds = 0.0
         self.chunk_seconds = 0.0
-        """That a few prefilled tokens add, however few: much on a device whose usual steps are graphs."""
+        """That chunks of a few tokens add, however few: much on a device whose usual steps are graphs."""
         self.turn_seconds = 0.0
         """Of a step with whatever was in it: how long a running request waits for its next token."""
 
-    def observe(self, prefilled: int, seconds: float) -> None:
-        """Take in a step of so many seconds, in which so many tokens of prompts were computed."""
+    def observe(self, prefilled: int, seconds: float, chunks: int = 1) -> None:
+        """Take in a step of so many seconds, in which so many tokens of prompts were computed, in so many chunks."""
         self.turn_seconds = _mixed(self.turn_seconds, seconds)
         if prefilled == 0:
             self.step_seconds = _mixed(self.step_seconds, seconds)
-        elif prefilled >= _TELLING:
+        elif prefilled >= _TELLING * chunks:
             self.token_seconds = _mixed(self.token_seconds, max(0.0, seconds - self.step_seconds) / prefilled)
         else:
             self.chunk_seconds = _mixed(self.chunk_seconds, max(0.0, seconds - self.step_seconds))
 
     def is_worth(self, tokens: int, rows: int) -> bool:
-        """Whether computing so many tokens of a row at once saves it more time than it costs all `rows` together."""
+        """Whether computing tokens of some rows in chunks saves these more time than it costs all together.
+
+        To be asked once for a step.
+
+        Args:
+            tokens: In all chunks, each of which takes the place of a step of its row.
+            rows: Of the step.
+        """
         worth = tokens * self.step_seconds >= rows * self.chunk_seconds
         if not worth:
             self.chunk_seconds *= _FORGET

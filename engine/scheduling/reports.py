@@ -37,8 +37,9 @@ def forced_runs(plan: StepPlan, tokens: Sequence[int], pace: Pace) -> dict[int, 
     """What grammars force behind the tokens of a step, by request, where it is worth computing at once."""
     if not isinstance(tokens, ReportedTokens) or not tokens.forced:
         return {}
-    runs = tokens.forced.items()
-    return {plan.works[index].request.id: run for index, run in runs if pace.is_worth(len(run), plan.size)}
+    if not pace.is_worth(sum(map(len, tokens.forced.values())), plan.size):
+        return {}
+    return {plan.works[index].request.id: run for index, run in tokens.forced.items()}
 
 
 def accept_run(

@@ -227,9 +227,10 @@ def test_forced_tokens_are_computed_at_once_where_that_costs_less_than_it_saves(
     pace = Pace()
     assert pace.is_worth(1, 256)  # nothing is known yet
     pace.observe(0, 0.005)
-    pace.observe(4, 0.013)
-    assert pace.is_worth(4, 1) and not pace.is_worth(1, 1) and not pace.is_worth(4, 64)
-    tries = next(count for count in range(1000) if pace.is_worth(4, 64))
+    pace.observe(40, 0.013, chunks=8)
+    assert pace.token_seconds == 0.0, "of which nothing is learnt about prompts"
+    assert pace.is_worth(4, 1) and not pace.is_worth(1, 1) and not pace.is_worth(40, 64)
+    tries = next(count for count in range(1000) if pace.is_worth(40, 64))
     assert 200 < tries, "it is tried again, but seldom"
 
 
