@@ -130,7 +130,8 @@ class EngineConfig(BaseModel):
     hook_seconds: Annotated[float, Field(gt=0.0, le=60.0)] = 1.0
     """Seconds that one call of a hook may take before its stream fails."""
     hang_seconds: Annotated[float, Field(gt=0.0)] | None = 300.0
-    """Seconds for which a step may be waited for; one that takes longer ends the engine with `EngineCrashed`."""
+    """Seconds for which a step, or a change of memory, may be waited for (`sleep` and `wake` for ten times as long);
+    what takes longer ends the engine with `EngineCrashed`."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seeds the requests that name none: the same requests in the same order give the same tokens."""
 
