@@ -118,7 +118,7 @@ struct Exchange {
   // Sends each row's sums to the block that finishes it.
   __device__ void send(const float (&sums)[kSums], int round, int thread) const {
     const int lane = thread % 32, g = lane / 4, c = lane % 4, rank = blockIdx.x % S::kSplits;
-    if (round > 0) barrier_wait_cluster(taken, (round - 1) & 1);
+    if (round > 0) barrier_wait(taken, (round - 1) & 1);
     const uint32_t place = shared_address(staged + rank * S::kOwn * kPitch + 16 * (thread / 32) + g);
 #pragma unroll
     for (int i = 0; i < kSums; i += 4) {
@@ -129,11 +129,15 @@ struct Exchange {
       store_in(there + 8 * 4, sums[i + 2]);
       store_in(there + kPitch * 4 + 8 * 4, sums[i + 3]);
     }
-    arrive_everywhere(arrived, S::kSplits, lane);
+    if constexpr (S::kSplits == 1) {
+      leave_everywhere(arrived, 1, lane);
+    } else {
+      arrive_everywhere(arrived, S::kSplits, lane);
+    }
   }
 
   __device__ void wait(int round) const { barrier_wait_cluster(arrived, round & 1); }
-  __device__ void done(int thread) const { arrive_everywhere(taken, S::kSplits, thread % 32); }
+  __device__ void done(int thread) const { leave_everywhere(taken, S::kSplits, thread % 32); }
 
   // Eight sums of a row.
   __device__ void add_up(float (&values)[8], int row, int line) const {
