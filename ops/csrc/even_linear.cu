@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  cluster_meets();
+  cluster_begins();
   const Ring ring{slots, filled, emptied, with.slots};
   if (thread < kMultipliers) {
     multiply<S>(with, ring, Exchange<S>{staged, &arrived, &taken}, factors, thread);
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
   } else if (with.squares_in != nullptr) {
     find_factors<S>(with, factors, thread - kMultipliers - 32);
   }
-  cluster_meets();  // nobody leaves while others may still write to its memory
+  cluster_ends();
 }
 
 // --- what Python calls

@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_attention(const __grid_const
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  cluster_meets();
+  cluster_begins();
   Ring q(memory, barriers), k(memory + kSlots * kSlotBytes, barriers + 2 * kSlots),
       v(memory + 2 * kSlots * kSlotBytes, barriers + 4 * kSlots);
   if (threadIdx.x < 128) {
@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_attention(const __grid_const
   }
   let_next_kernel_start();
   __syncthreads();
-  cluster_meets();  // nobody leaves while others may still write to its memory
+  cluster_ends();
 }
 
 // --- what Python calls

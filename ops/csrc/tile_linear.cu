@@ -145,7 +145,6 @@ __device__ void multiply(const Arguments& with, const Ring& ring, const Staged& 
   wait_for_last_kernel();
   for (int number = blockIdx.x / kCluster; number < with.tiles; number += gridDim.x / kCluster) {
     const Tile tile(with, number);
-    int behind = 0;
     for (int chunk = 0; chunk < with.chunks; ++chunk) {
       barrier_wait(ring.filled + at, turn & 1);
       const uint8_t* slot = ring.slots + at * kSlotBytes;
@@ -154,14 +153,11 @@ __device__ void multiply(const Arguments& with, const Ring& ring, const Staged& 
 #pragma unroll
       for (int step = 0; step < 4; ++step) multiply_add(sums, x + step * 2, w + step * 2, chunk + step);
       multiply_commit();
-      multiply_wait<1>();
-      if (chunk > 0) leave_everywhere(ring.emptied + behind, kCluster, staged.lane);
-      behind = at;
+      multiply_wait<0>();  // the other warpgroup multiplies meanwhile
+      leave_everywhere(ring.emptied + at, kCluster, staged.lane);
       if (++at == kSlots) at = 0, ++turn;
     }
-    multiply_wait<0>();
     sums_ready(sums);
-    leave_everywhere(ring.emptied + behind, kCluster, staged.lane);
     const int row = tile.row + group * 64 + warp * 16;
     finish(with, sums, staged, row, tile.column * kFeatures);
   }
@@ -181,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_linear(const __grid_constant
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  cluster_meets();
+  cluster_begins();
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (thread == 0) stream(with, ring);
@@ -193,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_linear(const __grid_constant
   }
   let_next_kernel_start();
   __syncthreads();
-  cluster_meets();  // nobody leaves while others may still write to its memory
+  cluster_ends();
 }
 
 // --- what Python calls

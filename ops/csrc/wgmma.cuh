@@ -43,9 +43,15 @@ inline __device__ void barrier_wait_cluster(uint64_t* barrier, int parity) {
       : "memory");
 }
 
-// Makes nothing visible but barriers that were initialised and fenced: a release would wait for all of the GPU's memory.
-inline __device__ void cluster_meets() {
+// Before the first word to another block. What must be visible, initialised barriers, is fenced already: a release would
+// wait for all of the GPU's memory.
+inline __device__ void cluster_begins() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Nobody leaves while others may still write to its memory or arrive at its barriers: a release waits until they have.
+inline __device__ void cluster_ends() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The same place in the shared memory of another block of the cluster.
