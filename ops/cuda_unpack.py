@@ -26,7 +26,7 @@ _COLUMNS = 8
 _AT, _COUNT, _TO, _KIND = 0, 2, 4, 7
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scales"])  # of any part on: what is compiled at opening serves all
 def _unpack_kernel(
     staged, parts, scales, target, KIND: tl.constexpr, STAGED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
