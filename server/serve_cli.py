@@ -5,8 +5,10 @@ Flags have vLLM's names where they mean the same.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -178,12 +180,12 @@ def serve(
         "max_adapter_rank": max_lora_rank,
         **_assignments(more),
     }
-    _check_log_level(log_level)
     _check_parser(tool_call_parser)
-    listening = {"host": host, "port": port, "log_level": log_level}
+    listening = {"host": host, "port": port, "log_level": _log_level(log_level)}
     logged = _log_format(log_format)
     with _flags_named():
         settings = _settings(host, allowed_hosts, chosen)
+        _check_address(host, port)
         main = partial(_serve, chosen_model(model), options, settings, logged, listening)
         anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
@@ -244,9 +246,22 @@ def _flags_named() -> Iterator[None]:
         raise
 
 
-def _check_log_level(value: str) -> None:
+def _log_level(value: str) -> str:
     if value not in _LOG_LEVELS:
         raise typer.BadParameter(f"--uvicorn-log-level {value}: give one of {', '.join(_LOG_LEVELS)}")
+    return value
+
+
+def _check_address(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened to now, rather than after the model has been opened."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:  # one of a name's addresses that this machine has not
+            raise typer.BadParameter(f"--host {host} --port {port}: {error.strerror or error}") from None
 
 
 def _check_parser(value: str | None) -> None:

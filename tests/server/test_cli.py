@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -309,3 +310,13 @@ def test_lists_of_commands_are_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert run(monkeypatch, *group, "--help") == 0
         commands = capsys.readouterr().out.partition("Commands:")[2]
         assert commands and "..." not in commands
+
+
+def test_an_address_that_is_taken_is_refused_before_anything_is_opened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(monkeypatch, "serve", "/nowhere", "--port", str(port)) == 2
+        assert f"--host 127.0.0.1 --port {port}: Address already in use" in capsys.readouterr().err
+    assert run(monkeypatch, "serve", "/nowhere", "--port", str(port)) == 1
