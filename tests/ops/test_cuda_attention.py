@@ -205,3 +205,21 @@ def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
         )
         assert error(out[start : start + count], want) < 8e-3, row
         start += count
+
+
+def test_blocks_of_a_cluster_wait_for_each_other_at_the_end() -> None:
+    """Tiles of one token end at once; each launch begins while the one before ends."""
+    shape = HeadShape(**SHAPES["qwen"])
+    if not TileAttention.supports(shape, GPU):
+        pytest.skip("needs Hopper")
+    lengths = [1 + 7 * at % 150 for at in range(100)]
+    paged = Paged(shape, lengths, 16)
+    q = torch.randn(len(lengths), shape.heads, shape.head_dim, dtype=torch.bfloat16, device=GPU)
+    attention = TileAttention(shape, GPU, pdl=True)
+    attention.plan([1] * len(lengths), lengths, paged.lists)
+    outs = torch.empty(2, *q.shape, dtype=q.dtype, device=GPU)
+    attention.run(q, paged.kv, outs[0])
+    for _ in range(4000):
+        attention.run(q, paged.kv, outs[1])
+    torch.cuda.synchronize()
+    assert torch.equal(outs[0], outs[1])
