@@ -164,7 +164,6 @@ __device__ void hand_in(const Arguments& with, const float (&sums)[kSums], int t
   for (int i = 0; i < kSums; i += 4) {
     __stcg(plane + i / 4 * kMultipliers, make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
   }
-  __threadfence();
   multipliers_meet();
   if (thread == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(with.counters + tile) : "memory");
 }
@@ -232,6 +231,7 @@ __device__ void multiply(const Arguments& with, const Ring& ring, const Exchange
       if (round == 0 && with.squares_in != nullptr) wait_for_factors();
       finish_tile<S>(with, exchange, sums, tile, round, scale, thread);
     }
+    exchange.end(round);
   } else {
     bool waits = with.squares_in != nullptr;
     for (int pair = own.begin; pair < own.end;) {
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  cluster_begins();
+  if (S::kSplits > 1) cluster_begins();
   const Ring ring{slots, filled, emptied, with.slots};
   if (thread < kMultipliers) {
     multiply<S>(with, ring, Exchange<S>{staged, &arrived, &taken}, factors, thread);
@@ -284,7 +284,6 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
   } else if (with.squares_in != nullptr) {
     find_factors<S>(with, factors, thread - kMultipliers - 32);
   }
-  cluster_ends();
 }
 
 // --- what Python calls

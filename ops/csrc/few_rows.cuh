@@ -56,8 +56,23 @@ inline __device__ void fetch_gated(void* target, const CUtensorMap* map, int inn
       : "memory");
 }
 
-inline __device__ void store_in(uint32_t address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+// Stores a sum, whose bytes `barrier` of the same block awaits: to release ordinary stores to a cluster takes a fence of the
+// whole GPU, microseconds while memory is busy.
+inline __device__ void store_in(uint32_t address, float value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(value)), "r"(barrier)
+               : "memory");
+}
+
+// Tells all `blocks` blocks of the cluster that this warp is so far, and how many bytes it stores in each.
+inline __device__ void tell_everywhere(uint64_t* barrier, int blocks, int bytes, int lane) {
+  __syncwarp();
+  if (lane < blocks) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(
+                     address_in(shared_address(barrier), lane)),
+                 "r"(bytes)
+                 : "memory");
+  }
 }
 
 inline __device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
@@ -117,27 +132,52 @@ struct Exchange {
 
   // Sends each row's sums to the block that finishes it.
   __device__ void send(const float (&sums)[kSums], int round, int thread) const {
-    const int lane = thread % 32, g = lane / 4, c = lane % 4, rank = blockIdx.x % S::kSplits;
-    if (round > 0) barrier_wait(taken, (round - 1) & 1);
-    const uint32_t place = shared_address(staged + rank * S::kOwn * kPitch + 16 * (thread / 32) + g);
-#pragma unroll
-    for (int i = 0; i < kSums; i += 4) {
-      const int row = 8 * (i / 4) + 2 * c, own = row % S::kOwn;
-      const uint32_t there = address_in(place + own * (kPitch * 4), row / S::kOwn);
-      store_in(there, sums[i]);
-      store_in(there + kPitch * 4, sums[i + 1]);
-      store_in(there + 8 * 4, sums[i + 2]);
-      store_in(there + kPitch * 4 + 8 * 4, sums[i + 3]);
-    }
+    const int lane = thread % 32, g = lane / 4, c = lane % 4;
+    float* place = staged + 16 * (thread / 32) + g;
+    if (round > 0) wait_for(taken, round - 1);
     if constexpr (S::kSplits == 1) {
-      leave_everywhere(arrived, 1, lane);
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4) {
+        float* here = place + (8 * (i / 4) + 2 * c) * kPitch;
+        here[0] = sums[i], here[kPitch] = sums[i + 1], here[8] = sums[i + 2], here[kPitch + 8] = sums[i + 3];
+      }
     } else {
-      arrive_everywhere(arrived, S::kSplits, lane);
+      const uint32_t start = shared_address(place + blockIdx.x % S::kSplits * S::kOwn * kPitch);
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4) {
+        const int row = 8 * (i / 4) + 2 * c, own = row % S::kOwn, block = row / S::kOwn;
+        const uint32_t there = address_in(start + own * (kPitch * 4), block);
+        const uint32_t barrier = address_in(shared_address(arrived), block);
+        store_in(there, sums[i], barrier);
+        store_in(there + kPitch * 4, sums[i + 1], barrier);
+        store_in(there + 8 * 4, sums[i + 2], barrier);
+        store_in(there + kPitch * 4 + 8 * 4, sums[i + 3], barrier);
+      }
     }
+    tell(arrived, S::kOwn * 16 * 4, lane);
   }
 
-  __device__ void wait(int round) const { barrier_wait_cluster(arrived, round & 1); }
-  __device__ void done(int thread) const { leave_everywhere(taken, S::kSplits, thread % 32); }
+  __device__ void wait(int round) const { wait_for(arrived, round); }
+  __device__ void done(int thread) const { tell(taken, 0, thread % 32); }
+
+  // Nobody may leave before all that others send has arrived.
+  __device__ void end(int rounds) const {
+    if (S::kSplits > 1 && rounds > 0) wait_for(taken, rounds - 1);
+  }
+
+  __device__ void tell(uint64_t* barrier, int bytes, int lane) const {
+    if constexpr (S::kSplits > 1) return tell_everywhere(barrier, S::kSplits, bytes, lane);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+  }
+
+  __device__ void wait_for(uint64_t* barrier, int round) const {
+    if constexpr (S::kSplits == 1) {
+      barrier_wait(barrier, round & 1);
+    } else {
+      barrier_wait_cluster(barrier, round & 1);
+    }
+  }
 
   // Eight sums of a row.
   __device__ void add_up(float (&values)[8], int row, int line) const {
