@@ -427,13 +427,16 @@ __device__ void hand_in(const Arguments& with, const Heads& heads, int row, int 
   const int lane = 4 * g + c, first = with.plan->holder(row_first), last = with.plan->holder(row_last - 1);
   // Row and block numbers never fall from one part to the next, and one of them rises: their sum names a part.
   write_part(with, heads, (static_cast<int64_t>(row + blockIdx.x) * kSubs + sub) * KV_HEADS + head, g, c);
-  __threadfence();
   __syncwarp();
   const int parts = (last - first + 1) * kSubs;
   int arrived = 0;
-  if (lane == 0) arrived = atomicAdd(with.arrived + row * KV_HEADS + head, 1);
+  if (lane == 0) {
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(arrived)
+                 : "l"(with.arrived + row * KV_HEADS + head)
+                 : "memory");
+  }
   if (__shfl_sync(~0u, arrived, 0) != parts - 1) return;
-  __threadfence();
   if (lane == 0) with.arrived[row * KV_HEADS + head] = 0;
   const int64_t part = static_cast<int64_t>(row + first) * kSubs * KV_HEADS + head;
   Element* out = with.out + (static_cast<int64_t>(row) * kHeads + head * GROUP) * HEAD_DIM;
