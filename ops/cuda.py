@@ -18,6 +18,7 @@ import torch
 from headrace.ops import cuda_fused as fused
 from headrace.ops.cuda_attention import DecodeAttention, HeadShape, PrefillAttention
 from headrace.ops.cuda_decode import FusedDecode
+from headrace.ops.cuda_even_heads import EvenHeads, HeadTargets
 from headrace.ops.cuda_even_linear import EvenLinear, Squares
 from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch, linear, linear_silu_mul
 from headrace.ops.cuda_pages import PageMemory
@@ -46,6 +47,15 @@ class CudaProduct(NamedTuple):
 
     weight_OI: Tensor
     bias_O: Tensor | None
+
+
+class Postponed(NamedTuple):
+    """The product of a norm that lacks its factors, for `attend` to compute: a kernel may store its keys and values."""
+
+    even: EvenLinear
+    x_NE: Tensor
+    packed: CudaProduct
+    squares: Squares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +101,7 @@ class CudaOps:
         cos_sin_PD: Tensor,
         scratch: LinearScratch,
         even: EvenLinear | None = None,
+        even_heads: EvenHeads | None = None,
         tile: TileLinear | None = None,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
     ) -> None:
@@ -102,6 +113,7 @@ class CudaOps:
             cos_sin_PD: float32 [positions, D]: D/2 cosines, then D/2 sines.
             scratch: Of the one stream on which this runs.
             even: Computes the products that it can, on that stream; None where it cannot run.
+            even_heads: Likewise, those that become queries, keys and values.
             tile: Likewise, for many rows.
             kv_scales: Of layers whose 8-bit keys and values have any; those of 16 bits have none.
         """
@@ -109,7 +121,7 @@ class CudaOps:
         self.eps = eps
         self.device = cos_sin_PD.device
         self._cos_sin_PD = cos_sin_PD
-        self._scratch, self._even, self._tile = scratch, even, tile
+        self._scratch, self._even, self._even_heads, self._tile = scratch, even, even_heads, tile
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
         self.pdl = torch.cuda.get_device_capability(cos_sin_PD.device) >= (9, 0)
         """Whether kernels may be launched dependently: a feature of Hopper and newer."""
@@ -175,11 +187,11 @@ class CudaOps:
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Postponed, Tensor]:
         """(product of the norm of the sum, the sum)."""
         if isinstance(residual_NE, Squares):
             if self._even is not None and _is_whole(packed):
-                return self._even_product(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
+                return Postponed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
         elif x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
             out_NO, total_NE = self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=False)
             return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O), total_NE
@@ -219,7 +231,7 @@ class CudaOps:
 
     def attend(
         self,
-        qkv_NX: Tensor,
+        qkv_NX: Tensor | Postponed,
         q_norm_D: Tensor | None,
         k_norm_D: Tensor | None,
         step: DecodeStep | PrefillStep,
@@ -228,6 +240,13 @@ class CudaOps:
     ) -> Tensor:
         """Norm and rotate q and k, store k and v, attend: [N, H * D]."""
         shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
+        if isinstance(qkv_NX, Postponed):
+            if isinstance(step, DecodeStep) and (heads := self._heads_for(qkv_NX, step)) is not None:
+                at, slots_B = step.inputs.positions_B, step.inputs.slots_B
+                to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
+                q_NX = heads.run(qkv_NX.x_NE, qkv_NX.packed.weight_OI, qkv_NX.squares, to)
+                return self._decode(q_NX, step, kv_layer, scales)
+            qkv_NX = self._even_product(*qkv_NX)
         rows, width = qkv_NX.shape[0], shape.heads * shape.head_dim
         out_NX = torch.empty(rows, width, dtype=qkv_NX.dtype, device=qkv_NX.device)
         if isinstance(step, PrefillStep):
@@ -244,11 +263,9 @@ class CudaOps:
                 eps=self.eps, pdl=self.pdl,
             )  # fmt: skip
         else:
-            inputs = step.inputs
-            q_NX = torch.empty_like(out_NX)
-            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, inputs.positions_B, inputs.slots_B, kv_layer, scales, q_NX)
-            head = (rows, shape.heads, shape.head_dim)
-            step.attention.run(q_NX.view(head), kv_layer, inputs, out_NX.view(head), scales)
+            at, slots_B = step.inputs.positions_B, step.inputs.slots_B
+            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, at, slots_B, kv_layer, scales, out_NX)
+            return self._decode(out_NX, step, kv_layer, scales)
         return out_NX
 
     def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,6 +284,20 @@ class CudaOps:
 
     def _even_for(self, rows: int, weight_OI: Tensor) -> EvenLinear | None:
         return self._even if EvenLinear.fits(rows, *weight_OI.shape) else None
+
+    def _heads_for(self, qkv: Postponed, step: DecodeStep) -> EvenHeads | None:
+        """What computes queries, keys and values at once, where attention takes them so."""
+        if isinstance(step.attention, FusedDecode) or qkv.packed.bias_O is not None:
+            return None
+        return self._even_heads if EvenHeads.fits(*qkv.x_NE.shape) else None
+
+    def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales) -> Tensor:
+        """Attend with queries that are rotated and whose keys and values are stored."""
+        assert not isinstance(step.attention, FusedDecode)
+        out_NX = torch.empty_like(q_NX)
+        head = (len(q_NX), self.shape.heads, self.shape.head_dim)
+        step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NX.view(head), scales)
+        return out_NX
 
     @staticmethod
     def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:

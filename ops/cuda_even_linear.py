@@ -28,8 +28,6 @@ _HOPPER = 9
 
 _SLOTS = {16: 10, 32: 8, 64: 6}
 """By the number of rows that kernels are padded to: chunks of 128 inputs in shared memory at once."""
-_FEW_SLOTS = {16: 5, 32: 4, 64: 6}
-"""Where four blocks form a cluster: as few as keep them near enough to each other."""
 _MOST_WEIGHTS = 128 << 20
 """Measured on an H200: those of an output head are read as fast by cuda_linear's kernels."""
 
@@ -113,13 +111,12 @@ class EvenLinear:
     ) -> None:
         rows, tiles = _padded(len(x_NI)), len(weight) // _LINE
         splits = 4 if tiles <= 32 else 2 if tiles <= 64 and x_NI.shape[1] >= 2048 else 1
-        slots = (_FEW_SLOTS if splits == 4 else _SLOTS)[rows]
         _module(rows, x_NI.dtype).run(
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,
             out if parts_EN is None else parts_EN, out if squares is None else squares.parts_EN,
             self._scratch.planes, self._scratch.counters,
-            kind, squares is not None, self._eps, splits, slots, self._pdl,
+            kind, squares is not None, self._eps, splits, _SLOTS[rows], self._pdl,
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_kernels import KERNELS, Misuse, attend
+from emulated_kernels import KERNELS, Misuse, attend, norm_rope
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -599,6 +599,31 @@ class EvenLinearModule:
         Kernel.gpu.launch("even linear", work)
 
 
+class EvenHeadsModule:
+    """The compiled csrc/even_heads.cu."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def run(
+        self, x: Tensor, weight: Tensor, squares_in: Tensor, scaled: bool, q: Tensor, kv: Tensor, q_norm: Tensor,
+        k_norm: Tensor, has_norms: bool, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_scale: float,
+        v_scale: float, eps: float, ring_slots: int, pdl: bool,
+    ) -> None:  # fmt: skip
+        def work() -> None:
+            heads, kv_heads = q.shape[1] // 128, kv.shape[3]
+            if len(x) > self._rows or x.shape[1] % 64 or len(weight) != 128 * (heads + 2 * kv_heads):
+                raise Misuse("a product that the kernel cannot compute")
+            factors = torch.rsqrt(squares_in.sum(0) / x.shape[1] + eps)[:, None] if scaled else 1.0
+            norm_rope(SimpleNamespace(
+                qkv=x.float() @ weight.float().T * factors, q_out=q, HALF=64, HEADS=heads, KV_HEADS=kv_heads,
+                q_norm=q_norm if has_norms else None, k_norm=k_norm if has_norms else None, cos_sin=cos_sin,
+                positions=positions, slots=slots, kv=kv, eps=eps, k_scale=k_scale, v_scale=v_scale,
+            ))  # fmt: skip
+
+        Kernel.gpu.launch("even heads", work)
+
+
 class TileAttentionModule:
     """The compiled csrc/tile_attention.cu."""
 
@@ -638,6 +663,7 @@ def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) ->
     defines = dict(flag.removeprefix("-D").split("=") for flag in extra_cuda_cflags)
     makes: dict[str, Callable[[], Any]] = {
         "even_decode.cu": lambda: EvenModule(int(defines["PAGE"])),
+        "even_heads.cu": lambda: EvenHeadsModule(int(defines["ROWS"])),
         "even_linear.cu": lambda: EvenLinearModule(int(defines["ROWS"])),
         "tile_attention.cu": lambda: TileAttentionModule(int(defines["PAGE"])),
         "tile_linear.cu": TileLinearModule,

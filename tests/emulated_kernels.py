@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.ops.cpu_logprobs import logprobs
 from headrace.ops.cpu_sample import Choosing, sample
 
-__all__ = ["KERNELS", "Misuse", "attend"]
+__all__ = ["KERNELS", "Misuse", "attend", "norm_rope"]
 
 LARGEST = 3.38e38
 LOG2_E = 1.4426950408889634

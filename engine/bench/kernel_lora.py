@@ -110,8 +110,8 @@ class _Layers:
         residual: Any = None
         for number, layer in enumerate(self.layers):
             qkv, o, gate_up, down = (ops.pack(weight, None) for weight in layer)
-            x, total = ops.norm_product(x, residual, norm, qkv)
-            x, residual = ops.add_product(ops.attend(x, None, None, self.step, self.kv, number), o, total, norm)
+            heads, total = ops.norm_product(x, residual, norm, qkv)
+            x, residual = ops.add_product(ops.attend(heads, None, None, self.step, self.kv, number), o, total, norm)
             x, total = ops.norm_feed(x, residual, norm, gate_up)
             x, residual = ops.add_product(x, down, total, norm if number + 1 < len(self.layers) else None)
         return x, residual

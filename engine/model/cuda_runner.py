@@ -44,6 +44,7 @@ from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.ops.cuda import CudaOps
 from headrace.ops.cuda_attention import HeadShape
+from headrace.ops.cuda_even_heads import EvenHeads
 from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_linear import LinearScratch
 from headrace.ops.cuda_tile_linear import TileLinear
@@ -77,8 +78,8 @@ def cuda_ops(
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
-    scratch = LinearScratch(device)
-    built = _built(dtype, device)
+    scratch, has_heads = LinearScratch(device), EvenHeads.supports(dtype, spec.head_dim, device)
+    built = _built(dtype, device, EvenLinear, TileLinear, *([EvenHeads] if has_heads else []))
     return {
         window: CudaOps(
             HeadShape(
@@ -94,6 +95,7 @@ def cuda_ops(
             cos_sin_PD=cos_sin_PD,
             scratch=scratch,
             even=EvenLinear(scratch, eps=spec.norm_eps, pdl=True) if built else None,
+            even_heads=EvenHeads(eps=spec.norm_eps, pdl=True) if built and has_heads else None,
             tile=TileLinear() if built else None,
             kv_scales=kv_scales,
         )
@@ -101,13 +103,13 @@ def cuda_ops(
     }
 
 
-def _built(dtype: torch.dtype, device: torch.device) -> bool:
+def _built(dtype: torch.dtype, device: torch.device, *kinds: type[EvenHeads | EvenLinear | TileLinear]) -> bool:
     """Whether the products of our own can be compiled: wheels of compiled kernels lack them."""
     if not EvenLinear.supports(dtype, device) or not TileLinear.supports(dtype, device):
         return False
     try:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda products: products.build(dtype), (EvenLinear, TileLinear)))
+            list(pool.map(lambda products: products.build(dtype), kinds))
     except (RuntimeError, OSError) as error:
         logger.warning("products are left to Triton and cuBLAS, which are slower: a kernel was not compiled: %s", error)
         return False

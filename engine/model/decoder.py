@@ -47,8 +47,8 @@ class DecoderOps(Protocol):
         """RMS norm of the sum: s / sqrt(mean(s^2) + eps) * w (Zhang and Sennrich, 2019)."""
         ...
 
-    def norm_product(self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any) -> tuple[Tensor, Tensor]:
-        """(product of the norm of the sum, the sum)."""
+    def norm_product(self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any) -> tuple[Any, Tensor]:
+        """(product of the norm of the sum, as `attend` takes it, the sum)."""
         ...
 
     def norm_feed(self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class DecoderOps(Protocol):
         ...
 
     def attend(
-        self, qkv_NX: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: Any, kv: Any, layer: int
+        self, qkv_NX: Any, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: Any, kv: Any, layer: int
     ) -> Tensor:
         """Norm and rotate q and k, store k and v in their pages, softmax(q k^T / sqrt(D)) v: [N, H * D]."""
         ...

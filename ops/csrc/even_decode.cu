@@ -437,6 +437,7 @@ __device__ void hand_in(const Arguments& with, const Heads& heads, int row, int 
                  : "memory");
   }
   if (__shfl_sync(~0u, arrived, 0) != parts - 1) return;
+  __syncwarp();
   if (lane == 0) with.arrived[row * KV_HEADS + head] = 0;
   const int64_t part = static_cast<int64_t>(row + first) * kSubs * KV_HEADS + head;
   Element* out = with.out + (static_cast<int64_t>(row) * kHeads + head * GROUP) * HEAD_DIM;

@@ -61,17 +61,8 @@ inline __device__ uint32_t address_in(uint32_t address, int block) {
   return there;
 }
 
-// Tells all `blocks` blocks of the cluster what this warp has done, once all of the GPU's memory could know of it.
-inline __device__ void arrive_everywhere(uint64_t* barrier, int blocks, int lane) {
-  __syncwarp();
-  if (lane < blocks) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                     address_in(shared_address(barrier), lane))
-                 : "memory");
-  }
-}
-
-// Tells them that this warp has read what it wants to; of what it wrote only its own block may know. Far faster.
+// Tells all `blocks` blocks of the cluster that this warp has read what it wants to; of what it wrote only its own block
+// may know: a release to the cluster would wait until all of the GPU's memory could.
 inline __device__ void leave_everywhere(uint64_t* barrier, int blocks, int lane) {
   __syncwarp();
   if (lane < blocks) {

@@ -715,7 +715,7 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without(
         raise RuntimeError("Could not find nvcc")
 
     monkeypatch.setattr(importlib.import_module("headrace.ops.cuda_source"), "gen_jit_spec", fail)
-    for name in ("cuda_even", "cuda_even_linear", "cuda_tile_attention", "cuda_tile_linear"):
+    for name in ("cuda_even", "cuda_even_heads", "cuda_even_linear", "cuda_tile_attention", "cuda_tile_linear"):
         importlib.import_module(f"headrace.ops.{name}")._module.cache_clear()
 
     async def run() -> list[Output]:
@@ -724,7 +724,7 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without(
 
     judges("qwen3").check(anyio.run(run), "without the kernels of our own")
     assert (
-        not {"even decode", "even linear", "tile attention", "tile linear"} & set(gpu.launches)
+        not {"even decode", "even heads", "even linear", "tile attention", "tile linear"} & set(gpu.launches)
         and "fa2 decode" in gpu.launches
     )
     assert "nvcc" in caplog.text
