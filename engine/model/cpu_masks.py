@@ -5,8 +5,9 @@ Owns that thread, each row's place in its grammar and which masks were late; nev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
 
 import numpy as np
@@ -41,18 +42,10 @@ class CpuMasks:
         self._rows[row] = made = _Row(self._vocab_size, jumps)
         made.found = self._thread.submit(made.begin, grammar, tokens)
 
-    def missing(self, rows: Sequence[int], *, others: bool) -> list[int]:
-        """Wait a little for the masks of `rows`, and as long as the step cannot go on without some; those missing.
-
-        Args:
-            rows: Of those in a step that keep to a grammar.
-            others: Whether the step has other rows.
-        """
+    def missing(self, rows: Sequence[int], patience: float) -> list[int]:
+        """Wait for the masks of `rows`, a little longer than so many seconds; those that are not there then."""
         searches = [self._rows[row].found for row in rows]
-        done, missing = wait(searches, _IN_TIME)
-        while missing and not LateRows.may_be_left(len(missing), len(done), others=others):
-            more, missing = wait(missing, return_when=FIRST_COMPLETED)
-            done |= more
+        _, missing = wait(searches, None if patience == math.inf else patience + _IN_TIME)
         return [row for row, search in zip(rows, searches, strict=True) if search in missing]
 
     def banned_V(self, row: int) -> _Banned:

@@ -49,8 +49,8 @@ class CpuOptions:
         self._masks = CpuMasks(vocab_size)
         self.late = self._masks.late
         """Rows that were left out of a choice, and are to be left alone."""
-        self._others = False
-        """Whether the step has rows without a grammar."""
+        self._patience = 0.0
+        """Seconds after the logits for which the step waits for masks."""
 
     def update(self, plan: StepPlan) -> None:
         """Take in what the plan's new rows ask, and forget what these and those that were left asked before."""
@@ -68,7 +68,8 @@ class CpuOptions:
                     options.row, options.grammar, options.tokens[options.prompt_len :], jumps=options.jumps
                 )
         if self._options:
-            self._others = any(work.row not in self._masks for work in plan.each_work())
+            others = any(work.row not in self._masks for work in plan.each_work())
+            self._patience = self.late.patience(plan, others=others)
 
     def give(self, given: GivenTokens) -> None:
         """Go on with tokens of a row that were not chosen here."""
@@ -162,7 +163,7 @@ class CpuOptions:
     def _hold_late(self, works: Sequence[Work]) -> list[int]:
         """Which rows are to be left out, since their masks are late."""
         place_of = {work.row: work.start + work.num_tokens for work in works if work.row in self._masks}
-        late = self._masks.missing(list(place_of), others=self._others) if place_of else []
+        late = self._masks.missing(list(place_of), self._patience) if place_of else []
         for row in late:
             self.late.hold(row, place_of[row])
         return late

@@ -8,7 +8,9 @@ steps. It waits no longer than for the logits: rows whose masks are late are lef
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -82,8 +84,8 @@ class GrammarRows:
         self._rows: dict[int, _Row] = {}
         self.forced: dict[int, Sequence[int]] = {}
         """Of the step that is being enqueued: the tokens that must follow a row's next."""
-        self._others = False
-        """Whether that step has rows that keep to no grammar."""
+        self._patience = 0.0
+        """Seconds after its logits for which that step waits for masks."""
         self._leaving: dict[int, Future[None]] = {}
         """What may still write to the mask of a row for somebody who has left it."""
         self._masks_RW: Tensor | None = None
@@ -108,7 +110,8 @@ class GrammarRows:
             for row, _, tokens in given:
                 if self.asks[row]:
                     self._rows[row].given += tokens
-            self._others = not self.asks[[*plan.rows, *(work.row for work in plan.others)]].all()
+            rows = [*plan.rows, *(work.row for work in plan.others)]
+            self._patience = LateRows.patience(plan, others=not self.asks[rows].all())
         return given
 
     def sampled(self, tokens_of: TokensOf, works: Iterable[Work]) -> None:
@@ -185,14 +188,14 @@ class GrammarRows:
                 self._rows[row].search = search
 
     def _wait(self, rows: Sequence[int]) -> list[int]:
-        """Wait for the masks of `rows`, but no longer than for the logits if the step can do without; those missing."""
+        """Wait for the masks of `rows` until the logits are there, and with patience; those that are missing then."""
+        ends = math.inf
         while True:
-            is_late = self._logits.query()
+            if ends == math.inf and self._logits.query():
+                ends = time.monotonic() + self._patience
             wait({search for row in rows if (search := self._rows[row].search) is not None}, _TURN)
             missing = [row for row in rows if not self._rows[row].is_ready]
-            if not missing or (
-                is_late and LateRows.may_be_left(len(missing), len(rows) - len(missing), others=self._others)
-            ):
+            if not missing or time.monotonic() > ends:
                 return missing
 
     def _note_forced(self, rows: Sequence[int], masks_RW: NDArray[np.int32]) -> None:

@@ -6,9 +6,14 @@ that its scheduler knows: plans that were launched before count on the token tha
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 from headrace.engine.scheduling.plan import GivenTokens, StepPlan
 
 __all__ = ["LateRows"]
+
+_PATIENCE: Final = 0.01  # where all rows keep to grammars; whoever arrives meanwhile waits as well
 
 
 class LateRows:
@@ -41,12 +46,13 @@ class LateRows:
         self._places[row] = place
 
     @staticmethod
-    def may_be_left(late: int, ready: int, *, others: bool) -> bool:
-        """Whether a step may go on, in time, without so many rows with grammars.
+    def patience(plan: StepPlan, *, others: bool) -> float:
+        """Seconds after its logits for which the step of `plan` waits for masks.
 
         Args:
-            late: Rows whose masks are not there.
-            ready: Those whose masks are.
-            others: Whether the step has rows without a grammar, which wait for nobody.
+            plan: One whose rows, or some of them, keep to a grammar.
+            others: Whether some do not, and wait for nobody.
         """
-        return others or late <= ready
+        if plan.alone:  # its row would be computed again in another way
+            return math.inf
+        return 0.0 if others else _PATIENCE
