@@ -5,9 +5,9 @@
 //
 // A tile is up to 128 tokens of a row and one head, or in a cluster of two blocks two heads with the same keys and values,
 // of which each block fetches half for both. Tiles come sorted, those that see most first, and clusters take them there and
-// back, so that all end at about the same time. In a block one warp keeps two rings filled, of keys and of
-// values, through all of the block's tiles, and two warpgroups take 64 tokens each: scores of the next 128 keys are
-// multiplied while those before become weights. The warpgroups take turns at multiplying.
+// back, so that all end at about the same time. In a block one warp keeps two rings filled, of keys and of values, through
+// all of the block's tiles, and two warpgroups take 64 tokens each: scores of the next 128 keys are multiplied while those
+// before become weights. The warpgroups take turns at multiplying.
 //
 // Keys and values that lie behind a row's last token are whatever its pages hold: finite numbers, that weigh nothing.
 //
@@ -15,10 +15,6 @@
 
 #define SOURCE "tile_attention"
 #include "wgmma.cuh"
-
-#ifndef CLUSTER
-#define CLUSTER (GROUP % 2 ? 1 : 2)
-#endif
 
 namespace {
 
@@ -29,7 +25,7 @@ constexpr int kPage = PAGE;
 constexpr int kPages = kKeys / kPage;            // of a slot
 constexpr int kHalfBytes = 128 * 128;            // 64 features of 128 tokens
 constexpr int kSlotBytes = 2 * kHalfBytes;
-constexpr int kCluster = CLUSTER;                // blocks that take heads with the same keys and values
+constexpr int kCluster = GROUP % 2 ? 1 : 2;      // blocks that take heads with the same keys and values
 constexpr int kSlots = 2;                        // of each ring
 constexpr int kGroups = 2;                       // of warps that multiply
 constexpr int kThreads = 128 * (kGroups + 1);
@@ -38,20 +34,12 @@ constexpr int kBarriers = 2 * 3 * kSlots;
 constexpr int kSharedBytes = 3 * kSlots * kSlotBytes + 4 * kGroups * Staged::kBytes + kBarriers * 8;
 static_assert(kKeys % kPage == 0 && kPage % 8 == 0 && 2 * kPages <= 32, "a slot is whole pages, one lane for each half");
 
-// Up to 128 tokens of one row.
-struct Job {
-  int token;     // the first, of the step's
-  int count;
-  int position;  // of the first, in its row
-  int page;      // the row's first, of all rows' pages
-};
-
 struct Arguments {
   CUtensorMap q;   // [tokens, heads, 2, 64]
   CUtensorMap kv;  // [2 * pages, kv_heads, 2, PAGE, 64]
   Element* out;    // [tokens, heads, kHead]
-  const int4* jobs;
-  const int* pages;
+  const int4* jobs;  // of up to 128 tokens: the first, how many, the first's position, the first of the row's `pages`
+  const int* pages;  // of all rows
   int tiles;
   float scale;     // log2(e) included
 };
