@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from headrace.engine.compiled_grammar import CompiledGrammar
@@ -78,7 +78,7 @@ def _ids(mask: bytes) -> list[int]:
     return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
 
 
-@cache
+@lru_cache(maxsize=1000)  # soon full, so that a long life holds no more in the end
 def follows(wanted: ResponseFormat, tokens: tuple[int, ...]) -> list[int]:
     """What may come after `tokens`, found from the beginning."""
     return _ids(_compiled(wanted).begin(tokens).allowed())
