@@ -46,6 +46,15 @@ _SUSPICIOUS: Final = ("&", "~", "\\u", "multipleOf", "attern")
 class TooSlow(Exception):
     """It was not done in time."""
 
+    def __init__(self, seconds: float) -> None:
+        """Say so.
+
+        Args:
+            seconds: That it had.
+        """
+        super().__init__(f"it takes longer than {seconds:g} s to compile")
+        self.seconds = seconds
+
 
 def may_take_long(wanted: ResponseFormat) -> bool:
     """Whether compiling might take more than a few tenths of a second."""
@@ -199,7 +208,7 @@ class _Child:
             if not still_wanted():
                 return False
             if time.monotonic() > ends:
-                raise TooSlow(f"it takes longer than {seconds:g} s to compile")
+                raise TooSlow(seconds)
         answer = process.stdout.readline()
         if not answer:
             raise OSError("the process that compiled it died")

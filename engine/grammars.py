@@ -144,7 +144,9 @@ class Grammars:
             if may_take_long(wanted) and not self._trials.run(source, lambda: self._vocabulary, still_wanted):
                 return None
             matcher = matcher_of(tokens, source)
-        except (ValueError, RecursionError, TooSlow, OSError) as error:
+        except TooSlow as error:
+            raise _rejected(str(error), wanted, error.seconds) from None
+        except (ValueError, RecursionError, OSError) as error:
             raise _rejected(str(error), wanted) from None
         return CompiledGrammar(lambda: matcher_of(tokens, source), matcher, self._many_rows)
 

@@ -374,6 +374,7 @@ def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(
                 await engine.generate([65], hot(wanted))
             assert time.perf_counter() - begin < 8
             assert caught.value.field == "response_format" and str(caught.value).startswith("response_format: ")
+            assert caught.value.limit == (0.5 if "takes longer than 0.5 s" in str(caught.value) else None)
             assert len(str(caught.value)) < 500 and repr(wanted.source)[:70] in str(caught.value)
             good = await engine.generate([65], hot(ResponseFormat.choice(["a"])))
             assert good.choices[0].text == "a"
