@@ -34,6 +34,7 @@ __all__ = [
     "scripted",
     "serving",
     "speaking",
+    "unhurried",
     "until",
 ]
 
@@ -44,6 +45,11 @@ LEAKS = re.compile(r"0x[0-9a-f]{6,}|/[a-z]+/[a-z_]+|Traceback|\.py\b|site-packag
 def scripted(runner: Callable[[], ScriptedRunner] | None = None, capacity: Capacity = CAPACITY) -> Engine:
     """A scripted engine whose steps take a moment, so that requests can be caught in the middle."""
     return ScriptedEngine(capacity, runner or (lambda: ScriptedRunner(capacity, gate=lambda: time.sleep(0.001))))
+
+
+def unhurried() -> Engine:
+    """An engine that needs 18 s for 900 tokens: who has gone by then has been noticed."""
+    return scripted(lambda: ScriptedRunner(CAPACITY, gate=lambda: time.sleep(0.02)))
 
 
 def speaking(text: str, prompt_len: int) -> Engine:

@@ -285,7 +285,7 @@ def test_a_bad_key_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ("serve {model} --max-model-len 1000000", 1, "this model was made for 256, got 1000000 (--max-model-len)"),
         ("serve {model} --set max_row=1", 1, "headrace: max_row: there is no such option (but max_rows), got '1'"),
         ("serve {model} --set policy=weird", 1, "fair_share, deadlines, got 'weird'\n"),
-        ("serve {model} --tool-call-parser xyz", 2, "--tool-call-parser xyz: must be one of hermes, "),
+        ("serve {model} --tool-call-parser xyz", 2, "--tool-call-parser xyz: must be one of "),
         ("serve {model} --uvicorn-log-level loud", 2, "--uvicorn-log-level loud: give one of debug, info, "),
         ("bench policies --json {file}/x.json", 2, "{file}/x.json: no file in an existing folder"),
     ],

@@ -13,7 +13,7 @@ import anyio
 import httpx2
 import pytest
 from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
-from serving import CAPACITY, LEAKS, Serving, scripted, serving, speaking, until
+from serving import CAPACITY, LEAKS, Serving, scripted, serving, speaking, unhurried, until
 
 from headrace.engine import Engine
 from headrace.engine.scheduling.plan import Capacity
@@ -385,9 +385,10 @@ def test_a_step_that_fails_ends_the_stream_with_an_error() -> None:
                     stream.until_done()
 
 
-def test_a_client_that_goes_away_leaves_nothing(server: Serving) -> None:
+def test_a_client_that_goes_away_leaves_nothing() -> None:
     body = {"model": "scripted", "messages": HELLO, "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with server.client.stream("POST", PATH, json=body) as answer:
-        assert "event: " in next(answer.iter_text())
-        assert not server.idle
-    until(lambda: server.idle)
+    with serving(unhurried()) as server:
+        with server.client.stream("POST", PATH, json=body) as answer:
+            assert "event: " in next(answer.iter_text())
+            assert not server.idle
+        until(lambda: server.idle)

@@ -9,7 +9,7 @@ import anyio
 import openai
 import pytest
 from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
-from serving import CAPACITY, Serving, check_error, scripted, serving, speaking, until
+from serving import CAPACITY, Serving, check_error, scripted, serving, speaking, unhurried, until
 
 from headrace.engine.testing import ByteTokenizer, ScriptedRunner
 from headrace.server.routes.generation import ask_chat
@@ -301,12 +301,13 @@ def test_a_step_that_fails_ends_the_stream_with_error_and_failed() -> None:
         server.check()
 
 
-def test_a_client_that_goes_away_leaves_nothing(server: Serving) -> None:
+def test_a_client_that_goes_away_leaves_nothing() -> None:
     body = {"model": "scripted", "input": "x", "max_output_tokens": 900, "ignore_eos": True, "stream": True}
-    with server.client.stream("POST", PATH, json=body) as answer:
-        assert "event: " in next(answer.iter_text())
-        assert not server.idle
-    until(lambda: server.idle)
+    with serving(unhurried()) as server:
+        with server.client.stream("POST", PATH, json=body) as answer:
+            assert "event: " in next(answer.iter_text())
+            assert not server.idle
+        until(lambda: server.idle)
 
 
 def test_a_server_that_stops_says_so(server: Serving) -> None:
