@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import logging
 import os
 import pty
 import select
@@ -35,10 +36,13 @@ from headrace.server.serve_cli import _adapters, _named
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, typed: str = "") -> int:
     monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    handlers = logging.getLogger().handlers[:]
     try:
         main()
     except SystemExit as end:
         return int(end.code or 0)
+    finally:
+        logging.getLogger().handlers[:] = handlers  # `serve` logs to the test's stderr, which later tests find closed
     return 0
 
 
