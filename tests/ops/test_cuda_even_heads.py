@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_tensors import error, random
 
 from headrace.ops import reference
 from headrace.ops.paged import KvScales
@@ -25,15 +26,6 @@ if torch.cuda.get_device_capability(GPU)[0] != 9:
 
 SIZES = [(4096, 32, 8), (1024, 16, 8), (448, 3, 2), (64, 1, 1), (256, 100, 20)]
 """Inputs, heads of queries and of keys; an odd number of lines, one line, and more heads than clusters at once."""
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, dtype=dtype, device=GPU)
-
-
-def error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    distance = (out.double() - truth.double()).norm() / truth.double().norm()
-    return float("inf") if torch.isnan(distance) else float(distance)
 
 
 def targets(

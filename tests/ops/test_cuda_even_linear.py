@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_tensors import error, poison, random
 
 from headrace.ops import reference
 
@@ -23,19 +24,6 @@ SCRATCH = LinearScratch(GPU)
 ROWS = [2, 16, 17, 33, 64]
 SIZES = [(6144, 4096), (14336, 4096), (1024, 3072), (4096, 14336), (576, 576), (64, 64)]
 """The last two: fewer tiles and chunks than multiprocessors, and an odd number of lines."""
-
-
-def error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    distance = (out.double() - truth.double()).norm() / truth.double().norm()
-    return float("inf") if torch.isnan(distance) else float(distance)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, dtype=dtype, device=GPU)
-
-
-def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=GPU)
 
 
 @pytest.mark.parametrize(("size_out", "size_in"), SIZES)

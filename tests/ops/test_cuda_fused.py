@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_tensors import poison
 
 from headrace.ops import reference
 
@@ -27,10 +28,6 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     """Relative L2 distance; infinite for NaN."""
     distance = (out.double().cpu() - truth.double().cpu()).norm() / truth.double().cpu().norm()
     return float("inf") if torch.isnan(distance) else float(distance)
-
-
-def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=GPU)
 
 
 @pytest.mark.parametrize("pdl", [False, True])

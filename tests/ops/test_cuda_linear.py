@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_tensors import error
 
 from headrace.ops import reference
 
@@ -14,11 +15,6 @@ from headrace.ops.cuda_linear import LinearScratch, Tiling, linear, linear_silu_
 from headrace.ops.cuda_vector import AddNorm, vector_linear
 
 GPU = torch.device("cuda")
-
-
-def error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    distance = (out.double() - truth.double()).norm() / truth.double().norm()
-    return float("inf") if torch.isnan(distance) else float(distance)
 
 
 @pytest.mark.parametrize("how", [None, Tiling(64, 128, 4, 4, 4), Tiling(16, 128, 8, 4, 3)])

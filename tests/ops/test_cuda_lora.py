@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_tensors import error, random
 
 from headrace.ops import reference
 
@@ -33,10 +34,6 @@ RANKS = [
     [0, 0, 0, 0, 32, 0, 64],
 ]
 Update = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device=GPU)
 
 
 class Adapters:
@@ -116,11 +113,6 @@ def batches(adapters: Adapters) -> list[tuple[str, list[int], LoraBatch]]:
     slots = [0] * 130 + [-1] * 70 + [2] * 3 + [4] + [1] * 96
     found.append(("prefill", slots, prefill_batch(adapters, slots)))
     return found
-
-
-def error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    distance = (out.double() - truth).norm() / truth.norm()
-    return float("inf") if torch.isnan(distance) else float(distance)
 
 
 def test_updates_are_right_and_repeat_themselves(adapters: Adapters) -> None:

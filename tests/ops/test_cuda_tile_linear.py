@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_tensors import error, poison, random
 
 from headrace.ops import reference
 
@@ -20,19 +21,6 @@ if torch.cuda.get_device_capability(GPU)[0] != 9:
 ROWS = [1, 65, 300, 2048, 8192]
 SIZES = [(3072, 1024), (14336, 4096), (1568, 576), (8, 64), (72, 40)]
 """The last three: features and inputs that fill neither a tile nor a chunk."""
-
-
-def error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    distance = (out.double() - truth.double()).norm() / truth.double().norm()
-    return float("inf") if torch.isnan(distance) else float(distance)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, dtype=dtype, device=GPU)
-
-
-def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=GPU)
 
 
 @pytest.mark.parametrize(("size_out", "size_in"), SIZES)
