@@ -41,6 +41,11 @@ _JSON: Final[Any] = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
+# Tokens that may stand in a string, by length: those that cannot exceed what is left of it are allowed without being
+# looked at one by one. llguidance has 10 and 30; without shorter ones the last characters of a string cost most of all.
+_STRING_LENGTHS: Final = (2, 4, 6, 8)
+_IN_STRING: Final = r'[^"\\\x00-\x1F\x7F]{1,%d}'
+
 Done = Callable[["CompiledGrammar | None", BaseException | None], None]
 _Waiting = tuple[Callable[[], bool], Done]
 
@@ -164,7 +169,9 @@ class Grammars:
 
                 vocabulary = _Vocabulary(opened)
                 self._vocabulary = vocabulary.tokens, vocabulary.special_token_ids, _end_ids(opened)
-                self._ll_tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=_end_ids(opened))
+                slices = [*LLTokenizer.general_slices(), *(_IN_STRING % length for length in _STRING_LENGTHS)]
+                wrapped = TokenizerWrapper(vocabulary)
+                self._ll_tokenizer = LLTokenizer(wrapped, eos_token=_end_ids(opened), slices=slices)
             return self._ll_tokenizer
 
 
