@@ -18,6 +18,7 @@ from headrace.ops.cuda_adapters import CudaAdapterOps
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even import EvenDecode
+from headrace.ops.cuda_even_heads import EvenHeads
 from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
 from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch
@@ -82,7 +83,8 @@ class _Layers:
         table = torch.rand(2048, s.head_dim, device="cuda")
         scratch = LinearScratch("cuda")
         even = EvenLinear(scratch, eps=_EPS, pdl=True)
-        self.ops = CudaOps(head, eps=_EPS, cos_sin_PD=table, scratch=scratch, even=even)
+        heads = EvenHeads(eps=_EPS, pdl=True)
+        self.ops = CudaOps(head, eps=_EPS, cos_sin_PD=table, scratch=scratch, even=even, even_heads=heads)
         used = rows * -(-_CONTEXT // PAGE)
         self.kv = torch.zeros(s.layers, used + 1, 2, PAGE, s.kv_heads, s.head_dim, dtype=torch.bfloat16, device="cuda")
         small = rows <= 8
