@@ -369,36 +369,6 @@ __global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant_
 
 constexpr int kMostRingBytes = 190 * 1024;
 
-void launch(const Arguments& with, cudaStream_t stream, int device, bool pdl) {
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(even_heads, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostRingBytes);
-  check(allowed);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kSplits;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kSplits);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = with.slots * kSlotBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  static const int most = [&] {
-    int found = 0, processors = 0;
-    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-    check(cudaOccupancyMaxActiveClusters(&found, reinterpret_cast<const void*>(even_heads), &config));
-    require(found > 0, "clusters do not fit");
-    return found < processors / kSplits ? found : processors / kSplits;
-  }();
-  const int rounds = (with.heads + most - 1) / most;
-  config.gridDim = dim3((with.heads + rounds - 1) / rounds * kSplits);
-  config.numAttrs = pdl ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, even_heads, with));
-}
-
 void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool scaled, TensorView q, TensorView kv,
                     TensorView q_norm, TensorView k_norm, bool normed, TensorView cos_sin, TensorView positions,
                     TensorView slots_of, double k_scale, double v_scale, double eps, int64_t slots,
@@ -430,7 +400,8 @@ void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool
   require(with.rows <= kRows, "too many rows");
   require(slots <= kMostSlots && slots * kSlotBytes <= kMostRingBytes, "too many slots");
   require(kv.size(4) == kHead && with.heads == with.queries + 2 * with.keys, "heads of another shape");
-  launch(with, stream_of(x), x.device().device_id, pdl);
+  ClusterLaunch<even_heads, kSplits> launch(x, kThreads, with.slots * kSlotBytes);
+  launch.run(with, few_clusters(with.heads, launch.most), pdl);
 }
 
 }  // namespace

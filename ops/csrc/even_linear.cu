@@ -288,17 +288,6 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
 
 // --- what Python calls
 
-constexpr int kMostRingBytes = 206 * 1024;
-
-// That run at once, one block on a multiprocessor.
-int most_clusters(const void* kernel, const cudaLaunchConfig_t& config, int device, int splits) {
-  int found = 0, processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  check(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
-  require(found > 0, "clusters do not fit");
-  return found < processors / splits ? found : processors / splits;
-}
-
 template <class S>
 void launch(Arguments& with, const TensorView& x, const TensorView& weight, const TensorView& planes,
             const TensorView& counters, bool pdl) {
@@ -306,31 +295,11 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
   with.x = lines_of(x, kRows);
   with.chunks = (with.size_in / kLine + S::kLines - 1) / S::kLines;
   with.tiles = (with.size_out + S::kWide - 1) / S::kWide;
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(even_linear<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostRingBytes);
-  check(allowed);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = S::kSplits;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(S::kSplits);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = with.slots * S::kSlotBytes;
-  config.stream = stream_of(x);
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  static const int most =
-      most_clusters(reinterpret_cast<const void*>(even_linear<S>), config, x.device().device_id, S::kSplits);
-  const int rounds = (with.tiles + most - 1) / most;
-  const int clusters = S::kSplits == 1 ? (with.tiles < most ? with.tiles : most) : (with.tiles + rounds - 1) / rounds;
+  ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, with.slots * S::kSlotBytes);
+  const int clusters = S::kSplits == 1 ? min(with.tiles, launch.most) : few_clusters(with.tiles, launch.most);
   require(planes.numel() >= static_cast<int64_t>(clusters) * kBlock * kRows, "the partial sums are too small");
   require(counters.numel() >= with.tiles, "the counters are too few");
-  config.gridDim = dim3(clusters * S::kSplits);
-  config.numAttrs = pdl ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, even_linear<S>, with));
+  launch.run(with, clusters, pdl);
 }
 
 void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView residual, TensorView norm,

@@ -272,6 +272,12 @@ inline __device__ void finish_tile(const Target& with, const Exchange<S>& exchan
 
 // --- on the host
 
+// As few clusters as take `tiles` in as many rounds as `most` would.
+inline int few_clusters(int tiles, int most) {
+  const int rounds = (tiles + most - 1) / most;
+  return (tiles + rounds - 1) / rounds;
+}
+
 inline CUtensorMap gated_lines_of(const TensorView& matrix) {
   const uint64_t line = matrix.stride(0) * sizeof(Element), features = matrix.size(0) / 2;
   return map_of<4>(matrix, {static_cast<uint64_t>(matrix.size(1)), 8, 2, features / 8}, {line, features * line, 8 * line},

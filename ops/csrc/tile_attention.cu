@@ -399,31 +399,8 @@ void run_tile_attention(TensorView q, TensorView kv, TensorView out, TensorView 
   with.pages = static_cast<const int*>(pages.data_ptr());
   with.tiles = static_cast<int>(jobs.size(0) * heads / kCluster);
   with.scale = static_cast<float>(scale * 1.4426950408889634);
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(tile_attention, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  check(allowed);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kCluster;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kCluster);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream_of(q);
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  static const int most = [&config] {
-    int found = 0;
-    check(cudaOccupancyMaxActiveClusters(&found, tile_attention, &config));
-    require(found > 0, "clusters do not fit");
-    return found;
-  }();
-  config.gridDim = dim3((with.tiles < most ? with.tiles : most) * kCluster);
-  config.numAttrs = pdl ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, tile_attention, with));
+  ClusterLaunch<tile_attention, kCluster> launch(q, kThreads, kSharedBytes);
+  launch.run(with, with.tiles, pdl);
 }
 
 }  // namespace

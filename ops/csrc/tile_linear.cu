@@ -194,34 +194,6 @@ __global__ void __launch_bounds__(kThreads, 1) tile_linear(const __grid_constant
 
 // --- what Python calls
 
-void launch(const Arguments& with, const TensorView& x, bool pdl) {
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(tile_linear, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  check(allowed);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kCluster;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kCluster);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream_of(x);
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  static const int most = [&config] {
-    int found = 0;
-    check(cudaOccupancyMaxActiveClusters(&found, tile_linear, &config));
-    require(found > 0, "clusters do not fit");
-    return found;
-  }();
-  config.gridDim = dim3((with.tiles < most ? with.tiles : most) * kCluster);
-  config.numAttrs = pdl ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, tile_linear, with));
-}
-
 void run_tile_linear(TensorView x, TensorView weight, TensorView out, bool pdl) {
   Arguments with{};
   with.rows = static_cast<int>(x.size(0));
@@ -234,7 +206,8 @@ void run_tile_linear(TensorView x, TensorView weight, TensorView out, bool pdl) 
   with.pairs = (with.rows + kRows * kCluster - 1) / (kRows * kCluster);
   with.columns = (with.size_out + kFeatures - 1) / kFeatures;
   with.tiles = with.pairs * with.columns;
-  launch(with, x, pdl);
+  ClusterLaunch<tile_linear, kCluster> launch(x, kThreads, kSharedBytes);
+  launch.run(with, with.tiles, pdl);
 }
 
 }  // namespace

@@ -1,11 +1,13 @@
 // What kernels share that multiply by wgmma: lines of 128 bytes, from maps in memory to descriptors in shared memory, and
 // clusters of blocks.
 //
-// Owns no launch and no division of work.
+// Owns no kernel and no division of work.
 //
 // Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in sums of wgmma.
 
 #pragma once
+
+#include <atomic>
 
 #include "hopper.cuh"
 
@@ -19,6 +21,7 @@ constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 #endif
 
+constexpr int kMostDevices = 64;
 constexpr int kLine = 64;  // elements of a line of shared memory, 128 bytes
 
 union Pair {
@@ -154,5 +157,51 @@ inline CUtensorMap lines_of(const TensorView& matrix, int rows) {
   return map_of<2>(matrix, {static_cast<uint64_t>(matrix.size(1)), static_cast<uint64_t>(matrix.size(0))},
                    {matrix.stride(0) * sizeof(Element)}, {kLine, static_cast<uint32_t>(rows)});
 }
+
+// A launch of `kKernel` in clusters of `kBlocks` blocks, each block with a multiprocessor to itself.
+template <auto kKernel, int kBlocks>
+struct ClusterLaunch {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  int most;  // clusters that run at once
+
+  // On the stream that is current where `on` lies; `bytes`, of shared memory of a block, are always the same.
+  ClusterLaunch(const TensorView& on, int threads, int bytes) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {kBlocks, 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.gridDim = dim3(kBlocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream_of(on);
+    config.attrs = attributes;
+    config.numAttrs = 1;
+    most = prepare(on.device().device_id);
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;  // `config` points into it
+
+  // Of `wanted` clusters, or as many as run at once; with `pdl` they may begin while the kernel before still runs.
+  template <class Arguments>
+  void run(const Arguments& with, int wanted, bool pdl) {
+    config.gridDim = dim3((wanted < most ? wanted : most) * kBlocks);
+    config.numAttrs = pdl ? 2 : 1;
+    check(cudaLaunchKernelEx(&config, kKernel, with));
+  }
+
+  // Allows the shared memory and counts the clusters, once for each device.
+  int prepare(int device) const {
+    static std::atomic<int> known[kMostDevices];
+    require(device < kMostDevices, "too many devices");
+    if (const int before = known[device]) return before;
+    int found = 0, processors = 0;
+    const int bytes = static_cast<int>(config.dynamicSmemBytes);
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    check(cudaOccupancyMaxActiveClusters(&found, kKernel, &config));
+    require(found > 0, "clusters do not fit");
+    return known[device] = found < processors / kBlocks ? found : processors / kBlocks;
+  }
+};
 
 }  // namespace
