@@ -29,13 +29,13 @@ def matcher_of(tokens: LLTokenizer, source: str) -> LLMatcher:
 
     limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
     matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
-    matcher.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
-    if forced := matcher.compute_ff_tokens():
-        matcher.consume_tokens(forced)
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise ValueError(matcher.get_error().partition("\n")[0])
-    matcher.reset()
+    tried = matcher.deep_copy()  # to go back from a special token leaves a matcher that admits something else
+    tried.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
+    if forced := tried.compute_ff_tokens():
+        tried.consume_tokens(forced)
+        tried.compute_bitmask()
+    if tried.is_error():
+        raise ValueError(tried.get_error().partition("\n")[0])
     return matcher
 
 

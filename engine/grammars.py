@@ -17,6 +17,7 @@ from headrace.engine.compiled_grammar import CompiledGrammar, ManyRows
 from headrace.engine.errors import GrammarRejected, InvalidParams
 from headrace.engine.grammar_child import matcher_of
 from headrace.engine.grammar_trials import TooSlow, Trials, Vocabulary, may_take_long
+from headrace.engine.json_schemas import exact_grammar, exact_schema
 from headrace.engine.opened import Opened
 from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
@@ -231,9 +232,9 @@ def _source(wanted: ResponseFormat) -> str:
         schema = json.loads(wanted.source)
         if isinstance(schema, dict) and "x-guidance" in schema:  # llguidance reads it here alone
             raise ValueError("x-guidance, which would change how the schema is kept, is not supported")
-        return LLMatcher.grammar_from_json_schema(wanted.source, overrides=_JSON)
+        return LLMatcher.grammar_from_json_schema(json.dumps(exact_schema(schema)), overrides=_JSON)
     if wanted.kind == "lark":
-        return LLMatcher.grammar_from_lark(wanted.source)
+        return LLMatcher.grammar_from_lark(exact_grammar(wanted.source))
     return LLMatcher.grammar_from_regex(wanted.source)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from reprlib import repr as repr_of
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
@@ -92,9 +93,9 @@ class ResponseFormat(BaseModel):
             return value
         kind = value["type"]
         given = value.get(kind) if kind in _KINDS else None
-        if kind == "json_object" and len(value) == 1:
+        if value == {"type": "json_object"}:
             return cls.json_object().model_dump()
-        if given is None or len(value) != 2:
+        if given is None or kind == "json_object" or len(value) != 2:
             raise _refused(f"type must be one of {', '.join(_KINDS)}, with what it needs under the same name", value)
         if kind == "json_schema":
             given = given.get("schema") if isinstance(given, Mapping) else None
@@ -106,4 +107,5 @@ def _escaped(text: str) -> str:
 
 
 def _refused(what: str, value: object, limit: object = None) -> InvalidParams:
-    return InvalidParams(f"response_format: {what}", field="response_format", value=value, limit=limit)
+    message = f"response_format: {what}, got {repr_of(value)}"
+    return InvalidParams(message, field="response_format", value=value, limit=limit)

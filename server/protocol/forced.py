@@ -14,7 +14,12 @@ from headrace.engine.tools import CallShape, CallStructure, ReasoningMode
 
 __all__ = ["answer_format", "checked"]
 
-_JSON: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 _BEFORE: Final[dict[ReasoningMode, str]] = {
     "none": "",
     "tagged": r'("<think>" reasoning /\n{0,2}/)? ',

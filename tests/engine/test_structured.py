@@ -9,6 +9,7 @@ import random
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from headrace.engine import (
     grammars,
 )
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
+from headrace.engine.json_schemas import exact_grammar, exact_schema
 from headrace.engine.opened import Opened
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.stats import EngineInfo
@@ -313,6 +315,61 @@ def test_what_json_is_admitted(schema: dict[str, Any], text: str, admitted: bool
     assert fits == admitted
 
 
+WRITTEN = [chr(code) for code in range(128) if chr(code) in "\b\f\n\r\t" or 0x20 <= code < 0x7F]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r'^[^"]$', r'^[^"\\]$', r'^[^\n"]$', r'^[^\w"]$', r'^[^-"]$', r'^[^]"]$', r'^[^[\]"]$', r'^[^^"]$', r"^[a&&b]$",
+        r"^[\x00-\x1f]$", r"^[\x00-!]$", r"^[\u0000-\u007f]$", r"^[^\x00-\x1f]$", r"^[\s\S]$", r"^[+--]$", r"^[]a]$",
+        r'^(?:[^"a]|b)$',
+    ],
+)  # fmt: skip
+def test_a_pattern_admits_what_it_matches_and_nothing_else(pattern: str) -> None:
+    """Of one character: quotes, backslashes and control characters are written otherwise than they are matched."""
+    grammar = compiled(ResponseFormat.json_schema({"type": "string", "pattern": pattern}), ByteTokenizer())
+    admitted = []
+    for char in WRITTEN:
+        *begin, end = json.dumps(char, ensure_ascii=False).encode()
+        if end in ids_of(grammar.begin(begin).allowed()):
+            admitted.append(char)
+    with warnings.catch_warnings(action="ignore"):  # of sets in sets, which some day will be
+        assert admitted == [char for char in WRITTEN if re.search(pattern.removesuffix("$") + r"\Z", char)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "a\x01"},
+        {"anyOf": [{"enum": [{"a": ["\x7f"]}]}]},
+        {"pattern": "^\x01$"},
+        {"pattern": r"^a\u001f"},
+        {"pattern": r"^[\x00]"},
+        {"patternProperties": {r"\p{Cc}": {}}},
+    ],
+)
+def test_what_only_an_escape_could_write_is_refused(schema: dict[str, Any]) -> None:
+    calls = "start: %json " + json.dumps(schema)
+    for wanted in (ResponseFormat.json_schema(schema), ResponseFormat.lark(calls)):
+        with pytest.raises(GrammarRejected, match="control character"):
+            compiled(wanted, ByteTokenizer())
+
+
+def test_names_of_properties_are_no_keywords() -> None:
+    wanted = {"properties": {"pattern": {"const": "\n"}, "const": {"pattern": r'^[^"]$'}}, "required": ["a\x01"]}
+    exact = {"properties": {"pattern": {"const": "\n"}, "const": {"pattern": r'^[^\x00"]$'}}, "required": ["a\x01"]}
+    assert exact_schema(wanted) == exact
+    assert exact_grammar(f'start: "%json {{" %json  {json.dumps(wanted)} "}}"').endswith(f'{json.dumps(exact)} "}}"')
+
+
+def test_a_grammar_may_end_with_a_special_token() -> None:
+    state = compiled(ResponseFormat.lark(f'start: "x" <[{END}]>'), ByteTokenizer()).begin([])
+    assert ids_of(state.allowed()) == [ord("x")]
+    state.advance(ord("x"))
+    assert ids_of(state.allowed()) == [END]
+
+
 # -- formats that are refused -----------------------------------------------------------------------------------------
 
 
@@ -403,6 +460,7 @@ def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(
         lambda: SamplingParams(response_format={"type": "choice", "choice": 5}),
         lambda: SamplingParams(response_format={"type": "regex", "regex": "\ud800"}),
         lambda: SamplingParams(response_format={"type": "yaml"}),
+        lambda: SamplingParams(response_format={"type": "json_object", "json_object": {}}),
         lambda: SamplingParams(response_format={"type": "json_schema"}),
         lambda: SamplingParams(response_format={"type": "json_schema", "json_schema": {}}),
         lambda: SamplingParams(response_format={"type": "regex", "regex": 5}),

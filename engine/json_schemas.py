@@ -1,0 +1,128 @@
+"""JSON schemas in words that llguidance reads as they are meant; refuses what it would not keep, and compiles nothing.
+
+It takes a class of characters with all control characters for one with quotes and backslashes, so that `[^"]` would
+admit a quote, and leaves out of a fixed text what can only be written as `\\u0001`. And it reads patterns in Rust's
+syntax, where a class may hold others. Next to read: grammars.py, which compiles what comes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+__all__ = ["exact_grammar", "exact_schema"]
+
+_NAMED: Final = frozenset(("properties", "$defs", "definitions"))
+_TEXTS: Final = frozenset(("const", "enum"))
+_UNREAD: Final = frozenset(("default", "examples", "required", "x-guidance"))
+_UNWRITTEN: Final = frozenset({*range(0x20), 0x7F}.difference(map(ord, "\b\f\n\r\t")))
+"""Characters that are written with `\\u` alone, which no format here admits."""
+_PARTS: Final = re.compile(
+    r"\\[xu]\{[^}]{0,9}\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[pP]\{[^}]{0,64}\}|\\[pP].|\\.|.",
+    re.S,
+)
+_CODE: Final = re.compile(r"\\[xuU]\{?([0-9a-fA-F]+)\}?")
+_CONTROLS: Final = re.compile(r"\\p\{?(.*[=:])?[\s_-]*(?i:(is)?(c|cc|cntrl|control|other))[\s_-]*\}?")
+_OPERATORS: Final = frozenset("&-~")
+
+
+def exact_grammar(source: str) -> str:
+    """A grammar in Lark's syntax with the schemas in it made exact.
+
+    Raises:
+        ValueError: One of them cannot be kept to.
+    """
+    parts, at = [], 0
+    for found in re.finditer(r"%json\s*(?=\{)", source):
+        if found.start() < at:  # within the schema before
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(source, found.end())
+        except ValueError:  # in a string or a comment, or else llguidance says what is wrong
+            continue
+        parts += [source[at : found.end()], json.dumps(exact_schema(schema), ensure_ascii=False)]
+        at = end
+    return "".join([*parts, source[at:]])
+
+
+def exact_schema(schema: Any) -> Any:
+    """A schema, or a part of one, made exact.
+
+    Raises:
+        ValueError: It cannot be kept to.
+    """
+    if isinstance(schema, list):
+        return [exact_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _exact_keyword(key, value) for key, value in schema.items()}
+
+
+def _exact_keyword(key: str, value: Any) -> Any:
+    if key in _NAMED and isinstance(value, dict):
+        return {name: exact_schema(each) for name, each in value.items()}
+    if key == "patternProperties" and isinstance(value, dict):
+        return {_exact_pattern(pattern): exact_schema(each) for pattern, each in value.items()}
+    if key == "pattern" and isinstance(value, str):
+        return _exact_pattern(value)
+    if key in _TEXTS:
+        for text in _texts(value):
+            if not _UNWRITTEN.isdisjoint(map(ord, text)):
+                raise ValueError(f"{key} holds a control character, which cannot be written here")
+    return value if key in _TEXTS or key in _UNREAD else exact_schema(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
+
+
+def _exact_pattern(pattern: str) -> str:
+    """The pattern with plain classes, none of which has all control characters: what it leaves out is never written."""
+    parts = _PARTS.findall(pattern)
+    made: list[str] = []
+    begin = 0  # of the class that is open
+    negated = False
+    for place, part in enumerate(parts):
+        following = parts[place + 1] if place + 1 < len(parts) else ""
+        if not begin:
+            _check_writable(part)
+            if part == "[":
+                begin, negated = len(made) + 1, following == "^"
+        elif negated and len(made) == begin:
+            part = r"^\x00"
+        elif len(made) == begin + negated and part in "]-":  # a character, as in other dialects
+            part = "\\" + part
+        elif part == "]":
+            begin = 0
+        elif part == "[" or (part in _OPERATORS and made[-1] == part):
+            part = "\\" + part
+        elif not negated:
+            _check_writable(part, is_range="-" in (made[-1], following))
+            part = r"\x01\x02" if _code_of(part) == 0 else part
+        made.append(part)
+    return "".join(made)
+
+
+def _check_writable(part: str, *, is_range: bool = False) -> None:
+    """Refuse a part of a pattern that stands for control characters; as the end of a range they may be left out.
+
+    Raises:
+        ValueError: It does.
+    """
+    if (_code_of(part) in _UNWRITTEN and not is_range) or _CONTROLS.fullmatch(part):
+        raise ValueError(f"a pattern asks for control characters with {part!r}, which cannot be written here")
+
+
+def _code_of(part: str) -> int | None:
+    """The character that a part stands for; None where it may be any of several."""
+    if found := _CODE.fullmatch(part):
+        return int(found[1], 16)
+    if part in (r"\a", r"\v"):
+        return 0x07 if part == r"\a" else 0x0B
+    return ord(part) if len(part) == 1 else None
