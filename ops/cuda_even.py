@@ -7,7 +7,6 @@ host plans nothing. Needs Hopper or newer for its copies. Shape letters as in `o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +27,6 @@ _TILE = 16  # tokens
 _MOST_PAGE_BYTES = 64 << 10  # keys and values: the ring holds three halves
 _MOST_KV_HEADS = 8
 _HOPPER = 9
-
-
-@functools.cache
-def _module(shape: tuple[int, int, int, int], dtype: torch.dtype, fp8: bool = False) -> Any:
-    """The kernels for (head_dim, kv_heads, group, page_size), compiled unless kept; `fp8`: keys and values."""
-    dim, kv_heads, group, page = shape
-    sizes = {"HEAD_DIM": dim, "KV_HEADS": kv_heads, "GROUP": group, "PAGE": page}
-    defines = sizes | {"ELEMENT_F16": int(dtype == torch.float16), "KV_FP8": int(fp8)}
-    return compiled("even_decode", dtype, f"{'_fp8' if fp8 else ''}_d{dim}_k{kv_heads}_g{group}_p{page}", defines)
 
 
 class EvenDecode:
@@ -66,8 +56,11 @@ class EvenDecode:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        key = (shape.head_dim, shape.kv_heads, shape.heads // shape.kv_heads, shape.page_size)
-        return _module(key, shape.dtype, fp8=shape.kv_dtype != shape.dtype)
+        return compiled(
+            "even_decode", shape.dtype,
+            HEAD_DIM=shape.head_dim, KV_HEADS=shape.kv_heads, GROUP=shape.heads // shape.kv_heads,
+            PAGE=shape.page_size, KV_FP8=int(shape.kv_dtype != shape.dtype),
+        )  # fmt: skip
 
     @staticmethod
     def supports(shape: HeadShape, device: torch.device) -> bool:

@@ -5,16 +5,13 @@ For 2 to 64 rows. Needs Hopper for its copies and clusters. Shape letters as in 
 
 from __future__ import annotations
 
-import functools
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from headrace.ops.cuda_source import compiled
+from headrace.ops.cuda_source import MOST_ROWS, build_for_rows, compiled_for, has_wgmma
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from headrace.ops.cuda_even_linear import Squares
@@ -23,10 +20,6 @@ __all__ = ["EvenHeads", "HeadTargets"]
 
 _LINE = 64
 _HEAD = 128
-_MOST_ROWS = 64
-_HOPPER = 9
-_SLOTS = {16: 10, 32: 9, 64: 7}
-"""By the number of rows that kernels are padded to: chunks of 64 inputs in shared memory at once."""
 
 
 class HeadTargets(NamedTuple):
@@ -64,19 +57,17 @@ class EvenHeads:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        with ThreadPoolExecutor(len(_SLOTS)) as pool:
-            list(pool.map(lambda rows: _module(rows, dtype), _SLOTS))
+        build_for_rows("even_heads", dtype)
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
         """Whether the kernels can be compiled."""
-        hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
-        return hopper and dtype in (torch.bfloat16, torch.float16) and head_dim == _HEAD
+        return has_wgmma(dtype, device) and head_dim == _HEAD
 
     @staticmethod
     def fits(rows: int, size_in: int) -> bool:
         """Whether this is the way to compute a product of such sizes."""
-        return 1 < rows <= _MOST_ROWS and size_in % _LINE == 0
+        return 1 < rows <= MOST_ROWS and size_in % _LINE == 0
 
     def run(self, x_NI: Tensor, weight_OI: Tensor, squares: Squares | None, to: HeadTargets) -> Tensor:
         """The queries of `x W^T`, normed and rotated: [N, H * D]; keys and values are stored.
@@ -89,17 +80,10 @@ class EvenHeads:
         """
         normed, heads = to.q_norm_D is not None, len(weight_OI) // _HEAD
         q_NX = x_NI.new_empty(len(x_NI), (heads - 2 * to.kv_layer.shape[3]) * _HEAD)
-        rows = next(padded for padded in _SLOTS if len(x_NI) <= padded)
-        _module(rows, x_NI.dtype).run(
+        compiled_for(len(x_NI), "even_heads", x_NI.dtype).run(
             x_NI, weight_OI, q_NX if squares is None else squares.parts_EN, squares is not None, q_NX, to.kv_layer,
             to.q_norm_D if normed else q_NX, to.k_norm_D if normed else q_NX, normed,
             to.cos_sin_PD, to.positions_N, to.slots_N, to.scales.k, to.scales.v,
-            self._eps, _SLOTS[rows], self._pdl,
+            self._eps, self._pdl,
         )  # fmt: skip
         return q_NX
-
-
-@functools.cache
-def _module(rows: int, dtype: torch.dtype) -> Any:
-    """The kernels for up to `rows` rows, one of `_SLOTS`, compiled unless kept."""
-    return compiled("even_heads", dtype, f"_r{rows}", {"ROWS": rows, "ELEMENT_F16": int(dtype == torch.float16)})

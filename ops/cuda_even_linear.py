@@ -6,13 +6,11 @@ kernel before still runs. Needs Hopper for its copies and clusters. I input feat
 
 from __future__ import annotations
 
-import functools
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headrace.ops.cuda_source import compiled
+from headrace.ops.cuda_source import MOST_ROWS, build_for_rows, compiled_for, has_wgmma
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["EvenLinear", "Squares"]
 
 _LINE = 64
-_MOST_ROWS = 64
 _PLAIN, _GATED, _ADD = range(3)
-_HOPPER = 9
-
-_SLOTS = {16: 10, 32: 8, 64: 6}
-"""By the number of rows that kernels are padded to: chunks of 128 inputs in shared memory at once."""
 _MOST_WEIGHTS = 128 << 20
 """Measured on an H200: those of an output head are read as fast by cuda_linear's kernels."""
 
@@ -59,18 +52,17 @@ class EvenLinear:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        with ThreadPoolExecutor(len(_SLOTS)) as pool:
-            list(pool.map(lambda rows: _module(rows, dtype), _SLOTS))
+        build_for_rows("even_linear", dtype)
 
     @staticmethod
     def supports(dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels can be compiled."""
-        return torch.cuda.get_device_capability(device)[0] == _HOPPER and dtype in (torch.bfloat16, torch.float16)
+        return has_wgmma(dtype, device)
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:
         """Whether this is the way to compute a product of such sizes; gates and ups both count as outputs."""
-        if not 1 < rows <= _MOST_ROWS or size_out % _LINE or size_in % _LINE:
+        if not 1 < rows <= MOST_ROWS or size_out % _LINE or size_in % _LINE:
             return False
         return size_out * size_in <= _MOST_WEIGHTS
 
@@ -109,22 +101,12 @@ class EvenLinear:
         norm_E: Tensor | None = None,
         parts_EN: Tensor | None = None,
     ) -> None:
-        rows, tiles = _padded(len(x_NI)), len(weight) // _LINE
+        tiles = len(weight) // _LINE
         splits = 4 if tiles <= 32 else 2 if tiles <= 64 and x_NI.shape[1] >= 2048 else 1
-        _module(rows, x_NI.dtype).run(
+        compiled_for(len(x_NI), "even_linear", x_NI.dtype).run(
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,
             out if parts_EN is None else parts_EN, out if squares is None else squares.parts_EN,
             self._scratch.planes, self._scratch.counters,
-            kind, squares is not None, self._eps, splits, _SLOTS[rows], self._pdl,
+            kind, squares is not None, self._eps, splits, self._pdl,
         )  # fmt: skip
-
-
-def _padded(rows: int) -> int:
-    return next(padded for padded in _SLOTS if rows <= padded)
-
-
-@functools.cache
-def _module(rows: int, dtype: torch.dtype) -> Any:
-    """The kernels for up to `rows` rows, one of `_SLOTS`, compiled unless kept."""
-    return compiled("even_linear", dtype, f"_r{rows}", {"ROWS": rows, "ELEMENT_F16": int(dtype == torch.float16)})

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from flashinfer.jit.core import gen_jit_spec
 
-__all__ = ["compiled"]
+__all__ = ["MOST_ROWS", "build_for_rows", "compiled", "compiled_for", "has_wgmma"]
 
 _FOLDER = Path(__file__).parent / "csrc"
+_HOPPER = 9
+_ROWS = (16, 32, 64)
+"""That few_rows.cuh is compiled for."""
+MOST_ROWS = _ROWS[-1]
 
 
-def compiled(name: str, dtype: torch.dtype, variant: str, defines: Mapping[str, int]) -> Any:
+@functools.cache
+def compiled(name: str, dtype: torch.dtype, **sizes: int) -> Any:
     """The kernels of csrc/`name`.cu, compiled unless kept.
 
     Args:
         name: Of the file.
         dtype: bf16 or fp16: of their elements.
-        variant: What tells these `defines` from others, as a part of a file's name.
-        defines: Values of the source's macros.
+        sizes: Values of the source's other macros.
 
     Raises:
         RuntimeError: They cannot be compiled.
@@ -32,7 +37,24 @@ def compiled(name: str, dtype: torch.dtype, variant: str, defines: Mapping[str, 
     parts = [source, *sorted(_FOLDER.glob("*.cuh"))]
     version = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:8]  # caches hold older ones
     kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    flags = [f"-D{macro}={value}" for macro, value in defines.items()]
+    variant = "".join(f"_{macro.lower()}{value}" for macro, value in sizes.items())
+    flags = [f"-D{macro}={value}" for macro, value in {"ELEMENT_F16": int(kind == "f16"), **sizes}.items()]
     return gen_jit_spec(
         f"headrace_{name}_{kind}{variant}_{version}", [source], extra_cuda_cflags=flags
     ).build_and_load()
+
+
+def compiled_for(rows: int, name: str, dtype: torch.dtype) -> Any:
+    """Those of a source that includes few_rows.cuh, for 1 to `MOST_ROWS` rows."""
+    return compiled(name, dtype, ROWS=next(most for most in _ROWS if rows <= most))
+
+
+def build_for_rows(name: str, dtype: torch.dtype) -> None:
+    """Compile all of those; raises as `compiled` does."""
+    with ThreadPoolExecutor(len(_ROWS)) as pool:
+        list(pool.map(lambda rows: compiled(name, dtype, ROWS=rows), _ROWS))
+
+
+def has_wgmma(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether sources that include wgmma.cuh can be compiled: they need Hopper for copies, clusters and products."""
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER and dtype in (torch.bfloat16, torch.float16)

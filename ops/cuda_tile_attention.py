@@ -6,14 +6,13 @@ are computed side by side. Needs Hopper for its copies, clusters and products. S
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from headrace.ops.cuda_source import compiled
+from headrace.ops.cuda_source import compiled, has_wgmma
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ __all__ = ["TileAttention"]
 _HEAD = 128
 _QUERIES = 128
 _PAGE_SIZES = (8, 16, 32, 64, 128)
-_HOPPER = 9
 _RING = 3
 """Plans that may be on their way to the device."""
 
@@ -51,14 +49,14 @@ class TileAttention:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        return _module(shape.kv_heads, shape.heads // shape.kv_heads, shape.page_size, shape.dtype)
+        group = shape.heads // shape.kv_heads
+        return compiled("tile_attention", shape.dtype, KV_HEADS=shape.kv_heads, GROUP=group, PAGE=shape.page_size)
 
     @staticmethod
     def supports(shape: HeadShape, device: torch.device) -> bool:
         """Whether the kernel can be compiled for heads of `shape` on `device`."""
         return (
-            torch.cuda.get_device_capability(device)[0] == _HOPPER
-            and shape.dtype in (torch.bfloat16, torch.float16)
+            has_wgmma(shape.dtype, device)
             and shape.kv_dtype == shape.dtype
             and shape.head_dim == _HEAD
             and shape.page_size in _PAGE_SIZES
@@ -104,11 +102,3 @@ class TileAttention:
         on_device = pinned.to(self._device, non_blocking=True)
         self._sent[slot].record()
         return on_device
-
-
-@functools.cache
-def _module(kv_heads: int, group: int, page_size: int, dtype: torch.dtype) -> Any:
-    """The kernels, compiled unless kept."""
-    sizes = {"KV_HEADS": kv_heads, "GROUP": group, "PAGE": page_size}
-    defines = sizes | {"ELEMENT_F16": int(dtype == torch.float16)}
-    return compiled("tile_attention", dtype, f"_k{kv_heads}_g{group}_p{page_size}", defines)

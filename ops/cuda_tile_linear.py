@@ -6,14 +6,12 @@ costs next to nothing. Needs Hopper for its copies, clusters and products. I inp
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from headrace.ops.cuda_source import compiled
+from headrace.ops.cuda_source import compiled, has_wgmma
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["TileLinear"]
@@ -21,7 +19,6 @@ __all__ = ["TileLinear"]
 _FEWEST_ROWS = 2048
 """Measured on an H200: with fewer, cuBLAS divides the work better."""
 _PIECE = 8
-_HOPPER = 9
 
 
 class TileLinear:
@@ -35,12 +32,12 @@ class TileLinear:
             RuntimeError: It cannot be compiled.
             OSError: There is nothing to compile it with.
         """
-        _module(dtype)
+        compiled("tile_linear", dtype)
 
     @staticmethod
     def supports(dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernel can be compiled."""
-        return torch.cuda.get_device_capability(device)[0] == _HOPPER and dtype in (torch.bfloat16, torch.float16)
+        return has_wgmma(dtype, device)
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:
@@ -57,10 +54,4 @@ class TileLinear:
             out_NF: Same dtype, last dimension contiguous; must not overlap `x_NI`.
             pdl: Launch programmatically dependent.
         """
-        _module(x_NI.dtype).run(x_NI, weight_2FI, out_NF, pdl)
-
-
-@functools.cache
-def _module(dtype: torch.dtype) -> Any:
-    """The kernel, compiled unless kept."""
-    return compiled("tile_linear", dtype, "", {"ELEMENT_F16": int(dtype == torch.float16)})
+        compiled("tile_linear", x_NI.dtype).run(x_NI, weight_2FI, out_NF, pdl)

@@ -578,7 +578,7 @@ class EvenLinearModule:
     def run(
         self, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor, norm: Tensor, squares_out: Tensor,
         squares_in: Tensor, planes: Tensor, counters: Tensor, kind: int, scaled: bool, eps: float, splits: int,
-        slots: int, pdl: bool,
+        pdl: bool,
     ) -> None:  # fmt: skip
         def work() -> None:
             if len(x) > self._rows or weight.shape[0] % 64 or x.shape[1] % 64 or out.data_ptr() == x.data_ptr():
@@ -608,7 +608,7 @@ class EvenHeadsModule:
     def run(
         self, x: Tensor, weight: Tensor, squares_in: Tensor, scaled: bool, q: Tensor, kv: Tensor, q_norm: Tensor,
         k_norm: Tensor, has_norms: bool, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_scale: float,
-        v_scale: float, eps: float, ring_slots: int, pdl: bool,
+        v_scale: float, eps: float, pdl: bool,
     ) -> None:  # fmt: skip
         def work() -> None:
             heads, kv_heads = q.shape[1] // 128, kv.shape[3]

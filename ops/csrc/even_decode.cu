@@ -614,9 +614,7 @@ void run_even_decode(TensorView q, TensorView kv, TensorView out, TensorView pag
   with.window = static_cast<int>(window);
   with.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
   with.out_scale = static_cast<float>(out_scale);
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, kSlots * kPieceBytes);
-  check(allowed);
+  allow_shared_memory<attend>(q, kSlots * kPieceBytes);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

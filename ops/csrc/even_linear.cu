@@ -3,78 +3,57 @@
 // Owns one launch and its division of the work; never chooses where it pays. Compiled once for each padded number of
 // rows: ROWS (16, 32 or 64) and ELEMENT_F16 (weights, inputs and outputs; 0: bf16, 1: fp16).
 //
-// The blocks of a cluster share the inner dimension of one tile after another (few_rows.cuh). In each block one warp streams
-// weights and inputs into a ring in shared memory and one warpgroup multiplies. Clusters of one block take equal numbers
-// of chunks instead of whole tiles: who has a tile's first chunk waits for the sums of the others, which are blocks of lower
-// numbers, so that they run already or have run. Sums are added in the order of the inner dimension: results do not vary
-// from run to run.
-//
-// Weights depend on no kernel before this one: the ring fills with them while that one still runs.
+// The blocks of a cluster share the inner dimension of one tile after another (few_rows.cuh): a tile is 64 features, or 32
+// gates and their ups. Clusters of one block take equal numbers of chunks instead of whole tiles: who has a tile's first
+// chunk waits for the sums of the others, which are blocks of lower numbers, so that they run already or have run. Sums are
+// added in the order of the inner dimension: results do not vary from run to run.
 
 #define SOURCE "even_linear"
 #include "few_rows.cuh"
 
 namespace {
 
-constexpr int kScalers = 64;
-constexpr int kThreads = kMultipliers + 32 + kScalers;
-constexpr int kMostSlots = 16;
+constexpr int kRingBytes = 206 * 1024;  // as much as 64 rows leave room for
 
-struct Arguments : Target {
-  CUtensorMap weight;  // [features, size_in]; kGated: [features / 8, (gate, up), 8, size_in]
-  CUtensorMap x;       // [rows, size_in]
-  const float* squares_in;  // null or [size_in / 64, rows]
-  float* planes;            // [blocks, sums of a tile]: parts of tiles that blocks share
-  int* counters;            // [tiles], zeros: parts handed in
-  int size_in, chunks, tiles, slots;
-  float eps;
+enum Kind { kPlain = 0, kGated = 1, kAdd = 2 };  // kGated: silu(gate) * up
+
+// The weight: [features, size_in]; kGated: [features / 8, (gate, up), 8, size_in].
+struct Arguments : Inputs {
+  Element* out;         // [rows, size_out], out_stride apart
+  Element* residual;    // kAdd: [rows, size_out], read and written
+  const Element* norm;  // kAdd: [size_out]
+  float* squares_out;   // kAdd: [size_out / 64, rows]
+  float* planes;        // [blocks, sums of a tile]: parts of tiles that blocks share
+  int* counters;        // [tiles], zeros: parts handed in
+  int size_out, kind;
+  int64_t out_stride;
 };
 
-__device__ void scalers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(kScalers) : "memory"); }
-__device__ void factors_ready() { asm volatile("bar.arrive 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
-__device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
+template <int kSplits, bool kGatedOf>
+struct LinearShape : Shape<kSplits, 1, 2, kRingBytes> {
+  static constexpr bool kGated = kGatedOf;
+  static constexpr int kWide = kGated ? 32 : 64;  // features of a tile
+  static constexpr int kItems = LinearShape::kOwn * (kWide / 8);  // of eight features of a row
+  static constexpr int kTurns = (kItems + kMultipliers - 1) / kMultipliers;  // items of a thread
+};
+
+__device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
 
 // --- the division
 
-// A block's own shared memory but for its sums.
-struct Ring {
-  uint8_t* slots;
-  uint64_t* filled;
-  uint64_t* emptied;
-  int count;
-};
-
-// What is a block's, and where it stands: some chunks of every so many tiles.
-template <class S>
-struct Cursor {
-  int rank, first, last, tile, chunk, step;
-
-  __device__ explicit Cursor(const Arguments& with)
-      : rank(blockIdx.x % S::kSplits),
-        first(with.chunks * rank / S::kSplits),
-        last(with.chunks * (rank + 1) / S::kSplits),
-        tile(blockIdx.x / S::kSplits),
-        chunk(first),
-        step(gridDim.x / S::kSplits) {}
-  __device__ int count(const Arguments& with) const { return (last - first) * ((with.tiles - tile + step - 1) / step); }
-  __device__ void advance() {
-    if (++chunk == last) chunk = first, tile += step;
-  }
-};
-
 // Chunks of one tile after another, if nobody shares the inner dimension: higher blocks have earlier ones.
-template <bool kGated>
-struct Cursor<Shape<1, kGated>> {
+template <>
+struct Cursor<1> {
   int begin, end, chunks, tile, chunk;
 
-  __device__ explicit Cursor(const Arguments& with)
+  __device__ explicit Cursor(const Inputs& with)
       : begin(begin_of(with, rank())), end(begin_of(with, rank() + 1)), chunks(with.chunks), tile(begin / chunks),
         chunk(begin % chunks) {}
   __device__ static int rank() { return gridDim.x - 1 - blockIdx.x; }
-  __device__ static int begin_of(const Arguments& with, int rank) {
+  __device__ static int begin_of(const Inputs& with, int rank) {
     return static_cast<int>(static_cast<int64_t>(with.tiles) * with.chunks * rank / gridDim.x);
   }
-  __device__ int count(const Arguments&) const { return end - begin; }
+  __device__ int count(const Inputs&) const { return end - begin; }
   __device__ void advance() {
     if (++chunk == chunks) chunk = 0, ++tile;
   }
@@ -82,77 +61,26 @@ struct Cursor<Shape<1, kGated>> {
 
 // --- the warp that streams
 
+// Eight lines of gates, eight of ups, and so on.
+__device__ void fetch_gated(void* target, const CUtensorMap* map, int inner, int feature, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared_address(target)),
+      "l"(map), "r"(inner), "r"(0), "r"(feature / 8), "r"(shared_address(barrier)), "l"(kReadOnce)
+      : "memory");
+}
+
 template <class S>
-__device__ void fetch_weights(const Arguments& with, uint8_t* slot, const Cursor<S>& at, uint64_t* filled) {
+__device__ void fetch_weights(const Arguments& with, uint8_t* slot, int tile, int chunk, uint64_t* filled) {
 #pragma unroll
   for (int line = 0; line < S::kLines; ++line) {
-    const int inner = (at.chunk * S::kLines + line) * kLine;
+    const int inner = (chunk * S::kLines + line) * kLine;
     if constexpr (S::kGated) {
-      fetch_gated(slot + line * kBlockBytes, &with.weight, inner, at.tile * S::kWide, filled);
+      fetch_gated(slot + line * kBlockBytes, &with.weight, inner, tile * S::kWide, filled);
     } else {
-      fetch_lines(slot + line * kBlockBytes, &with.weight, inner, at.tile * S::kWide, filled, kReadOnce);
+      fetch_lines(slot + line * kBlockBytes, &with.weight, inner, tile * S::kWide, filled, kReadOnce);
     }
   }
-}
-
-template <class S>
-__device__ void fetch_inputs(const Arguments& with, uint8_t* slot, const Cursor<S>& at, uint64_t* filled) {
-#pragma unroll
-  for (int line = 0; line < S::kLines; ++line) {
-    fetch_lines(slot + S::kWeightBytes + line * kRows * 128, &with.x, (at.chunk * S::kLines + line) * kLine, 0, filled,
-                kReadOften);
-  }
-}
-
-template <class S>
-__device__ void stream(const Arguments& with, const Ring& ring) {
-  Cursor<S> weights(with), inputs = weights;
-  const int count = weights.count(with), early = min(count, ring.count);
-  for (int i = 0; i < early; ++i, weights.advance()) {
-    barrier_expect(ring.filled + i, S::kSlotBytes);
-    fetch_weights<S>(with, ring.slots + i * S::kSlotBytes, weights, ring.filled + i);
-  }
-  wait_for_last_kernel();
-  for (int i = 0; i < early; ++i, inputs.advance()) {
-    fetch_inputs<S>(with, ring.slots + i * S::kSlotBytes, inputs, ring.filled + i);
-  }
-  int at = 0, turn = 0;
-  for (int i = early; i < count; ++i, weights.advance()) {
-    uint8_t* slot = ring.slots + at * S::kSlotBytes;
-    barrier_wait(ring.emptied + at, turn & 1);
-    barrier_expect(ring.filled + at, S::kSlotBytes);
-    fetch_weights<S>(with, slot, weights, ring.filled + at);
-    fetch_inputs<S>(with, slot, weights, ring.filled + at);
-    if (++at == ring.count) at = 0, ++turn;
-  }
-}
-
-// --- the warps that find factors of the norm for a block's rows, from the sums of squares that the last product left
-
-template <class S>
-__device__ void find_factors(const Arguments& with, float* factors, int thread) {
-  constexpr int kTogether = kScalers / S::kOwn;  // threads of a row
-  __shared__ float shares[kScalers];
-  wait_for_last_kernel();
-  const int parts = with.size_in / 64, own = thread % S::kOwn;
-  const int row = blockIdx.x % S::kSplits * S::kOwn + own;
-  float share = 0.f;
-  if (row < with.rows) {
-#pragma unroll 16
-    for (int part = thread / S::kOwn; part < parts; part += kTogether) {
-      share += __ldcg(with.squares_in + part * with.rows + row);
-    }
-  }
-  shares[thread] = share;
-  scalers_meet();
-  if (thread < S::kOwn) {
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) sum += shares[i * S::kOwn + thread];
-    factors[thread] = rsqrtf(sum / with.size_in + with.eps);
-  }
-  __syncwarp();
-  factors_ready();
 }
 
 // --- the warpgroup that multiplies
@@ -188,46 +116,99 @@ __device__ void take_parts(const Arguments& with, float (&sums)[kSums], int tile
   }
 }
 
-// The sums of the next chunks of the ring, which stands `at` a slot.
+// --- what becomes of a tile
+
+__device__ float silu(float x) { return x / (1.f + __expf(-x)); }
+
+// Eight features of a row.
 template <class S>
-__device__ void sum_up(float (&sums)[kSums], const Ring& ring, int count, int& at, int& turn, int thread) {
+struct Item {
+  int own, row, part, feature;
+  bool exists, inside;
+
+  __device__ Item(const Arguments& with, int tile, int number)
+      : own(number / (S::kWide / 8)),
+        row(blockIdx.x % S::kSplits * S::kOwn + own),
+        part(number % (S::kWide / 8)),
+        feature(tile * S::kWide + part * 8),
+        exists(number < S::kItems),
+        inside(exists && row < with.rows && feature < with.size_out) {}
+};
+
+// Adds the residual to `values`, which become the norm's input, and leaves the squares.
+template <class S>
+__device__ void add_residual(const Arguments& with, float (&values)[8], const Item<S>& item, Eight& residual,
+                             const Eight& norm) {
+  float squares = 0.f;
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) sums[i] = 0.f;
-  int behind = -1;
-  for (int i = 0; i < count; ++i) {
-    barrier_wait(ring.filled + at, turn & 1);
-    const uint8_t* slot = ring.slots + at * S::kSlotBytes;
-    const uint64_t w = lines_at(slot), x = lines_at(slot + S::kWeightBytes);
-    multiply_begin();
-#pragma unroll
-    for (int line = 0; line < S::kLines; ++line) {
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {  // of 16 elements, 32 bytes of a line
-        multiply_add(sums, w + (line * kBlockBytes + step * 32) / 16, x + (line * kRows * 128 + step * 32) / 16);
-      }
-    }
-    multiply_commit();
-    multiply_wait<1>();
-    if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
-    behind = at;
-    if (++at == ring.count) at = 0, ++turn;
+  for (int i = 0; i < 8; ++i) {
+    values[i] += static_cast<float>(residual.values[i]);
+    squares += values[i] * values[i];
+    residual.values[i] = static_cast<Element>(values[i]);
+    values[i] *= static_cast<float>(norm.values[i]);
   }
-  multiply_wait<0>();
-  sums_ready(sums);
-  if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
+  if (!item.inside) return;
+  *reinterpret_cast<uint4*>(with.residual + static_cast<int64_t>(item.row) * with.size_out + item.feature) = residual.bits;
+  if (item.part == 0) with.squares_out[item.feature / 64 * with.rows + item.row] = squares;
 }
 
 template <class S>
-__device__ void multiply(const Arguments& with, const Ring& ring, const Exchange<S>& exchange, const float* factors,
+__device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, const float (&sums)[1][kSums], int tile,
+                            int round, const float* factors, int thread) {
+  Eight residual[S::kTurns]{}, norm[S::kTurns]{};
+  exchange.send(sums, round, thread);
+  if (!S::kGated && with.kind == kAdd) {
+#pragma unroll
+    for (int turn = 0; turn < S::kTurns; ++turn) {
+      const Item<S> item(with, tile, thread + turn * kMultipliers);
+      if (!item.inside) continue;
+      const int64_t place = static_cast<int64_t>(item.row) * with.size_out + item.feature;
+      residual[turn].bits = __ldcg(reinterpret_cast<const uint4*>(with.residual + place));
+      norm[turn].bits = *reinterpret_cast<const uint4*>(with.norm + item.feature);
+    }
+  }
+  exchange.wait(round);
+#pragma unroll
+  for (int turn = 0; turn < S::kTurns; ++turn) {
+    const Item<S> item(with, tile, thread + turn * kMultipliers);
+    float values[8];
+    const int own = item.exists ? item.own : 0;
+    const float factor = factors == nullptr ? 1.f : factors[own];
+    if constexpr (S::kGated) {
+      float ups[8];
+      exchange.add_up(values, own, 16 * item.part);
+      exchange.add_up(ups, own, 16 * item.part + 8);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = silu(values[i] * factor) * (ups[i] * factor);
+    } else {
+      exchange.add_up(values, own, 8 * item.part);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] *= factor;
+      if (with.kind == kAdd) add_residual<S>(with, values, item, residual[turn], norm[turn]);
+    }
+    Eight result;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) result.values[i] = static_cast<Element>(values[i]);
+    if (item.inside) *reinterpret_cast<uint4*>(with.out + item.row * with.out_stride + item.feature) = result.bits;
+  }
+  exchange.done(thread);
+}
+
+// --- the whole
+
+template <class S>
+__device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>& exchange, const float* factors,
                          int thread) {
-  int at = 0, turn = 0, round = 0;
-  float sums[kSums];
-  const Cursor<S> own(with);
+  int round = 0;
+  float sums[1][kSums];
+  const Cursor<S::kSplits> own(with);
   const float* scale = with.squares_in == nullptr ? nullptr : factors;
   wait_for_last_kernel();
   if constexpr (S::kSplits > 1) {
     for (int tile = own.tile; tile < with.tiles; tile += own.step, ++round) {
-      sum_up<S>(sums, ring, own.last - own.first, at, turn, thread);
+      sum_up(sums, ring, own.last - own.first, thread);
       if (round == 0 && with.squares_in != nullptr) wait_for_factors();
       finish_tile<S>(with, exchange, sums, tile, round, scale, thread);
     }
@@ -236,16 +217,16 @@ __device__ void multiply(const Arguments& with, const Ring& ring, const Exchange
     bool waits = with.squares_in != nullptr;
     for (int pair = own.begin; pair < own.end;) {
       const int tile = pair / own.chunks, from = pair % own.chunks, count = min(own.chunks - from, own.end - pair);
-      sum_up<S>(sums, ring, count, at, turn, thread);
+      sum_up(sums, ring, count, thread);
       pair += count;
       if (from > 0) {
-        hand_in(with, sums, tile, own.rank(), thread);
+        hand_in(with, sums[0], tile, own.rank(), thread);
         continue;
       }
       if (count < own.chunks) {
         int last = own.rank() + 1;
         while (last < gridDim.x && own.begin_of(with, last) < (tile + 1) * own.chunks) ++last;
-        take_parts(with, sums, tile, own.rank() + 1, last, thread);
+        take_parts(with, sums[0], tile, own.rank() + 1, last, thread);
       }
       if (waits) wait_for_factors(), waits = false;
       finish_tile<S>(with, exchange, sums, tile, round++, scale, thread);
@@ -257,28 +238,21 @@ __device__ void multiply(const Arguments& with, const Ring& ring, const Exchange
 template <class S>
 __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant__ Arguments with) {
   extern __shared__ __align__(1024) uint8_t slots[];
-  __shared__ uint64_t filled[kMostSlots], emptied[kMostSlots], arrived, taken;
+  __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken;
   __shared__ float factors[kRows];
-  __shared__ __align__(16) float staged[kRows * kPitch];
+  __shared__ __align__(16) float staged[kRows * S::kPitch];
   const int thread = threadIdx.x;
   let_next_kernel_start();
-  if (thread == 0) {
-    for (int slot = 0; slot < with.slots; ++slot) {
-      barrier_init(filled + slot, 1);
-      barrier_init(emptied + slot, kMultipliers / 32);
-    }
-    barrier_init(&arrived, S::kSplits * kMultipliers / 32);
-    barrier_init(&taken, S::kSplits * kMultipliers / 32);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
-  if (S::kSplits > 1) cluster_begins();
-  const Ring ring{slots, filled, emptied, with.slots};
+  const Ring<S> ring{slots, filled, emptied};
+  const Exchange<S> exchange{staged, &arrived, &taken};
+  set_up(ring, exchange, thread);
   if (thread < kMultipliers) {
-    multiply<S>(with, ring, Exchange<S>{staged, &arrived, &taken}, factors, thread);
+    multiply(with, ring, exchange, factors, thread);
   } else if (thread < kMultipliers + 32) {
     if (thread == kMultipliers) {
-      stream<S>(with, ring);
+      stream(with, ring, [&](uint8_t* slot, int tile, int chunk, uint64_t* filled) {
+        fetch_weights<S>(with, slot, tile, chunk, filled);
+      });
     }
     __syncwarp();
   } else if (with.squares_in != nullptr) {
@@ -288,6 +262,12 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
 
 // --- what Python calls
 
+CUtensorMap gated_lines_of(const TensorView& matrix) {
+  const uint64_t line = matrix.stride(0) * sizeof(Element), features = matrix.size(0) / 2;
+  return map_of<4>(matrix, {static_cast<uint64_t>(matrix.size(1)), 8, 2, features / 8}, {line, features * line, 8 * line},
+                   {kLine, 8, 2, kBlock / 16});
+}
+
 template <class S>
 void launch(Arguments& with, const TensorView& x, const TensorView& weight, const TensorView& planes,
             const TensorView& counters, bool pdl) {
@@ -295,7 +275,7 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
   with.x = lines_of(x, kRows);
   with.chunks = (with.size_in / kLine + S::kLines - 1) / S::kLines;
   with.tiles = (with.size_out + S::kWide - 1) / S::kWide;
-  ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, with.slots * S::kSlotBytes);
+  ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, S::kSlots * S::kSlotBytes);
   const int clusters = S::kSplits == 1 ? min(with.tiles, launch.most) : few_clusters(with.tiles, launch.most);
   require(planes.numel() >= static_cast<int64_t>(clusters) * kBlock * kRows, "the partial sums are too small");
   require(counters.numel() >= with.tiles, "the counters are too few");
@@ -304,15 +284,23 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
 
 void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView residual, TensorView norm,
                      TensorView squares_out, TensorView squares_in, TensorView planes, TensorView counters, int64_t kind,
-                     bool scaled, double eps, int64_t splits, int64_t slots, bool pdl) {
+                     bool scaled, double eps, int64_t splits, bool pdl) {
   Arguments with{};
   with.rows = static_cast<int>(x.size(0));
   with.size_in = static_cast<int>(x.size(1));
   with.size_out = static_cast<int>(out.size(1));
   with.kind = static_cast<int>(kind);
-  with.slots = static_cast<int>(slots);
   require(with.rows <= kRows, "too many rows");
-  require(slots <= kMostSlots, "too many slots");
+  require(with.size_in % kLine == 0 && with.size_out % (kind == kAdd ? 64 : 8) == 0, "sizes that are not whole lines");
+  require(weight.size(0) == (kind == kGated ? 2 : 1) * with.size_out, "another number of outputs");
+  require(weight.size(1) == with.size_in, "another number of inputs");
+  require(out.size(0) == with.rows && out.stride(0) % 8 == 0, "outputs of another shape");
+  if (kind == kAdd) {
+    const int64_t size = static_cast<int64_t>(with.rows) * with.size_out;
+    require(residual.numel() == size && residual.stride(0) == with.size_out, "a residual of another shape");
+    require(norm.numel() == with.size_out && squares_out.numel() == size / 64, "a norm of another shape");
+  }
+  require(!scaled || squares_in.numel() == with.size_in / 64 * with.rows, "squares of another shape");
   with.out = static_cast<Element*>(out.data_ptr());
   with.residual = static_cast<Element*>(residual.data_ptr());
   with.norm = static_cast<const Element*>(norm.data_ptr());
@@ -324,13 +312,13 @@ void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView
   with.eps = static_cast<float>(eps);
   require(splits == 1 || splits == 2 || splits == 4, "no such division");
   if (kind == kGated) {
-    if (splits == 1) launch<Shape<1, true>>(with, x, weight, planes, counters, pdl);
-    if (splits == 2) launch<Shape<2, true>>(with, x, weight, planes, counters, pdl);
-    if (splits == 4) launch<Shape<4, true>>(with, x, weight, planes, counters, pdl);
+    if (splits == 1) launch<LinearShape<1, true>>(with, x, weight, planes, counters, pdl);
+    if (splits == 2) launch<LinearShape<2, true>>(with, x, weight, planes, counters, pdl);
+    if (splits == 4) launch<LinearShape<4, true>>(with, x, weight, planes, counters, pdl);
   } else {
-    if (splits == 1) launch<Shape<1, false>>(with, x, weight, planes, counters, pdl);
-    if (splits == 2) launch<Shape<2, false>>(with, x, weight, planes, counters, pdl);
-    if (splits == 4) launch<Shape<4, false>>(with, x, weight, planes, counters, pdl);
+    if (splits == 1) launch<LinearShape<1, false>>(with, x, weight, planes, counters, pdl);
+    if (splits == 2) launch<LinearShape<2, false>>(with, x, weight, planes, counters, pdl);
+    if (splits == 4) launch<LinearShape<4, false>>(with, x, weight, planes, counters, pdl);
   }
 }
 

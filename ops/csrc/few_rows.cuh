@@ -1,11 +1,13 @@
-// What products of up to ROWS rows share: how weights are fetched and multiplied, and how a tile is finished.
+// What products of up to ROWS rows share: a ring in shared memory, the sums of what it holds, and how clusters add them up.
 //
-// Owns no launch and no division of work. Compiled for each padded number of rows: ROWS is 16, 32 or 64. A tile is 64
-// features, or 32 gates and their ups; in each block of a cluster one warpgroup multiplies its part of the inner dimension,
-// then every block sends its sums to the others, each of which finishes its share of the rows.
+// Owns no launch, and never knows what becomes of a product. Compiled for each padded number of rows: ROWS is 16, 32 or 64.
 //
-// A norm between two products costs no kernel: the first (kAdd) adds the residual, multiplies by the norm's weight and
-// leaves sums of squares; the second multiplies its outputs by each row's factor.
+// The blocks of a cluster share the inner dimension of one tile of features after another. In each block one warp streams
+// weights and inputs into a ring and one warpgroup multiplies; then every block sends its sums to the others, each of which
+// finishes its share of the rows. Weights depend on no kernel before this one: the ring fills with them while that one runs.
+//
+// A norm between two products costs no kernel: the first adds the residual, multiplies by the norm's weight and leaves sums
+// of squares; the second multiplies its outputs by each row's factor, which two more warps find meanwhile.
 //
 // Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in sums of wgmma.
 
@@ -16,24 +18,36 @@
 namespace {
 
 constexpr int kRows = ROWS;
-constexpr int kBlock = 64;                  // lines of weights of a tile: what wgmma multiplies
+constexpr int kBlock = 64;                  // lines of weights that wgmma multiplies
 constexpr int kBlockBytes = kBlock * 128;
-constexpr int kSums = kRows / 2;            // of a thread
-constexpr int kMultipliers = 128;
-constexpr int kPitch = kBlock + 4;          // floats of a row of sums in shared memory
+constexpr int kSums = kRows / 2;            // of a thread and such lines
+constexpr int kMultipliers = 128;           // threads that multiply
+constexpr int kScalers = 64;                // threads that find factors of a norm
+constexpr int kThreads = kMultipliers + 32 + kScalers;
 constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
 constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 
-enum Kind { kPlain = 0, kGated = 1, kAdd = 2 };  // kGated: silu(gate) * up
+// How a product is divided: a tile is `kBlocks` times 64 lines of weights; a chunk of it, which a slot of the ring holds, is
+// `kLines` times 64 inputs.
+template <int kSplitsOf, int kBlocksOf, int kLinesOf, int kRingBytes>
+struct Shape {
+  static constexpr int kSplits = kSplitsOf;  // blocks of a cluster
+  static constexpr int kBlocks = kBlocksOf;
+  static constexpr int kLines = kLinesOf;
+  static constexpr int kOwn = kRows / kSplits;         // rows that a block finishes
+  static constexpr int kPitch = kBlocks * kBlock + 4;  // floats of a row of sums in shared memory
+  static constexpr int kWeightBytes = kLines * kBlocks * kBlockBytes;
+  static constexpr int kSlotBytes = kWeightBytes + kLines * kRows * 128;
+  static constexpr int kSlots = kRingBytes / kSlotBytes;  // chunks in shared memory
+};
 
-// What becomes of a product.
-struct Target {
-  Element* out;         // [rows, size_out], out_stride apart
-  Element* residual;    // kAdd: [rows, size_out], read and written
-  const Element* norm;  // kAdd: [size_out]
-  float* squares_out;   // kAdd: [size_out / 64, rows]
-  int rows, size_out, kind;
-  int64_t out_stride;
+// What is multiplied; the last kernel writes all of it but the weight.
+struct Inputs {
+  CUtensorMap weight;       // of `tiles` tiles
+  CUtensorMap x;            // [rows, size_in]
+  const float* squares_in;  // null or [size_in / 64, rows]: of the norm whose factors `x` lacks
+  int rows, size_in, chunks, tiles;
+  float eps;
 };
 
 // --- synchronisation
@@ -44,15 +58,6 @@ inline __device__ void fetch_lines(void* target, const CUtensorMap* map, int inn
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
       "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
-// Eight lines of gates, eight of ups, and so on.
-inline __device__ void fetch_gated(void* target, const CUtensorMap* map, int inner, int feature, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared_address(target)),
-      "l"(map), "r"(inner), "r"(0), "r"(feature / 8), "r"(shared_address(barrier)), "l"(kReadOnce)
       : "memory");
 }
 
@@ -75,7 +80,9 @@ inline __device__ void tell_everywhere(uint64_t* barrier, int blocks, int bytes,
   }
 }
 
-inline __device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
+inline __device__ void scalers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(kScalers) : "memory"); }
+inline __device__ void factors_ready() { asm volatile("bar.arrive 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
+inline __device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
 
 // --- arithmetic
 
@@ -105,23 +112,112 @@ inline __device__ void multiply_add(float (&sum)[kSums], uint64_t a, uint64_t b)
 #endif
 }
 
-inline __device__ float silu(float x) { return x / (1.f + __expf(-x)); }
+// --- the division
 
-// --- tiles
+// What is a block's, and where it stands: some chunks of every so many tiles.
+template <int kSplits>
+struct Cursor {
+  int rank, first, last, tile, chunk, step;
 
-// How a product is divided: blocks of a cluster, and whether a tile is gates and ups by turns.
-template <int kSplitsOf, bool kGatedOf>
-struct Shape {
-  static constexpr int kSplits = kSplitsOf;
-  static constexpr int kLines = 2;  // of a chunk
-  static constexpr bool kGated = kGatedOf;
-  static constexpr int kWide = kGated ? 32 : 64;     // features of a tile
-  static constexpr int kOwn = kRows / kSplits;       // rows that a block finishes
-  static constexpr int kItems = kOwn * (kWide / 8);  // of eight features of a row
-  static constexpr int kTurns = (kItems + kMultipliers - 1) / kMultipliers;  // items of a thread
-  static constexpr int kWeightBytes = kLines * kBlockBytes;
-  static constexpr int kSlotBytes = kWeightBytes + kLines * kRows * 128;
+  __device__ explicit Cursor(const Inputs& with)
+      : rank(blockIdx.x % kSplits), first(with.chunks * rank / kSplits), last(with.chunks * (rank + 1) / kSplits),
+        tile(blockIdx.x / kSplits), chunk(first), step(gridDim.x / kSplits) {}
+  __device__ int count(const Inputs& with) const { return (last - first) * ((with.tiles - tile + step - 1) / step); }
+  __device__ void advance() {
+    if (++chunk == last) chunk = first, tile += step;
+  }
 };
+
+// --- the ring
+
+// Slots in shared memory, one chunk each, and where somebody stands.
+template <class S>
+struct Ring {
+  uint8_t* slots;
+  uint64_t* filled;
+  uint64_t* emptied;
+  int at = 0, turn = 0;
+
+  __device__ void set_up() const {
+    for (int slot = 0; slot < S::kSlots; ++slot) {
+      barrier_init(filled + slot, 1);
+      barrier_init(emptied + slot, kMultipliers / 32);
+    }
+  }
+  __device__ uint8_t* slot() const { return slots + at * S::kSlotBytes; }
+  __device__ void advance() {
+    if (++at == S::kSlots) at = 0, ++turn;
+  }
+};
+
+template <class S>
+inline __device__ void fetch_inputs(const Inputs& with, uint8_t* slot, int chunk, uint64_t* filled) {
+#pragma unroll
+  for (int line = 0; line < S::kLines; ++line) {
+    fetch_lines(slot + S::kWeightBytes + line * kRows * 128, &with.x, (chunk * S::kLines + line) * kLine, 0, filled,
+                kReadOften);
+  }
+}
+
+// Fills the ring with chunk after chunk of a block's tiles: one thread.
+template <class S, class Fetch>
+inline __device__ void stream(const Inputs& with, Ring<S> ring, const Fetch& fetch_weights) {
+  Cursor<S::kSplits> weights(with), inputs = weights;
+  const int count = weights.count(with), early = min(count, S::kSlots);
+  for (int i = 0; i < early; ++i, weights.advance()) {
+    barrier_expect(ring.filled + i, S::kSlotBytes);
+    fetch_weights(ring.slots + i * S::kSlotBytes, weights.tile, weights.chunk, ring.filled + i);
+  }
+  wait_for_last_kernel();
+  for (int i = 0; i < early; ++i, inputs.advance()) {
+    fetch_inputs<S>(with, ring.slots + i * S::kSlotBytes, inputs.chunk, ring.filled + i);
+  }
+  for (int i = early; i < count; ++i, weights.advance(), ring.advance()) {
+    uint64_t* filled = ring.filled + ring.at;
+    barrier_wait(ring.emptied + ring.at, ring.turn & 1);
+    barrier_expect(filled, S::kSlotBytes);
+    fetch_weights(ring.slot(), weights.tile, weights.chunk, filled);
+    fetch_inputs<S>(with, ring.slot(), weights.chunk, filled);
+  }
+}
+
+// The sums of the next `count` chunks.
+template <class S>
+inline __device__ void sum_up(float (&sums)[S::kBlocks][kSums], Ring<S>& ring, int count, int thread) {
+#pragma unroll
+  for (int block = 0; block < S::kBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[block][i] = 0.f;
+  }
+  int behind = -1;
+  for (int i = 0; i < count; ++i) {
+    barrier_wait(ring.filled + ring.at, ring.turn & 1);
+    const uint64_t w = lines_at(ring.slot()), x = lines_at(ring.slot() + S::kWeightBytes);
+    multiply_begin();
+#pragma unroll
+    for (int line = 0; line < S::kLines; ++line) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {  // of 16 elements, 32 bytes of a line
+#pragma unroll
+        for (int block = 0; block < S::kBlocks; ++block) {
+          multiply_add(sums[block], w + ((line * S::kBlocks + block) * kBlockBytes + step * 32) / 16,
+                       x + (line * kRows * 128 + step * 32) / 16);
+        }
+      }
+    }
+    multiply_commit();
+    multiply_wait<1>();
+    if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
+    behind = ring.at;
+    ring.advance();
+  }
+  multiply_wait<0>();
+#pragma unroll
+  for (int block = 0; block < S::kBlocks; ++block) sums_ready(sums[block]);
+  if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
+}
+
+// --- the cluster's sums
 
 // Where sums of a tile meet: those of each block of the cluster for this block's rows.
 template <class S>
@@ -130,31 +226,40 @@ struct Exchange {
   uint64_t* arrived;
   uint64_t* taken;
 
+  __device__ void set_up() const {
+    barrier_init(arrived, S::kSplits * kMultipliers / 32);
+    barrier_init(taken, S::kSplits * kMultipliers / 32);
+  }
+
   // Sends each row's sums to the block that finishes it.
-  __device__ void send(const float (&sums)[kSums], int round, int thread) const {
+  __device__ void send(const float (&sums)[S::kBlocks][kSums], int round, int thread) const {
     const int lane = thread % 32, g = lane / 4, c = lane % 4;
     float* place = staged + 16 * (thread / 32) + g;
     if (round > 0) wait_for(taken, round - 1);
-    if constexpr (S::kSplits == 1) {
 #pragma unroll
-      for (int i = 0; i < kSums; i += 4) {
-        float* here = place + (8 * (i / 4) + 2 * c) * kPitch;
-        here[0] = sums[i], here[kPitch] = sums[i + 1], here[8] = sums[i + 2], here[kPitch + 8] = sums[i + 3];
-      }
-    } else {
-      const uint32_t start = shared_address(place + blockIdx.x % S::kSplits * S::kOwn * kPitch);
+    for (int block = 0; block < S::kBlocks; ++block, place += kBlock) {
+      if constexpr (S::kSplits == 1) {
 #pragma unroll
-      for (int i = 0; i < kSums; i += 4) {
-        const int row = 8 * (i / 4) + 2 * c, own = row % S::kOwn, block = row / S::kOwn;
-        const uint32_t there = address_in(start + own * (kPitch * 4), block);
-        const uint32_t barrier = address_in(shared_address(arrived), block);
-        store_in(there, sums[i], barrier);
-        store_in(there + kPitch * 4, sums[i + 1], barrier);
-        store_in(there + 8 * 4, sums[i + 2], barrier);
-        store_in(there + kPitch * 4 + 8 * 4, sums[i + 3], barrier);
+        for (int i = 0; i < kSums; i += 4) {
+          float* here = place + (8 * (i / 4) + 2 * c) * S::kPitch;
+          here[0] = sums[block][i], here[S::kPitch] = sums[block][i + 1];
+          here[8] = sums[block][i + 2], here[S::kPitch + 8] = sums[block][i + 3];
+        }
+      } else {
+        const uint32_t start = shared_address(place + blockIdx.x % S::kSplits * S::kOwn * S::kPitch);
+#pragma unroll
+        for (int i = 0; i < kSums; i += 4) {
+          const int row = 8 * (i / 4) + 2 * c, own = row % S::kOwn, owner = row / S::kOwn;
+          const uint32_t there = address_in(start + own * (S::kPitch * 4), owner);
+          const uint32_t barrier = address_in(shared_address(arrived), owner);
+          store_in(there, sums[block][i], barrier);
+          store_in(there + S::kPitch * 4, sums[block][i + 1], barrier);
+          store_in(there + 8 * 4, sums[block][i + 2], barrier);
+          store_in(there + S::kPitch * 4 + 8 * 4, sums[block][i + 3], barrier);
+        }
       }
     }
-    tell(arrived, S::kOwn * 16 * 4, lane);
+    tell(arrived, S::kBlocks * S::kOwn * 16 * 4, lane);
   }
 
   __device__ void wait(int round) const { wait_for(arrived, round); }
@@ -179,95 +284,59 @@ struct Exchange {
     }
   }
 
-  // Eight sums of a row.
-  __device__ void add_up(float (&values)[8], int row, int line) const {
+  // Eight sums of a row, in the order of the inner dimension.
+  __device__ void add_up(float (&values)[8], int own, int line) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] = 0.f;
 #pragma unroll
     for (int split = 0; split < S::kSplits; ++split) {
 #pragma unroll
       for (int i = 0; i < 8; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(staged + (split * S::kOwn + row) * kPitch + line + i);
+        const float4 four = *reinterpret_cast<const float4*>(staged + (split * S::kOwn + own) * S::kPitch + line + i);
         values[i] += four.x, values[i + 1] += four.y, values[i + 2] += four.z, values[i + 3] += four.w;
       }
     }
   }
 };
 
-// Eight features of a row.
+// Before the first use of either.
 template <class S>
-struct Item {
-  int own, row, part, feature;
-  bool exists, inside;
-
-  __device__ Item(const Target& with, int tile, int number)
-      : own(number / (S::kWide / 8)),
-        row(blockIdx.x % S::kSplits * S::kOwn + own),
-        part(number % (S::kWide / 8)),
-        feature(tile * S::kWide + part * 8),
-        exists(number < S::kItems),
-        inside(exists && row < with.rows && feature < with.size_out) {}
-};
-
-// Adds the residual to `values`, which become the norm's input, and leaves the squares.
-template <class S>
-inline __device__ void add_residual(const Target& with, float (&values)[8], const Item<S>& item, Eight& residual,
-                             const Eight& norm) {
-  float squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    values[i] += static_cast<float>(residual.values[i]);
-    squares += values[i] * values[i];
-    residual.values[i] = static_cast<Element>(values[i]);
-    values[i] *= static_cast<float>(norm.values[i]);
+inline __device__ void set_up(const Ring<S>& ring, const Exchange<S>& exchange, int thread) {
+  if (thread == 0) {
+    ring.set_up();
+    exchange.set_up();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-#pragma unroll
-  for (int step = 1; step < 8; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
-  if (!item.inside) return;
-  *reinterpret_cast<uint4*>(with.residual + static_cast<int64_t>(item.row) * with.size_out + item.feature) = residual.bits;
-  if (item.part == 0) with.squares_out[item.feature / 64 * with.rows + item.row] = squares;
+  __syncthreads();
+  if constexpr (S::kSplits > 1) cluster_begins();
 }
 
+// --- the warps that find factors of a norm
+
+// For this block's rows, from the sums of squares that the last product left.
 template <class S>
-inline __device__ void finish_tile(const Target& with, const Exchange<S>& exchange, const float (&sums)[kSums], int tile,
-                            int round, const float* factors, int thread) {
-  Eight residual[S::kTurns]{}, norm[S::kTurns]{};
-  exchange.send(sums, round, thread);
-  if (!S::kGated && with.kind == kAdd) {
-#pragma unroll
-    for (int turn = 0; turn < S::kTurns; ++turn) {
-      const Item<S> item(with, tile, thread + turn * kMultipliers);
-      if (!item.inside) continue;
-      const int64_t place = static_cast<int64_t>(item.row) * with.size_out + item.feature;
-      residual[turn].bits = __ldcg(reinterpret_cast<const uint4*>(with.residual + place));
-      norm[turn].bits = *reinterpret_cast<const uint4*>(with.norm + item.feature);
+inline __device__ void find_factors(const Inputs& with, float* factors, int thread) {
+  constexpr int kTogether = kScalers / S::kOwn;  // threads of a row
+  __shared__ float shares[kScalers];
+  wait_for_last_kernel();
+  const int own = thread % S::kOwn, row = blockIdx.x % S::kSplits * S::kOwn + own;
+  float share = 0.f;
+  if (row < with.rows) {
+#pragma unroll 16
+    for (int part = thread / S::kOwn; part < with.size_in / 64; part += kTogether) {
+      share += __ldcg(with.squares_in + part * with.rows + row);
     }
   }
-  exchange.wait(round);
+  shares[thread] = share;
+  scalers_meet();
+  if (thread < S::kOwn) {
+    float sum = 0.f;
 #pragma unroll
-  for (int turn = 0; turn < S::kTurns; ++turn) {
-    const Item<S> item(with, tile, thread + turn * kMultipliers);
-    float values[8];
-    const int own = item.exists ? item.own : 0;
-    const float factor = factors == nullptr ? 1.f : factors[own];
-    if constexpr (S::kGated) {
-      float ups[8];
-      exchange.add_up(values, own, 16 * item.part);
-      exchange.add_up(ups, own, 16 * item.part + 8);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = silu(values[i] * factor) * (ups[i] * factor);
-    } else {
-      exchange.add_up(values, own, 8 * item.part);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] *= factor;
-      if (with.kind == kAdd) add_residual<S>(with, values, item, residual[turn], norm[turn]);
-    }
-    Eight result;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) result.values[i] = static_cast<Element>(values[i]);
-    if (item.inside) *reinterpret_cast<uint4*>(with.out + item.row * with.out_stride + item.feature) = result.bits;
+    for (int i = 0; i < kTogether; ++i) sum += shares[i * S::kOwn + thread];
+    factors[thread] = rsqrtf(sum / with.size_in + with.eps);
   }
-  exchange.done(thread);
+  __syncwarp();
+  factors_ready();
 }
 
 // --- on the host
@@ -276,12 +345,6 @@ inline __device__ void finish_tile(const Target& with, const Exchange<S>& exchan
 inline int few_clusters(int tiles, int most) {
   const int rounds = (tiles + most - 1) / most;
   return (tiles + rounds - 1) / rounds;
-}
-
-inline CUtensorMap gated_lines_of(const TensorView& matrix) {
-  const uint64_t line = matrix.stride(0) * sizeof(Element), features = matrix.size(0) / 2;
-  return map_of<4>(matrix, {static_cast<uint64_t>(matrix.size(1)), 8, 2, features / 8}, {line, features * line, 8 * line},
-                   {kLine, 8, 2, kBlock / 16});
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
+#include <atomic>
 #include <cstdint>
 
 using tvm::ffi::TensorView;
@@ -55,12 +56,25 @@ inline __device__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wai
 
 // --- on the host
 
+constexpr int kMostDevices = 64;  // of a process
+
 inline void require(bool holds, const char* what) {
   if (!holds) TVM_FFI_THROW(ValueError) << SOURCE ": " << what;
 }
 
 inline void check(cudaError_t status) {
   if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << SOURCE ": " << cudaGetErrorString(status);
+}
+
+// Lets a block of `kKernel` have `bytes` of dynamic shared memory, always as many, on the device of `on`.
+template <auto kKernel>
+void allow_shared_memory(const TensorView& on, int bytes) {
+  static std::atomic<bool> allowed[kMostDevices];
+  const int device = on.device().device_id;
+  require(device < kMostDevices, "too many devices");
+  if (allowed[device]) return;
+  check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allowed[device] = true;
 }
 
 inline cudaStream_t stream_of(const TensorView& tensor) {

@@ -390,6 +390,7 @@ void run_tile_attention(TensorView q, TensorView kv, TensorView out, TensorView 
   const uint64_t tokens = q.size(0), heads = KV_HEADS * GROUP, row = q.stride(0) * kBytes, head = kHead * kBytes;
   require(q.size(1) == static_cast<int64_t>(heads) && q.size(2) == kHead && q.stride(1) == kHead, "other heads");
   require(kv.size(2) == kPage && kv.size(3) == KV_HEADS && kv.stride(0) == 2 * kv.stride(1), "other pages");
+  require(kv.size(4) == kHead && kv.stride(3) == kHead && jobs.size(1) == 4, "other pages");
   Arguments with{};
   const uint64_t token = kv.stride(2) * kBytes, part = kv.stride(1) * kBytes, parts = 2 * kv.size(0);
   with.q = map_of<5>(q, {kLine, tokens, 2, heads, 1}, {row, kHalf, head, tokens * row}, {kLine, kQueries, 1, 1, 1});

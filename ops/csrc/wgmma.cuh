@@ -7,8 +7,6 @@
 
 #pragma once
 
-#include <atomic>
-
 #include "hopper.cuh"
 
 namespace {
@@ -21,7 +19,6 @@ constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 #endif
 
-constexpr int kMostDevices = 64;
 constexpr int kLine = 64;  // elements of a line of shared memory, 128 bytes
 
 union Pair {
@@ -177,7 +174,8 @@ struct ClusterLaunch {
     config.stream = stream_of(on);
     config.attrs = attributes;
     config.numAttrs = 1;
-    most = prepare(on.device().device_id);
+    allow_shared_memory<kKernel>(on, bytes);
+    most = count(on.device().device_id);
   }
   ClusterLaunch(const ClusterLaunch&) = delete;  // `config` points into it
 
@@ -189,14 +187,11 @@ struct ClusterLaunch {
     check(cudaLaunchKernelEx(&config, kKernel, with));
   }
 
-  // Allows the shared memory and counts the clusters, once for each device.
-  int prepare(int device) const {
+  // Once for each device.
+  int count(int device) const {
     static std::atomic<int> known[kMostDevices];
-    require(device < kMostDevices, "too many devices");
     if (const int before = known[device]) return before;
     int found = 0, processors = 0;
-    const int bytes = static_cast<int>(config.dynamicSmemBytes);
-    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     check(cudaOccupancyMaxActiveClusters(&found, kKernel, &config));
     require(found > 0, "clusters do not fit");
