@@ -1,28 +1,30 @@
 """The error tree of headrace, and nothing else; it lives in the lowest layer that raises, never imports a sibling.
 
 HeadraceError
-├── Rejected              refused before the first token; nothing was spent, another request may succeed
-│   ├── InvalidParams     a field of the request is out of its range (also a ValueError)
-│   ├── GrammarRejected   a response format is invalid, too large or takes too long to compile
-│   ├── Overloaded        its deadline cannot be met
-│   ├── PromptTooLong     the prompt leaves no room for one token in the context or in the page pool
-│   └── UnknownAdapter    no adapter of that name is loaded
-├── LoadFailed            a model or an adapter was not loaded; nothing of it is held
-│   ├── ModelRejected     the model's files are missing, damaged, hostile or of an unknown kind
-│   ├── AdapterRejected   an adapter's files are missing, damaged, hostile, or made for another model
-│   └── DeviceUnavailable the device that was asked for is not there
-├── RequestFailed         this request ended early; the engine serves on
-│   ├── HookFailed        a hook of this request raised, took too long or returned what it may not
-│   ├── NonFiniteLogits   the model produced NaN or infinity for this request
-│   └── OutOfMemory       the device had no memory for this request's step
-├── EngineStopped         the engine is closed or closing, or was never opened
-└── EngineCrashed         the step loop died; every stream and every later call gets this
+├── Rejected               refused before the first token; nothing was spent, another request may succeed
+│   ├── InvalidParams      a field of the request is out of its range (also a ValueError)
+│   ├── GrammarRejected    a response format is invalid, too large or takes too long to compile
+│   ├── Overloaded         its deadline cannot be met
+│   ├── PromptTooLong      the prompt leaves no room for one token in the context or in the page pool
+│   └── UnknownAdapter     no adapter of that name is loaded
+├── LoadFailed             a model or an adapter was not loaded; nothing of it is held
+│   ├── ModelRejected      the model's files are missing, damaged, hostile or of an unknown kind
+│   ├── AdapterRejected    an adapter's files are missing, damaged, hostile, or made for another model
+│   └── DeviceUnavailable  the device that was asked for is not there
+├── RequestFailed          this request ended early; the engine serves on
+│   ├── AdapterUnavailable its adapter could not be brought to the device: the files are gone, say, or have changed
+│   ├── HookFailed         a hook of this request raised, took too long or returned what it may not
+│   ├── NonFiniteLogits    the model produced NaN or infinity for this request
+│   └── OutOfMemory        the device had no memory for this request's step
+├── EngineStopped          the engine is closed or closing, or was never opened
+└── EngineCrashed          the step loop died; every stream and every later call gets this
 """
 
 from __future__ import annotations
 
 __all__ = [
     "AdapterRejected",
+    "AdapterUnavailable",
     "DeviceUnavailable",
     "EngineCrashed",
     "EngineStopped",
@@ -106,6 +108,10 @@ class DeviceUnavailable(LoadFailed):
 
 class RequestFailed(HeadraceError):
     """This request ended early; the engine serves on."""
+
+
+class AdapterUnavailable(RequestFailed):
+    """The adapter of this request could not be brought to the device; `__cause__` says why. Load it again."""
 
 
 class HookFailed(RequestFailed):

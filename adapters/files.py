@@ -118,7 +118,8 @@ def _short_of_memory() -> Iterator[None]:
 def _open_folder(path: str | os.PathLike[str], root: Path | None) -> int:
     name = os.fspath(path)
     if "\0" in name or (root is not None and (name in ("", ".", "..") or "/" in name)):
-        raise ModelRejected("path: must be the plain name of a folder", field="path", value=name)
+        refused = f"the folder must be a plain name, got '{plain(name)}'"
+        raise ModelRejected(refused, field="path", value=name, limit="a plain name")
     if root is None:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     top = os.open(root, os.O_RDONLY | os.O_DIRECTORY)

@@ -35,7 +35,7 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "bias": ((None, "none"), "trained biases are not supported"),
     "fan_in_fan_out": (_NO, "the supported models store their weights the other way"),
     "init_lora_weights": (
-        (None, True, False, "gaussian", "eva", "orthogonal"),
+        (None, True, False, "gaussian", "eva", "mica", "orthogonal"),
         "it is trained on changed base weights: convert it to a plain LoRA with PEFT first",
     ),
     "kasa_config": (_NO, "this variant is not supported"),

@@ -197,6 +197,6 @@ def _checked_pair(entries: dict[str, TensorEntry], a: str, b: str, config: PeftC
     for key, expected in ((a, (rank, inputs)), (b, (outputs, rank))):
         if entries[key].shape != expected:
             refuse_file(
-                WEIGHTS_FILE, f"the shape of {key}", entries[key].shape, f"{expected}, as the model's sizes say"
+                WEIGHTS_FILE, f"the shape of {key}", entries[key].shape, f"{expected}: the model's sizes, and the rank"
             )
     return _Pair(a, b, rank, config.scale_of(module))

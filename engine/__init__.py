@@ -8,6 +8,7 @@ from headrace.engine.embeddings import Embeddings
 from headrace.engine.engine import Engine, Message, Prompt
 from headrace.engine.errors import (
     AdapterRejected,
+    AdapterUnavailable,
     DeviceUnavailable,
     EngineCrashed,
     EngineStopped,
@@ -39,6 +40,7 @@ __all__ = [
     "LLM",
     "AdapterInfo",
     "AdapterRejected",
+    "AdapterUnavailable",
     "Adapters",
     "Choice",
     "Chunk",

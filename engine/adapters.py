@@ -7,6 +7,7 @@ Next to read: ../adapters/slots.py.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from anyio.lowlevel import checkpoint
 from headrace.adapters.bank import AdapterDevice
 from headrace.adapters.slots import AdapterVersion, Move, Replacing, Residency, SlotTable
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import AdapterRejected, EngineStopped, InvalidParams, RequestFailed
+from headrace.engine.errors import AdapterRejected, AdapterUnavailable, EngineStopped, InvalidParams
 from headrace.engine.loop import StepLoop
 from headrace.engine.threads import Poster, Worker
 from headrace.engine.wearing import find
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from headrace.adapters.loaded import LoadedAdapter, Stamp
 
 __all__ = ["AdapterInfo", "Adapters", "slots_of"]
+
+logger = logging.getLogger("headrace.engine")
 
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 
@@ -101,25 +104,33 @@ class Adapters:
             loop.carry_out = self._carry_out
 
     async def load(
-        self, name: str, path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        root: str | os.PathLike[str] | None = None,
+        pinned: bool | None = None,
     ) -> None:
         """Read, check and register a PEFT folder under `name`, or put it in the place of what has that name.
 
         Requests that began with what had the name go on with it; later ones wear the new one.
 
         Args:
-            name: 1 to 64 letters, digits, dots, dashes and underscores; not the model's name.
+            name: 1 to 64 letters, digits, dots, dashes and underscores, the first not a dot; not the model's name.
             path: The folder; with `root` the plain name of a folder in it, and no link is followed.
             root: The only folder that may be read from.
+            pinned: As `pin`; None leaves that as it is.
 
         Raises:
             AdapterRejected: The name, the files or the size do not fit; nothing changes.
-            InvalidParams: The engine was opened for no adapters.
+            InvalidParams: The engine was opened for no adapters, or it cannot be pinned; nothing changes.
             EngineStopped: The engine is closing.
         """
         device = self._opened_for_adapters()
         if not isinstance(name, str) or _NAME.fullmatch(name) is None or name == self._model:
-            _reject("name", name, "1 to 64 letters, digits, dots, dashes and underscores, other than the model's name")
+            _reject(
+                "name", name, "1 to 64 letters, digits, dots (none first), dashes, underscores, and not the model's"
+            )
         async with self._turn:
             self._check_open()  # while others had their turn, the threads may have gone
             self._check_count(name)
@@ -127,7 +138,11 @@ class Adapters:
             loaded = await self._reader.ask(partial(device.read, source.path, source.root, None))
             self._check_count(name)
             self._check_open()
+            if pinned:
+                self._check_pin(name, loaded.digest)
             self._register(name, loaded, source._replace(stamp=loaded.stamp), device)
+            if pinned is not None:
+                self.pin(name, pinned)
 
     async def unload(self, name: str) -> None:
         """Forget `name`: new requests are refused, running ones finish, then its memory goes.
@@ -157,26 +172,13 @@ class Adapters:
         """
         named = find(name, self._names)
         if pinned and not named.pinned:
-            self.check_pin(name)
+            self._check_pin(name, named.version.digest)
         if pinned != named.pinned:
             named.pinned = pinned
             named.version.pins += 1 if pinned else -1
         if pinned:
             self._slots.fetch(named.version)
             self._loop.wake()
-
-    def check_pin(self, name: str) -> None:
-        """Refuse to pin what has the name `name`, or is to have it, where too many others are.
-
-        Raises:
-            InvalidParams: All slots but one are pinned, or the engine was opened for no adapters.
-        """
-        self._opened_for_adapters()
-        named, most = self._names.get(name), self._slots.slots - 1
-        others = {each.version for each in self._names.values() if each.pinned}
-        if len(others - {named.version if named is not None else None}) >= most:
-            why = f"at most {most} adapters can be pinned, one slot is for the others"
-            raise InvalidParams(f"name: {why}", field="name", value=name, limit=most)
 
     def close(self, error: Exception) -> Callable[[], None]:
         """End what waits for files with `error`; the result joins the threads and may block."""
@@ -190,7 +192,7 @@ class Adapters:
     def _register(self, name: str, loaded: LoadedAdapter, source: _Source, device: AdapterDevice) -> None:
         granules = max(1, -(-loaded.nbytes // device.granule_bytes))
         if granules > device.granules:
-            _reject("adapter_memory", loaded.nbytes, f"{device.granules * device.granule_bytes} bytes")
+            _reject("adapter_memory", loaded.nbytes, f"at most {device.granules * device.granule_bytes} bytes")
         old = self._names.get(name)
         twins = (named.version for named in self._names.values() if named.version.digest == loaded.digest)
         version = next(twins, None)
@@ -247,7 +249,19 @@ class Adapters:
 
     def _check_count(self, name: str) -> None:
         if name not in self._names and len(self._names) >= self._most:
-            _reject("max_adapters", len(self._names) + 1, f"{self._most} adapters")
+            _reject("max_adapters", len(self._names) + 1, f"at most {self._most} adapters")
+
+    def _check_pin(self, name: str, digest: bytes) -> None:
+        """Refuse to pin what has, or is to have, a name and weights, where too many others are."""
+        most = self._slots.slots - 1
+        others = {each.version.digest for other, each in self._names.items() if each.pinned and other != name}
+        if len(others - {digest}) >= most:
+            raise InvalidParams(
+                f"name: {name!r} cannot be pinned: of {most + 1} slots at most {most} can, one is for the others",
+                field="name",
+                value=name,
+                limit=most,
+            )
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -316,7 +330,10 @@ class Adapters:
             self._keep(version, loaded)
             self._slots.arrived(version)
         else:
-            failure = RequestFailed(f"the adapter could not be brought to the device: {error}")
+            logger.warning(
+                "the adapter %s could not be brought to the device: %s", "/".join(self._sources[version]), error
+            )
+            failure = AdapterUnavailable(f"the adapter could not be brought to the device: {error}")
             failure.__cause__ = error
             self._slots.failed(version)
             self._loop.fail_wearers(version, failure)

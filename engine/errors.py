@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.adapters.errors import (
     AdapterRejected,
+    AdapterUnavailable,
     DeviceUnavailable,
     EngineCrashed,
     EngineStopped,
@@ -24,6 +25,7 @@ from headrace.adapters.errors import (
 
 __all__ = [
     "AdapterRejected",
+    "AdapterUnavailable",
     "DeviceUnavailable",
     "EngineCrashed",
     "EngineStopped",

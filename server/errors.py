@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from headrace.engine import (
     AdapterRejected,
+    AdapterUnavailable,
     EngineCrashed,
     EngineStopped,
     InvalidParams,
@@ -114,6 +115,7 @@ _TABLE = (
     _Row(Overloaded, 503, "server_overloaded", None, {"retry-after": "1"}),
     _Row(Rejected, 400, "rejected"),
     _Row(NonFiniteLogits, 500, "non_finite_logits", "the model gave numbers that are not finite for this request"),
+    _Row(AdapterUnavailable, 503, "adapter_unavailable", "the adapter could not be brought to the device", _NO_RETRY),
     _Row(OutOfMemory, 503, "out_of_memory", "the device had no memory for this request", {"retry-after": "1"}),
     _Row(RequestFailed, 500, "request_failed", "a step that this request was part of failed"),
     _Row(EngineStopped, 503, "server_shutting_down", "the server is shutting down", {"retry-after": "5"}),

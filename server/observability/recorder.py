@@ -18,6 +18,7 @@ OTHER: Final = "other"
 
 ABORT_REASONS: Final = frozenset(
     {
+        "adapter_unavailable",
         "cancelled",
         "deadline_exceeded",
         "disconnected",

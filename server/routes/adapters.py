@@ -9,8 +9,9 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from headrace.engine import AdapterRejected
 from headrace.server.body import read_json
-from headrace.server.errors import ApiError, shape_error
+from headrace.server.errors import ApiError, as_api_error, shape_error
 from headrace.server.protocol.adapters import AdapterFields
 from headrace.server.service import Service
 
@@ -38,10 +39,10 @@ async def load_adapter(request: Request) -> Response:
     if name == service.model:
         raise ApiError(400, "adapter_invalid", "name: is the model's", param="name")
     adapters = service.engine.adapters
-    if fields.pinned:
-        adapters.check_pin(name)  # what is refused changes nothing
-    await adapters.load(name, name if fields.folder is None else fields.folder, root=root)
-    adapters.pin(name, fields.pinned)
+    try:
+        await adapters.load(name, fields.folder or name, root=root, pinned=fields.pinned)
+    except AdapterRejected as error:
+        raise as_api_error(error).renamed({"path": "folder"}) from error
     return JSONResponse(next(_card(each) for each in adapters.list() if each.name == name))
 
 

@@ -18,10 +18,10 @@ from tiny_models import whole_folder
 
 from headrace.engine import (
     AdapterRejected,
+    AdapterUnavailable,
     Engine,
     InvalidParams,
     PromptTooLong,
-    RequestFailed,
     SamplingParams,
     UnknownAdapter,
 )
@@ -167,7 +167,11 @@ async def test_choices_beams_and_hidden_states_wear_it_too(
 
 
 async def test_what_is_not_in_memory_is_read_again(
-    model: Path, reference: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    reference: Callable[..., list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One slot, and host memory for one adapter: every change of adapter reads files, which must be the same ones."""
     async with Engine(model, **OPTIONS | {"adapter_slots": 1, "adapter_host_memory": 1}) as engine:
@@ -181,8 +185,9 @@ async def test_what_is_not_in_memory_is_read_again(
             assert await tokens_of(engine, f"a{seed}") == reference(seed)
         assert [info.where for info in engine.adapters.list()] == ["device", "disk"]
         lora_folder(tmp_path / "2", 3)
-        with pytest.raises(RequestFailed, match="changed since"):
+        with pytest.raises(AdapterUnavailable, match="changed since"):
             await tokens_of(engine, "a2")
+        assert "adapter a2 could not" in caplog.text and "changed since" in caplog.text
         assert await tokens_of(engine, "a1") == reference(1)
         await engine.adapters.load("a2", tmp_path / "2")
         assert await tokens_of(engine, "a2") == reference(3)
@@ -305,8 +310,31 @@ async def test_pinned_adapters_stay_as_long_as_others_find_room(model: Path, tmp
             await tokens_of(engine, f"a{seed}")
             there = where(engine)
             assert there["a3"] == "device" and there[f"a{seed}"] == "device"
+        with pytest.raises(InvalidParams, match="at most 1"):
+            await engine.adapters.load("a4", tmp_path / "0", pinned=True)
+        assert "a4" not in engine.adapters.versions
+        await engine.adapters.load("a4", tmp_path / "3", pinned=True)  # the same weights: the same slot
         engine.adapters.pin("a3", False)
+        await engine.adapters.load("a4", tmp_path / "1", pinned=False)
         engine.adapters.pin("a2")
+
+
+async def test_of_two_loads_that_want_the_last_pin_one_changes_nothing(model: Path, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    async def load(name: str) -> None:
+        try:
+            await engine.adapters.load(name, tmp_path / name, pinned=True)
+        except InvalidParams:
+            refused.append(name)
+
+    async with Engine(model, **OPTIONS | {"adapter_slots": 2}) as engine:
+        async with anyio.create_task_group() as group:
+            for seed in (1, 2):
+                lora_folder(tmp_path / str(seed), seed)
+                group.start_soon(load, str(seed))
+        (pinned,) = engine.adapters.list()
+        assert pinned.pinned and refused == [{"1": "2", "2": "1"}[pinned.name]]
 
 
 async def test_a_step_wears_no_more_adapters_than_its_budget(model: Path, tmp_path: Path) -> None:

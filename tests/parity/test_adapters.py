@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "one layer": {"r": 6, "target_modules": ["gate_proj", "down_proj"], "layers_to_transform": [1]},
     "embeddings": {"r": 7, "lora_alpha": 9, "target_modules": ["embed_tokens", "v_proj"]},
+    "q by MiCA": {"r": 4, "init_lora_weights": "mica", "target_modules": ["q_proj"]},
     "head": {"r": 3, "target_modules": ["lm_head"]},
     "head and embeddings": {"r": 16, "target_modules": ["lm_head", "embed_tokens", "down_proj"]},
     "rank 256": {"r": 256, "target_modules": ["down_proj", "k_proj"]},
@@ -130,7 +131,7 @@ def test_activations_in_bfloat16(base: Any, tmp_path: Path) -> None:
     """Adapters of every kind side by side, their updates in float32."""
     base.save_pretrained(tmp_path / "base")
     _, tested = ModelUnderTest.load(tmp_path / "base", torch.bfloat16, num_pages=200, max_rows=20)
-    tested.bank = CpuBank(12, 20, torch.bfloat16)
+    tested.bank = CpuBank(len(KINDS), 20, torch.bfloat16)
     ids, wanted = sequence(1), []
     for slot, kind in enumerate(KINDS):
         wanted.append(adapted(base, kind, KINDS[kind], tmp_path / str(slot), ids, seed=2))

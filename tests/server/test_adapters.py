@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ PROMPT = [3, 14, 15, 92, 65, 35]
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Serving]:
     model = whole_folder(tmp_path / "model")
-    for seed in (1, 2):
+    for seed in (1, 2, 4):
         lora_folder(tmp_path / "adapters" / f"a{seed}", seed)
     lora_folder(tmp_path / "outside", 3)
     (tmp_path / "adapters" / "link").symlink_to(tmp_path / "outside")
@@ -129,7 +130,7 @@ def test_a_pin_that_is_refused_changes_nothing(server: Serving) -> None:
     with loaded(server):
         before = listed()
         for name in ("new", "first"):
-            refused = server.client.put(f"/v1/adapters/{name}", json={"folder": "a2", "pinned": True}, headers=ADMIN)
+            refused = server.client.put(f"/v1/adapters/{name}", json={"folder": "a4", "pinned": True}, headers=ADMIN)
             check_error(refused, 400, "invalid_value", "name")
         assert listed() == before
 
@@ -147,7 +148,7 @@ def test_what_may_not_be_loaded_is_not(server: Serving) -> None:
     client = server.client
     for folder in ("../outside", "/etc", "link", "none", "a1/../a2", ".", "a\x00"):
         refused = client.put("/v1/adapters/x", json={"folder": folder}, headers=ADMIN)
-        check_error(refused, 400, "adapter_invalid", refused.json()["error"]["param"])
+        check_error(refused, 400, "adapter_invalid", "folder")
     for name in ("base", ".hidden", "a" * 65, "a b"):
         refused = client.put(f"/v1/adapters/{name}", json={"folder": "a1"}, headers=ADMIN)
         check_error(refused, 400, "adapter_invalid", "name")
@@ -158,3 +159,20 @@ def test_what_may_not_be_loaded_is_not(server: Serving) -> None:
             refused = client.request(method, f"/v1/adapters{path}", json={"folder": "a1"}, headers=headers)
             assert refused.status_code == status
     assert [each["id"] for each in client.get("/v1/adapters", headers=ADMIN).json()["data"]] == ["first"]
+
+
+def test_an_adapter_whose_files_are_gone_is_told_so(tmp_path: Path) -> None:
+    """With one slot and no host memory, what is asked for is read again each time."""
+    settings = ServerSettings(
+        served_model_name="base",
+        adapters={name: str(lora_folder(tmp_path / name, seed)) for seed, name in enumerate(("kept", "gone"))},
+    )
+    options: dict[str, Any] = {"kv_memory": "4MiB", "dtype": "float32", "adapter_slots": 1, "adapter_host_memory": 1}
+    with serving(Engine(whole_folder(tmp_path / "model"), **options), settings) as server:
+        for name in ("gone", "kept"):
+            said(server, model=name)
+        shutil.rmtree(tmp_path / "gone")
+        refused = server.post({"model": "gone", "prompt": PROMPT})
+        check_error(refused, 503, "adapter_unavailable", None)
+        assert refused.headers["x-should-retry"] == "false"
+        said(server, model="kept")
