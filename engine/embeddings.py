@@ -71,6 +71,9 @@ class EmbedOptions:
                 value=self.dimensions,
                 limit=model.size,
             )
+        for field, flag in (("normalize", self.normalize), ("truncate", self.truncate)):
+            if flag is not None and type(flag) is not bool:
+                raise InvalidParams(f"{field}: must be a bool, got {flag!r}", field=field, value=flag)
         normalize = model.normalize if self.normalize is None else self.normalize
         return Pooling(kind), partial(_vector, size=size, normalize=normalize)
 

@@ -13,7 +13,7 @@ import anyio
 
 from headrace.engine.adapters import Adapters
 from headrace.engine.asking import Asking
-from headrace.engine.errors import EngineStopped, PromptTooLong
+from headrace.engine.errors import EngineStopped, InvalidParams, PromptTooLong
 from headrace.engine.events import Usage
 from headrace.engine.generation import Control, Generation
 from headrace.engine.loop import StepLoop
@@ -185,6 +185,10 @@ class _Pooling(Generation):
     """A request that is pooled: one choice without a token, and what came of its hidden states."""
 
     def __init__(self, control: Control, started: anyio.Event | None) -> None:
+        """Raises `InvalidParams` for what is no event, which the step loop would find out too late."""
+        if not isinstance(started, anyio.Event | None):
+            kind = type(started).__name__
+            raise InvalidParams(f"started: must be an anyio.Event, got {kind}", field="started", value=started)
         super().__init__(control, 1, window=1)
         self.value: Any = None
         self._started = started
@@ -230,7 +234,7 @@ class PoolingIntake(NamedTuple):
         """Prefill a text: what came of its hidden states, and the tokens it took.
 
         Raises:
-            Rejected: The request can never run.
+            Rejected: The request can never run, or `started` is no event.
             RequestFailed: It ended early.
             EngineStopped: The engine is not open, or closed meanwhile.
             EngineCrashed: Its step loop died.

@@ -146,10 +146,11 @@ class TokenStream:
 
         Raises:
             RuntimeError: The request has not been admitted.
-            InvalidParams: It has several choices.
+            InvalidParams: It has several choices, or `seed` is no int.
             EngineStopped: The engine is closed.
         """
         self._check_single("fork")
+        self._turns.check_branch(seed)
         generation = self._generation
         if not generation.finished or self._unyielded or len(generation.mailbox):
             return TokenStream(self._turns.branch(self._turn, self._read, seed), self._turns, self._post)

@@ -83,10 +83,14 @@ class Turns:
         asking = replace(turn.asking, params=params, before=before, since=self._serving()[0].now)
         return self._begin(asking, added, lambda opened: known + more_token_ids(added, opened.tokenizer, known))
 
-    def branch(self, turn: Turn, read: int, seed: int | None) -> Turn:
-        """Begin another course of `turn`, which has been admitted, from its first `read` tokens; raises as `first`."""
+    def check_branch(self, seed: int | None) -> None:
+        """Refuse a branch; raises as `first`."""
         if seed is not None and type(seed) is not int:
             raise InvalidParams(f"seed: must be an int, got {seed!r}", field="seed", value=seed)
+        self._serving()
+
+    def branch(self, turn: Turn, read: int, seed: int | None) -> Turn:
+        """Begin another course of `turn`, which has been admitted, from its first `read` tokens; raises as `first`."""
         loop, opened = self._serving()
         parent = turn.generation.requests[0]
         chosen = self._random.getrandbits(63) if seed is None else seed & _MASK

@@ -114,7 +114,7 @@ class _HostRow:
             returned: Any = self._processor(list(self._tokens), logits_V)
             is_tensor = isinstance(returned, torch.Tensor)
             changed_V = np.array(returned.detach().float().cpu().numpy() if is_tensor else returned, np.float32)
-        except Exception as error:
+        except BaseException as error:  # nothing that ends a thread's work is meant for the engine's
             what = f"logits_processor raised {type(error).__name__} after {len(self._tokens)} tokens"
             raise HookFailed(what) from error
         if changed_V.shape != (self._vocab_size,):

@@ -206,6 +206,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"adapter": ["a"]}, "adapter"),
     ({"tenant": 3}, "tenant"),
     ({"priority": "first"}, "priority"),
+    ({"normalize": "no"}, "normalize"),
+    ({"truncate": 1}, "truncate"),
+    ({"started": 5}, "started"),
 ]
 
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +101,7 @@ HOSTILE: list[tuple[Any, str]] = [
     (raising, "stop_when raised KeyError at token 0"),
     (too_slow, "where a hook has 0.1"),
     (lambda token: None, "must return a bool, got NoneType at token 0"),
+    (lambda token: np.bool_(True), "must return a bool, got numpy.bool"),
     (lambda: True, "stop_when raised TypeError"),
 ]
 

@@ -130,6 +130,10 @@ def raising(tokens: list[int], logits: Any) -> Any:
     raise KeyError("x")
 
 
+def leaving(tokens: list[int], logits: Any) -> Any:
+    raise SystemExit(3)
+
+
 def sleeping(tokens: list[int], logits: Any) -> Any:
     time.sleep(0.5)
     return logits
@@ -137,7 +141,8 @@ def sleeping(tokens: list[int], logits: Any) -> Any:
 
 HOSTILE: list[tuple[Callable[..., Any], type[RequestFailed], str]] = [
     (raising, HookFailed, r"logits_processor raised KeyError after 2 tokens"),
-    (sleeping, HookFailed, r"a hook took longer than the 0.2 s that it has"),
+    (leaving, HookFailed, r"logits_processor raised SystemExit after 2 tokens"),
+    (sleeping, HookFailed, r"logits_processor took longer than the 0.2 s that it has"),
     (lambda tokens, logits: None, HookFailed, r"must return an array \[\d+\], got NoneType \(\)"),
     (lambda tokens, logits: logits[:-1], HookFailed, r"got ndarray \(\d+,\)"),
     (lambda tokens, logits: "x", HookFailed, r"logits_processor raised ValueError"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import capacity, check_serving, expected_ids, expected_text, greedy, read, returned, serving, until
 
-from headrace.engine import Engine, InvalidParams, PromptTooLong, SamplingParams, TokenStream
+from headrace.engine import Engine, EngineStopped, InvalidParams, PromptTooLong, SamplingParams, TokenStream
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
@@ -244,10 +245,11 @@ async def test_what_cannot_be_is_refused_and_leaves_the_stream_as_it_was() -> No
 
         several = engine.stream("a", greedy(2, n=2))
         await read(several)
-        for refused in (several.fork, lambda: stream.fork(seed="x")):  # type: ignore[arg-type]
+        ended = engine.stream("a", greedy(2))
+        await read(ended)
+        await stream.send("c", greedy(9))
+        for refused in (several.fork, partial(stream.fork, seed="x"), partial(ended.fork, seed="x")):
             with pytest.raises(InvalidParams, match="^fork|^seed"):
-                if stream.finish_reasons[0]:
-                    await stream.send("c", greedy(9))
                 refused()
         with pytest.raises(InvalidParams, match="^send: a stream of one choice is needed, got one with n=2"):
             await several.send("b")
@@ -256,6 +258,8 @@ async def test_what_cannot_be_is_refused_and_leaves_the_stream_as_it_was() -> No
             await refused_stream.admitted()
         with pytest.raises(RuntimeError, match="not been admitted"):
             refused_stream.fork()
+    with pytest.raises(EngineStopped):
+        ended.fork()
 
 
 async def test_a_cancelled_send_leaves_nothing_behind() -> None:
