@@ -46,7 +46,7 @@ def asks_to_stop(stop_when: StopWhen, token: Token, seconds: float) -> bool:
     if spent > seconds:
         raise HookFailed(f"stop_when took {spent:.3f} s at token {token.position}, where a hook has {seconds:g}")
     if type(answer) is not bool:
-        kind = f"{type(answer).__module__}.{type(answer).__qualname__}".removeprefix("builtins.")  # numpy has a bool, too
+        kind = f"{type(answer).__module__}.{type(answer).__qualname__}".removeprefix("builtins.")
         raise HookFailed(f"stop_when must return a bool, got {kind} at token {token.position}")
     return answer
 
@@ -96,7 +96,8 @@ class HookThread:
             except queue.Empty:
                 caller.calls.put(None)
                 caller = _Caller()
-                result, error = None, HookFailed(f"logits_processor took longer than the {self._seconds:g} s that it has")
+                what = f"logits_processor took longer than the {self._seconds:g} s that it has"
+                result, error = None, HookFailed(what)
             self._post(Outcome(done, result, error))
             del item, call, done, result, error  # keep nothing alive while waiting for the next call
         caller.calls.put(None)

@@ -94,13 +94,14 @@ class LLM:
             params: For all prompts, or a sequence of as many.
             progress: Show a bar on stderr while there are many prompts.
             return_errors: Put the error of a request that fails in the place of its answer, and go on.
-            asked: `adapter`, `tenant`, `cache_salt`, `priority` and hooks, as in `Engine.stream`.
+            asked: `adapter`, `tenant`, `cache_salt`, `priority`, `deadline` and hooks, as in `Engine.stream`.
 
         Returns:
             The answer, or the list of answers in the order of the prompts.
 
         Raises:
             InvalidParams: Not prompts, or not one `SamplingParams` for each.
+            RuntimeError: It is called by a `stop_when` of its own, which would wait for itself.
             EngineStopped: It is closed, or was closed meanwhile.
             HeadraceError: The first request that failed; among many, its message names `prompts[index]`.
         """
@@ -260,6 +261,10 @@ class _Host:
 
     def wait_for(self, call: _Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
         """Run `call` on the event loop and wait for its end, taking prompts as it wants them."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "an LLM cannot be asked in its own event loop, where a stop_when runs: it would wait for ever"
+            )
         try:
             self._begin(call, ask)
             while call.news.get():

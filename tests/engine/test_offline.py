@@ -23,6 +23,7 @@ from headrace.engine import (
     EngineCrashed,
     EngineStopped,
     HeadraceError,
+    HookFailed,
     InvalidParams,
     ModelRejected,
     SamplingParams,
@@ -168,6 +169,9 @@ def test_errors_are_those_of_the_engine() -> None:
         for params in unfit:
             with pytest.raises(InvalidParams, match="^params"):
                 llm.generate({"a": 1}.keys(), params)
+        with pytest.raises(HookFailed) as failed:
+            llm.generate("a", stop_when=lambda token: bool(llm.generate("b")))
+        assert "would wait for ever" in str(failed.value.__cause__)
         check_serving(llm)
 
 
