@@ -36,6 +36,7 @@ from emulated_kernels import KERNELS, Misuse, attend, norm_rope
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headrace.engine.model import weights
 
@@ -266,8 +267,7 @@ class Recorder(TorchDispatchMode):
             self.operations.append(lambda: func(*args, **kwargs))
             return kwargs.get("out", args[0] if args else None)
         made = func(*args, **kwargs)
-        is_view = any(each.alias_info is not None for each in func._schema.returns)
-        if not is_view and not name.startswith("aten::empty"):
+        if not name.startswith("aten::empty") and memory_of(made).isdisjoint(memory_of([args, kwargs])):
             self.operations.append(lambda: self._again(func, args, kwargs, made))
         return made
 
@@ -276,6 +276,11 @@ class Recorder(TorchDispatchMode):
         found = func(*args, **kwargs)
         for old, new in zip(*([each] if isinstance(each, Tensor) else each for each in (made, found)), strict=True):
             old.copy_(new)
+
+
+def memory_of(values: Any) -> set[int]:
+    """Where the tensors among `values` are: a schema says of `to` that its result may be a view, not whether it is."""
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
 class Graph:

@@ -76,7 +76,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
-    "qwen2 windowed": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen2 windowed": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+            "intermediate_size": 380,  # whose gates and ups do not come in pieces of 16 bytes
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
 }
 
