@@ -25,13 +25,13 @@ _ROWS_OF_LEXER: Final = 24  # which take turns with their masks
 class CompiledGrammar:
     """A grammar that any number of rows may begin, in any thread."""
 
-    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, many: Callable[[], ManyRows]) -> None:
+    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, many: ManyRows) -> None:
         """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one.
 
         Args:
             fresh: Compiles the grammar again.
             matcher: What it gave.
-            many: What finds the masks of many rows at once, made when first asked for.
+            many: Finds the masks of many rows at once.
         """
         self._fresh = fresh
         self._many = many
@@ -52,7 +52,7 @@ class CompiledGrammar:
 
     def fill(self, states: Sequence[tuple[GrammarState, Sequence[int], int]], masks: memoryview) -> None:
         """Let many rows go on and write their masks, beside the interpreter."""
-        self._many().fill([(state, tokens, row) for state, tokens, row in states if isinstance(state, _Matcher)], masks)
+        self._many.fill([(state, tokens, row) for state, tokens, row in states if isinstance(state, _Matcher)], masks)
 
     def alone(self, lexer: _Lexer) -> LLMatcher:
         """A matcher for the one row that found no room left for states in the lexer that it shares."""
@@ -120,52 +120,40 @@ class _Matcher:
 class ManyRows:
     """What an engine does for the rows of many states at once, in threads that need no interpreter meanwhile."""
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
-        """Prepare; `tokens` are those of the vocabulary."""
-        import numpy as np  # beside the first device that keeps masks, and not with this module
-
+    def __init__(self) -> None:
+        """Prepare nothing."""
         self._here = threading.local()
         """`executor` of a thread: it calls for many rows at once, which take their turns."""
-        of_byte = {piece: token for token, piece in enumerate(tokens) if len(piece) == 1}
-        ids = np.array(list(of_byte.values()), np.int64)
-        self._words, inverse = np.unique(ids // 32, return_inverse=True)
-        """Of a mask: those that hold bits of tokens of one byte, no byte twice."""
-        self._bits = np.zeros(len(self._words), np.uint32)
-        np.bitwise_or.at(self._bits, inverse, np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32)))
 
     def fill(self, asked: Sequence[tuple[_Matcher, Sequence[int], int]], masks: memoryview) -> None:
-        """Go on and find masks: all at once where several bytes may follow, which mostly tells that nothing is forced.
+        """Go on and find masks; what fails is seen in them.
 
-        What fails is seen in the masks.
+        What is forced comes first: it is cut into tokens by Python, which a mask would otherwise call for each row, out
+        of threads that have no interpreter and would wait for it.
         """
-        import numpy as np
+        import numpy as np  # beside the first device that keeps masks, and not with this module
 
-        words_RW, executor, states = np.asarray(masks).view(np.uint32), self._executor(), []
-        for state, tokens, row in asked:
+        words_RW, executor = np.asarray(masks).view(np.uint32), self._executor()
+        for state, tokens, _ in asked:
             for token in tokens:
                 state.note(token)
             if len(tokens) > 1:
                 state.matcher.consume_tokens(list(tokens))
-            states.append((state, row))
         if ones := [(state.matcher, tokens[0]) for state, tokens, _ in asked if len(tokens) == 1]:
             executor.consume_token_par(ones)
-        unknown = [each for each in states if not each[0].known]
+        if forced := [(row, tokens[0]) for state, _, row in asked if (tokens := state.forced())]:
+            rows, ids = np.array(forced).T
+            words_RW[rows] = 0
+            words_RW[rows, ids // 32] = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
+        unknown = [(state, row) for state, _, row in asked if not state.known]
         if unknown:
             pointer, line = words_RW.ctypes.data, words_RW.strides[0]
             executor.unsafe_compute_mask_ptr(
                 [(state.matcher, row) for state, row in unknown], pointer, line, len(words_RW)
             )
-            found = words_RW[np.array([row for _, row in unknown])[:, None], self._words] & self._bits
-            for (state, row), several in zip(unknown, (np.bitwise_count(found).sum(1) > 1).tolist(), strict=True):
+            for state, row in unknown:
                 if state.matcher.is_error():
                     words_RW[row] = np.frombuffer(state.allowed() or bytes(line), words_RW.dtype)
-                elif several:
-                    state.known = []
-        forced = [(row, tokens[0]) for state, row in states if (tokens := state.forced())]
-        if forced:
-            rows, ids = np.array(forced).T
-            words_RW[rows] = 0
-            words_RW[rows, ids // 32] = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
 
     def _executor(self) -> LLExecutor:
         if not hasattr(self._here, "executor"):

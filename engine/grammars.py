@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.compiled_grammar import CompiledGrammar, ManyRows
@@ -32,6 +33,7 @@ _THREADS: Final = 2
 _QUEUED: Final = 1024
 _SECONDS: Final = 5.0
 _KEPT: Final = 64
+_TEXTS: Final = 512  # between choices, which rows of one format share
 _MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
 # Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
@@ -69,7 +71,7 @@ class Grammars:
         self._ll_tokenizer: LLTokenizer | None = None
         self._vocabulary: Vocabulary = ((), (), ())
         self._trials = Trials()
-        self._many: ManyRows | None = None
+        self._many = ManyRows()
 
     def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
         """Compile `wanted` and call `done`, here or later on the event loop, with the grammar or a typed error.
@@ -154,14 +156,7 @@ class Grammars:
             raise _rejected(str(error), wanted, error.seconds) from None
         except (ValueError, RecursionError, OSError) as error:
             raise _rejected(str(error), wanted) from None
-        return CompiledGrammar(lambda: matcher_of(tokens, source), matcher, self._many_rows)
-
-    def _many_rows(self) -> ManyRows:
-        """In any of the threads that find masks."""
-        with self._tokens_lock:
-            if self._many is None:
-                self._many = ManyRows(self._vocabulary[0])
-            return self._many
+        return CompiledGrammar(lambda: matcher_of(tokens, source), matcher, self._many)
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
         with self._tokens_lock:
@@ -193,9 +188,13 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in special}
         self._longest = max(map(len, self._ids))
+        self._known = lru_cache(_TEXTS)(self._cut)
 
     def __call__(self, text: bytes) -> list[int]:
         """Tokens of a text that a grammar leaves no choice about, as the tokenizer would cut it within a longer one."""
+        return self._known(bytes(text))
+
+    def _cut(self, text: bytes) -> list[int]:
         try:
             ids = self._tokenizer.encode(text.decode())
             frame = set(self._tokenizer.encode(""))

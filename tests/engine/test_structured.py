@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import jsonschema
+import numpy as np
 import pytest
 import tiny_models
 from random_schemas import random_schema
@@ -257,6 +258,33 @@ class Controls(ByteTokenizer):
     def encode(self, text: str) -> list[int]:
         before, *rest = text.split("<call>")
         return [*before.encode(), *(token for part in rest for token in (257, *part.encode()))]
+
+
+def test_masks_of_many_rows_are_those_of_each_and_found_without_python() -> None:
+    """Where a mask has to ask Python how text is cut, it waits for the interpreter, row by row."""
+    threads = set[int]()
+
+    class Recorded(Pieces):
+        def encode(self, text: str) -> list[int]:
+            threads.add(threading.get_ident())
+            return super().encode(text)
+
+    rows, chance = 12, random.Random(3)
+    grammar = compiled(ResponseFormat.json_schema(SIMPLE), Recorded())
+    alike = compiled(ResponseFormat.json_schema(SIMPLE), Pieces())
+    states, others = ([made.begin([]) for _ in range(rows)] for made in (grammar, alike))
+    masks = np.zeros((rows, -(-310 // 32)), np.int32)
+    tokens: list[list[int]] = [[] for _ in range(rows)]
+    for _ in range(25):
+        threads.clear()
+        grammar.fill([(state, tokens[row], row) for row, state in enumerate(states)], memoryview(masks))
+        assert threads <= {threading.get_ident()}
+        for row, other in enumerate(others):
+            allowed = ids_of(masks[row].tobytes())
+            assert allowed == ids_of(other.allowed())
+            tokens[row] = [chance.choice(allowed)] if allowed != [END] else []
+            for token in tokens[row]:
+                other.advance(token)
 
 
 def test_a_forced_text_may_spell_a_control_token() -> None:
