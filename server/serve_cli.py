@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
@@ -43,7 +44,7 @@ KeyOption = Annotated[
 ]
 AdminKeyOption = Annotated[
     list[str] | None,
-    typer.Option(help="Likewise, for keys that may change limits.", envvar="HEADRACE_ADMIN_API_KEY"),
+    typer.Option(help="Likewise, for keys that may change limits and load adapters.", envvar="HEADRACE_ADMIN_API_KEY"),
 ]
 MetricsKeyOption = Annotated[
     str | None,
@@ -158,7 +159,7 @@ def serve(
         "served_model_name": served_model_name,
         "tool_call_parser": tool_call_parser,
         "adapters": _adapters(lora_modules, model),
-        "adapter_folder": adapter_folder,
+        "adapter_folder": _adapter_folder(adapter_folder, admin_api_key),
         "max_queue": max_queue,
         "queue_timeout": queue_timeout,
         "request_timeout": request_timeout,
@@ -203,6 +204,14 @@ def _adapters(given: list[str] | None, model: str | None) -> dict[str, str]:
             raise typer.BadParameter(f"--lora-modules {each}: give NAME=FOLDER, each name once")
         named[name] = folder
     return named
+
+
+def _adapter_folder(given: str | None, admin_keys: list[str] | None) -> str | None:
+    if given is not None and not Path(given).is_dir():
+        raise typer.BadParameter(f"--adapter-folder {given}: there is no such folder")
+    if given is not None and not admin_keys:
+        raise typer.BadParameter(f"--adapter-folder {given}: without --admin-api-key nobody may load from it")
+    return given
 
 
 def _settings(host: str, allowed_hosts: list[str] | None, chosen: dict[str, Any]) -> ServerSettings:

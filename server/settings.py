@@ -58,7 +58,7 @@ class ServerSettings(_Frozen):
     api_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
     """Secrets by the name of who holds them, which is also the tenant. Without any, everybody may ask."""
     admin_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
-    """Keys that may also change limits while the server runs."""
+    """Keys that may also change limits and load adapters while the server runs."""
     metrics_key: Secret | None = Field(default=None, repr=False)
     """Opens /metrics and nothing else; admin keys open it too."""
     vllm_metric_names: bool = False
@@ -113,7 +113,7 @@ class ServerSettings(_Frozen):
     """Seconds that running requests have to end once the server is told to stop."""
     max_events_per_second: Annotated[int, Field(ge=100)] = 8000
     """Events of all streams together; beyond it each event carries more tokens. First tokens are never delayed."""
-    adapters: dict[Name, str] = Field(default_factory=dict)
+    adapters: dict[str, str] = Field(default_factory=dict)
     """Folders of adapters, by name, that are loaded before anybody is served."""
     adapter_folder: str | None = None
     """The folder below which admin keys may load adapters while the server runs; None: they may not."""
