@@ -1,8 +1,8 @@
 // Decode attention that deals out the pages of all rows in equal parts among multiprocessors (sm_90).
 //
-// Owns one launch and its division of the work; never writes keys or values. Compiled once for each shape of heads:
-// HEAD_DIM, KV_HEADS, GROUP (query heads of a kv head), PAGE (tokens), ELEMENT_F16 (queries and outputs; 0: bf16, 1: fp16)
-// and KV_FP8 (keys and values; 0: as queries, 1: e4m3, multiplied as fp16).
+// Owns two launches, the division of a step's pages and each layer's attention; never writes keys or values. Compiled once
+// for each shape of heads: HEAD_DIM, KV_HEADS, GROUP (query heads of a kv head), PAGE (tokens), ELEMENT_F16 (queries and
+// outputs; 0: bf16, 1: fp16) and KV_FP8 (keys and values; 0: as queries, 1: e4m3, multiplied as fp16).
 //
 // A page's keys, and likewise its values, of all heads are one contiguous piece of memory. One warp streams these pieces
 // into a ring in shared memory with bulk copies; every other warp takes one kv head of each piece. Rows that no single
@@ -47,6 +47,7 @@ constexpr float kLowest = -1e30f;  // below any score; unlike infinity it can be
 
 static_assert(HEAD_DIM == 128 || (HEAD_DIM == 64 && !KV_FP8));
 static_assert(PAGE % kTile == 0 && KV_HEADS <= 8 && GROUP <= 16 && kSlots >= 3);
+static_assert(kSlots * kPieceBytes <= 224 * 1024, "few heads and large pages: a ring for which there is no room");
 
 // One block's pages [first, last), counted over the pages of all rows; the row of the first, and where that row begins.
 struct Share {
@@ -534,6 +535,16 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Arguments with) {
   }
 }
 
+// The last row that begins at or before a page.
+__device__ int row_of(const int* starts, int rows, int page) {
+  int low = 0, high = rows - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (starts[middle] <= page) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
 // Counts the pages of every row and divides them; one block.
 __global__ void __launch_bounds__(kPlanThreads) deal(const int* lengths, int rows, int window, int blocks, Plan* plan) {
   __shared__ int sums[kPlanThreads];
@@ -562,12 +573,8 @@ __global__ void __launch_bounds__(kPlanThreads) deal(const int* lengths, int row
   for (int block = thread; block < blocks; block += kPlanThreads) {
     Share share{0, 0, 0, 0};
     if (block < division.used) {
-      share = Share{division.begin(block), division.begin(block + 1), 0, rows - 1};
-      while (share.row < share.row_first) {  // between these two: the last row that begins at or before the share
-        const int middle = (share.row + share.row_first + 1) / 2;
-        if (starts[middle] <= share.first) share.row = middle; else share.row_first = middle - 1;
-      }
-      share.row_first = starts[share.row];
+      const int first = division.begin(block), row = row_of(starts, rows, first);
+      share = Share{first, division.begin(block + 1), row, starts[row]};
     }
     plan->shares()[block] = share;
   }
@@ -594,7 +601,10 @@ void run_even_decode(TensorView q, TensorView kv, TensorView out, TensorView pag
                      double scale, double out_scale, bool pdl) {
   const int64_t rows = q.size(0), parts = most_parts(blocks, rows);
   require(kv.size(2) == PAGE && kv.size(3) == KV_HEADS && kv.size(4) == HEAD_DIM, "pages of another shape");
+  require(lies(kv, 1, PAGE * KV_HEADS * HEAD_DIM) && lies(kv, 2, KV_HEADS * HEAD_DIM), "pages with gaps");
   require(q.size(1) == kHeads && q.size(2) == HEAD_DIM, "queries of another shape");
+  require(lies(q, 0, kHeads * HEAD_DIM) && out.numel() == q.numel(), "queries or outputs with gaps");
+  require(lengths.size(0) == rows && pages.size(0) == rows && lies(pages, 0, pages.size(1)), "another number of rows");
   require(plan.size(0) >= Plan::words(blocks, rows), "the plan is too small");
   require(partial.numel() >= parts * kHeads * HEAD_DIM, "the partial sums are too small");
   require(stats.numel() >= 2 * parts * kHeads, "the statistics are too small");

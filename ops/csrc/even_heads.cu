@@ -223,7 +223,7 @@ void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool
   with.eps = static_cast<float>(eps);
   require(with.rows <= kRows, "too many rows");
   require(with.size_in % kLine == 0 && weight.size(1) == with.size_in, "a weight of another shape");
-  require(kv.size(4) == kHead && kv.stride(3) == kHead && q.stride(0) == q.size(1), "heads of another shape");
+  require(kv.size(4) == kHead && lies(kv, 3, kHead) && lies(q, 0, q.size(1)), "heads of another shape");
   require(weight.size(0) == kHead * (with.queries + 2 * with.keys), "another number of heads");
   require(positions.size(0) >= with.rows && slots_of.size(0) >= with.rows, "too few positions");
   require(!scaled || squares_in.numel() == with.size_in / 64 * with.rows, "squares of another shape");

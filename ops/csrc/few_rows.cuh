@@ -1,10 +1,12 @@
 // What products of up to ROWS rows share: a ring in shared memory, the sums of what it holds, and how clusters add them up.
 //
-// Owns no launch, and never knows what becomes of a product. Compiled for each padded number of rows: ROWS is 16, 32 or 64.
+// Owns no launch, and never knows what becomes of a product. Compiled for each padded number of rows: ROWS is 16, 32 or
+// 64.
 //
 // The blocks of a cluster share the inner dimension of one tile of features after another. In each block one warp streams
-// weights and inputs into a ring and one warpgroup multiplies; then every block sends its sums to the others, each of which
-// finishes its share of the rows. Weights depend on no kernel before this one: the ring fills with them while that one runs.
+// weights and inputs into a ring and one warpgroup multiplies; then every block sends its sums to the others, each of
+// which finishes its share of the rows. Weights depend on no kernel before this one: the ring fills with them while that
+// one runs.
 //
 // A norm between two products costs no kernel: the first adds the residual, multiplies by the norm's weight and leaves sums
 // of squares; the second multiplies its outputs by each row's factor, which two more warps find meanwhile.
@@ -27,8 +29,8 @@ constexpr int kThreads = kMultipliers + 32 + kScalers;
 constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
 constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 
-// How a product is divided: a tile is `kBlocks` times 64 lines of weights; a chunk of it, which a slot of the ring holds, is
-// `kLines` times 64 inputs.
+// How a product is divided: a tile is `kBlocks` times 64 lines of weights; a chunk of it, which a slot of the ring holds,
+// is `kLines` times 64 inputs.
 template <int kSplitsOf, int kBlocksOf, int kLinesOf, int kRingBytes>
 struct Shape {
   static constexpr int kSplits = kSplitsOf;  // blocks of a cluster

@@ -1,6 +1,7 @@
 // What kernels for Hopper share: barriers in shared memory, dependent launches, and errors that Python sees.
 //
-// Never knows what a kernel computes. Whoever includes it defines ELEMENT_F16 (0: bf16, 1: fp16) and SOURCE, its name in errors.
+// Never knows what a kernel computes. Whoever includes it defines ELEMENT_F16 (0: bf16, 1: fp16) and SOURCE, its name in
+// errors.
 
 #pragma once
 
@@ -26,7 +27,9 @@ using Element = __half;
 using Element = __nv_bfloat16;
 #endif
 
-inline __device__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+inline __device__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
 inline __device__ void barrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
@@ -60,6 +63,11 @@ constexpr int kMostDevices = 64;  // of a process
 
 inline void require(bool holds, const char* what) {
   if (!holds) TVM_FFI_THROW(ValueError) << SOURCE ": " << what;
+}
+
+// Whether the elements of a dimension lie `stride` apart; where there is one, its stride means nothing.
+inline bool lies(const TensorView& tensor, int dimension, int64_t stride) {
+  return tensor.size(dimension) < 2 || tensor.stride(dimension) == stride;
 }
 
 inline void check(cudaError_t status) {

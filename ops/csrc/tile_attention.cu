@@ -10,8 +10,6 @@
 // before become weights. The warpgroups take turns at multiplying.
 //
 // Keys and values that lie behind a row's last token are whatever its pages hold: finite numbers, that weigh nothing.
-//
-// Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in sums of wgmma.
 
 #define SOURCE "tile_attention"
 #include "wgmma.cuh"
@@ -47,7 +45,8 @@ struct Arguments {
 // --- synchronisation
 
 // As `fetch`, to the same place in all blocks of the cluster, and to their barriers.
-__device__ void fetch_for_all(void* target, const CUtensorMap* map, int token, int half, int head, int part, uint64_t* barrier) {
+__device__ void fetch_for_all(void* target, const CUtensorMap* map, int token, int half, int head, int part,
+                              uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(shared_address(target)),
@@ -59,8 +58,8 @@ __device__ void fetch_for_all(void* target, const CUtensorMap* map, int token, i
 // Lines of 64 features: `half` of `head`'s, from `token` on of part `part`.
 __device__ void fetch(void* target, const CUtensorMap* map, int token, int half, int head, int part, uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(
-          shared_address(target)),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(target)),
       "l"(map), "r"(0), "r"(token), "r"(half), "r"(head), "r"(part), "r"(shared_address(barrier))
       : "memory");
 }
@@ -198,7 +197,7 @@ __device__ void stream(const Arguments& with, Ring q, Ring k, Ring v, int lane) 
 
 // --- the warpgroups that multiply
 
-// Of rows g and g + 8 of a warp's 16.
+// Of rows lane / 4 and lane / 4 + 8 of a warp's 16.
 struct Softmax {
   float most[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
 
@@ -388,9 +387,9 @@ void run_tile_attention(TensorView q, TensorView kv, TensorView out, TensorView 
                         bool pdl) {
   constexpr uint64_t kBytes = sizeof(Element), kHalf = kLine * kBytes;
   const uint64_t tokens = q.size(0), heads = KV_HEADS * GROUP, row = q.stride(0) * kBytes, head = kHead * kBytes;
-  require(q.size(1) == static_cast<int64_t>(heads) && q.size(2) == kHead && q.stride(1) == kHead, "other heads");
+  require(q.size(1) == static_cast<int64_t>(heads) && q.size(2) == kHead && lies(q, 1, kHead), "other heads");
   require(kv.size(2) == kPage && kv.size(3) == KV_HEADS && kv.stride(0) == 2 * kv.stride(1), "other pages");
-  require(kv.size(4) == kHead && kv.stride(3) == kHead && jobs.size(1) == 4, "other pages");
+  require(kv.size(4) == kHead && lies(kv, 3, kHead) && jobs.size(1) == 4, "other pages");
   Arguments with{};
   const uint64_t token = kv.stride(2) * kBytes, part = kv.stride(1) * kBytes, parts = 2 * kv.size(0);
   with.q = map_of<5>(q, {kLine, tokens, 2, heads, 1}, {row, kHalf, head, tokens * row}, {kLine, kQueries, 1, 1, 1});

@@ -2,8 +2,6 @@
 // clusters of blocks.
 //
 // Owns no kernel and no division of work.
-//
-// Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in sums of wgmma.
 
 #pragma once
 
