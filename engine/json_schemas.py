@@ -1,13 +1,15 @@
 """JSON schemas in words that llguidance reads as they are meant; refuses what it would not keep, and compiles nothing.
 
 It takes a class of characters with all control characters for one with quotes and backslashes, so that `[^"]` would
-admit a quote, and leaves out of a fixed text what can only be written as `\\u0001`. And it reads patterns in Rust's
-syntax, where a class may hold others. Next to read: grammars.py, which compiles what comes of it.
+admit a quote; leaves out of a fixed text what can only be written as `\\u0001`; and admits 2 between 2, excluded, and
+2.5. And it reads patterns in Rust's syntax, where a class may hold others. Next to read: grammars.py, which compiles
+what comes of it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, Final
@@ -25,6 +27,8 @@ _PARTS: Final = re.compile(
 )
 _CODE: Final = re.compile(r"\\[xuU]\{?([0-9a-fA-F]+)\}?")
 _CONTROLS: Final = re.compile(r"\\p\{?(.*[=:])?[\s_-]*(?i:(is)?(c|cc|cntrl|control|other))[\s_-]*\}?")
+_BOUNDS: Final = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_NEAR: Final = 1e-9
 _OPERATORS: Final = frozenset("&-~")
 
 
@@ -57,7 +61,7 @@ def exact_schema(schema: Any) -> Any:
         return [exact_schema(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _exact_keyword(key, value) for key, value in schema.items()}
+    return _exact_range({key: _exact_keyword(key, value) for key, value in schema.items()})
 
 
 def _exact_keyword(key: str, value: Any) -> Any:
@@ -72,6 +76,24 @@ def _exact_keyword(key: str, value: Any) -> Any:
             if not _UNWRITTEN.isdisjoint(map(ord, text)):
                 raise ValueError(f"{key} holds a control character, which cannot be written here")
     return value if key in _TEXTS or key in _UNREAD else exact_schema(value)
+
+
+def _exact_range(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of numbers, where they lie within a unit whose whole end is excluded, with an end that is included."""
+    numbers = {key: schema[key] for key in _BOUNDS if type(schema.get(key)) in (int, float)}
+    bounds = {key: value for key, value in numbers.items() if abs(value) < 2**53}  # beyond there are no fractions
+    low = max((bounds[key] for key in ("minimum", "exclusiveMinimum") if key in bounds), default=-math.inf)
+    high = min((bounds[key] for key in ("maximum", "exclusiveMaximum") if key in bounds), default=math.inf)
+    if not 0 < high - low < 1:
+        return schema
+    for key, included, end, sign in (
+        ("exclusiveMinimum", "minimum", low, 1),
+        ("exclusiveMaximum", "maximum", high, -1),
+    ):
+        if bounds.get(key) == end == math.floor(end):
+            nearest = min((high - low) / 2, _NEAR * max(1.0, abs(end)))
+            schema = {name: value for name, value in schema.items() if name != key} | {included: end + sign * nearest}
+    return schema
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -330,6 +330,10 @@ def test_a_row_that_needs_too_many_states_fails_alone_and_its_format_lives_on(mo
         ({"additionalProperties": {"type": "string"}}, '{"a": 1, "b\\nc": 2}', True),
         ({"additionalProperties": {"type": "string"}}, '{"a": 1, "d\\n\\"\\\\": "x"}', True),
         ({"additionalProperties": {"type": "number", "minimum": -9, "maximum": 9e9}}, '{"a": 1, "d": 1e999}', False),
+        ({"additionalProperties": {"exclusiveMinimum": 2, "maximum": 2.5}}, '{"a": 1, "d": 2}', False),
+        ({"additionalProperties": {"exclusiveMinimum": 2, "maximum": 2.5}}, '{"a": 1, "d": 2.0000001}', True),
+        ({"additionalProperties": {"minimum": -0.5, "exclusiveMaximum": 0}}, '{"a": 1, "d": -0}', False),
+        ({"additionalProperties": {"minimum": -0.5, "exclusiveMaximum": 0.0}}, '{"a": 1, "d": -0.5}', True),
     ],
 )
 def test_what_json_is_admitted(schema: dict[str, Any], text: str, admitted: bool) -> None:
