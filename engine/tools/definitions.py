@@ -160,9 +160,9 @@ def check_tools(tools: Iterable[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
     for value in tools:
         tool = Tool.parse(value)
         if tool.name in checked:
-            raise InvalidParams("two tools of one name", field="tools", value=tool.name, limit=None)
+            raise InvalidParams(f"two tools are named {tool.name!r}", field="tools", value=tool.name, limit=None)
         if len(checked) == MAX_TOOLS:
-            raise InvalidParams("too many tools", field="tools", value=len(checked) + 1, limit=MAX_TOOLS)
+            raise InvalidParams(f"at most {MAX_TOOLS} tools", field="tools", value=len(checked) + 1, limit=MAX_TOOLS)
         checked[tool.name] = tool
     return tuple(checked.values())
 

@@ -111,8 +111,6 @@ class ChatMessage(BaseModel):
             message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
         return message
 
 

@@ -132,9 +132,10 @@ class RequestFields(BaseModel):
                 raise PydanticCustomError("too_long", "at most {most} tokens", {"most": _MAX_BIASES})
             for key, bias in value.items():
                 if not _TOKEN.fullmatch(key):
-                    raise PydanticCustomError("key", "keys must be token ids in digits, got {key}", {"key": key[:40]})
+                    raise PydanticCustomError("key", "keys must be token ids in digits, not {key}", {"key": key[:40]})
                 if type(bias) not in (int, float) or not -100 <= bias <= 100:
-                    raise PydanticCustomError("bias", "the bias of {key} must be from -100 to 100", {"key": key})
+                    message = "the bias of {key} must be from -100 to 100, not {bias}"
+                    raise PydanticCustomError("bias", message, {"key": key, "bias": str(bias)[:40]})
         return value
 
     @property
