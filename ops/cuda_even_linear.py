@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headrace.ops.cuda_source import MOST_ROWS, build_for_rows, compiled_for, has_wgmma
+from headrace.ops.cuda_source import MOST_ROWS, build_for_rows, compiled_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,11 +53,6 @@ class EvenLinear:
             OSError: There is nothing to compile them with.
         """
         build_for_rows("even_linear", dtype)
-
-    @staticmethod
-    def supports(dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the kernels can be compiled."""
-        return has_wgmma(dtype, device)
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:

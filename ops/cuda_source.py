@@ -45,8 +45,8 @@ def compiled(name: str, dtype: torch.dtype, **sizes: int) -> Any:
 
 
 def compiled_for(rows: int, name: str, dtype: torch.dtype) -> Any:
-    """Those of a source that includes few_rows.cuh, for 1 to `MOST_ROWS` rows."""
-    return compiled(name, dtype, ROWS=next(most for most in _ROWS if rows <= most))
+    """Those of a source that includes few_rows.cuh, for up to `MOST_ROWS` rows: they refuse more."""
+    return compiled(name, dtype, ROWS=next((most for most in _ROWS if rows <= most), MOST_ROWS))
 
 
 def build_for_rows(name: str, dtype: torch.dtype) -> None:

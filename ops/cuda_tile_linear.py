@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.ops.cuda_source import compiled, has_wgmma
+from headrace.ops.cuda_source import compiled
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +33,6 @@ class TileLinear:
             OSError: There is nothing to compile it with.
         """
         compiled("tile_linear", dtype)
-
-    @staticmethod
-    def supports(dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the kernel can be compiled."""
-        return has_wgmma(dtype, device)
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:

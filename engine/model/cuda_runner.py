@@ -47,6 +47,7 @@ from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_even_heads import EvenHeads
 from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_linear import LinearScratch
+from headrace.ops.cuda_source import has_wgmma
 from headrace.ops.cuda_tile_linear import TileLinear
 from headrace.ops.paged import KvScales
 
@@ -79,7 +80,8 @@ def cuda_ops(
     angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
     scratch, has_heads = LinearScratch(device), EvenHeads.supports(dtype, spec.head_dim, device)
-    built = _built(dtype, device, EvenLinear, TileLinear, *([EvenHeads] if has_heads else []))
+    kinds = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
+    built = has_wgmma(dtype, device) and _built(dtype, *kinds)
     return {
         window: CudaOps(
             HeadShape(
@@ -103,10 +105,8 @@ def cuda_ops(
     }
 
 
-def _built(dtype: torch.dtype, device: torch.device, *kinds: type[EvenHeads | EvenLinear | TileLinear]) -> bool:
+def _built(dtype: torch.dtype, *kinds: type[EvenHeads | EvenLinear | TileLinear]) -> bool:
     """Whether the products of our own can be compiled: wheels of compiled kernels lack them."""
-    if not EvenLinear.supports(dtype, device) or not TileLinear.supports(dtype, device):
-        return False
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda products: products.build(dtype), kinds))
