@@ -122,6 +122,21 @@ class LLM:
             raise answer
         return answer
 
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load what `generate(..., adapter=name)` wears, and wait for it; as `Engine.adapters.load`.
+
+        Raises:
+            AdapterRejected: The name, the files or the size do not fit; nothing changes.
+            InvalidParams: The engine was opened for no adapters.
+            RuntimeError: A `stop_when` calls it, which would wait for itself.
+            EngineStopped: It is closed, or was closed meanwhile.
+        """
+
+        async def load(engine: Engine) -> None:
+            await engine.adapters.load(name, path)
+
+        self._host.wait_for(_Call([]), load)
+
     def close(self) -> None:
         """Cancel what runs, return all memory and join all threads; may be called more than once.
 
@@ -186,7 +201,7 @@ class _Pulled(AsyncIterator[Any]):
 
 
 class _Call:
-    """One `generate`, made in the caller's thread and answered on the event loop."""
+    """One `generate`, or a load, made in the caller's thread and answered on the event loop."""
 
     def __init__(self, prompts: Any) -> None:
         # the caller waits here: True wants a prompt taken, False is the end

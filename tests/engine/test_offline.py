@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_folders import lora_folder
 from scripted import CAPACITY, Gate, capacity, expected_ids, greedy
+from tiny_models import whole_folder
 
 from headrace.engine import (
     LLM,
+    AdapterRejected,
     Completion,
     EngineCrashed,
     EngineStopped,
@@ -27,6 +30,7 @@ from headrace.engine import (
     InvalidParams,
     ModelRejected,
     SamplingParams,
+    UnknownAdapter,
 )
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner
 
@@ -99,6 +103,21 @@ def test_one_prompt_one_answer_and_many_prompts_a_list() -> None:
         nothing: list[str] = []
         assert llm.generate(nothing) == []
         assert len(llm.generate("text", greedy(2, n=3)).choices) == 3
+
+
+def test_it_loads_what_its_prompts_wear(tmp_path: Path) -> None:
+    before = ours()
+    adapter = lora_folder(tmp_path / "a", 1)
+    with LLM(whole_folder(tmp_path / "model"), kv_memory="4MiB", dtype="float32", adapter_slots=1) as llm:
+        with pytest.raises(UnknownAdapter):
+            llm.generate([3, 14, 15], greedy(8), adapter="a")
+        with pytest.raises(AdapterRejected):
+            llm.load_adapter("a", tmp_path / "nowhere")
+        llm.load_adapter("a", adapter)
+        assert ids_of(llm.generate([3, 14, 15], greedy(8), adapter="a")) != ids_of(llm.generate([3, 14, 15], greedy(8)))
+    with pytest.raises(EngineStopped):
+        llm.load_adapter("a", adapter)
+    assert ours() == before
 
 
 def test_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
