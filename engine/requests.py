@@ -26,6 +26,7 @@ __all__ = ["make_generation", "make_pooling_request", "make_requests"]
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
 _UNLIMITED = 2**62
+_COLDEST, _HOTTEST = 1e-6, 1e30  # temperatures that float32 can divide by: the likeliest token alone, and all alike
 _NO_ADAPTERS: Mapping[str, AdapterVersion] = {}
 _MAX_PROMPT_REPORTS = 2**16
 """Log-probabilities of one prompt: more of them would hold up the event loop when they are read."""
@@ -151,7 +152,7 @@ def _reporting(params: SamplingParams, choice: int, prompt_len: int) -> Reportin
 
 def _sampling(params: SamplingParams, seed: int) -> Sampling:
     return Sampling(
-        temperature=params.temperature,
+        temperature=min(max(params.temperature, _COLDEST), _HOTTEST) if params.temperature else 0.0,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,

@@ -102,7 +102,7 @@ EACH: dict[str, list[Any]] = {
     "forbidden_token_ids": [[30, 31, 32], list(range(0, 512, 2))],
     "bad_words": [["a", "bc", "de f"], [chr(97 + at) * 2 for at in range(20)]],
     "min_tokens": [1, 9],
-    "temperature": [0.4, 1.7],
+    "temperature": [0.4, 1.7, 5e-324, 1e300],
     "top_k": [1, 5, 100],
     "top_p": [0.2, 0.9],
     "min_p": [0.05, 0.5],
