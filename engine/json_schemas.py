@@ -61,7 +61,16 @@ def exact_schema(schema: Any) -> Any:
         return [exact_schema(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
+    _check_counted(schema)
     return _exact_range({key: _exact_keyword(key, value) for key, value in schema.items()})
+
+
+def _check_counted(schema: dict[str, Any]) -> None:
+    """Refuse to count names that may be written twice, which whoever reads the object takes for one."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    is_free = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
+    if is_free and isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
+        raise ValueError(f"minProperties: {least} of names that are not required, which may be the same one")
 
 
 def _exact_keyword(key: str, value: Any) -> Any:

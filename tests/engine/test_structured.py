@@ -424,6 +424,7 @@ HOSTILE: dict[str, Callable[[], ResponseFormat]] = {
     "unknown type": lambda: ResponseFormat.json_schema({"type": "strin"}),
     "unsatisfiable": lambda: ResponseFormat.json_schema({"type": "integer", "minimum": 5, "maximum": 3}),
     "not supported": lambda: ResponseFormat.json_schema({"not": {"type": "string"}}),
+    "counted": lambda: ResponseFormat.json_schema({"items": {"minProperties": 2, "required": ["a"]}}),
     "told to be lenient": lambda: ResponseFormat.json_schema(
         {"enum": [1], "not": {"const": 1}, "x-guidance": {"lenient": True}}
     ),
