@@ -113,7 +113,8 @@ class EngineConfig(BaseModel):
     adapter_slots: Annotated[int, Field(ge=0, le=1024)] = 0
     """Adapters on the device at a time; 0 takes none. docs/adapters.md says more of this and the next six."""
     adapter_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
-    """Bytes of the device for them; None is room for as many of rank 16 on every module as there are slots."""
+    """Bytes of the device for them; None is room for as many of rank 16 on every module as there are slots, and for
+    one of `max_adapter_rank`."""
     adapter_host_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] = 2 << 30
     """Bytes of host memory for adapters that are loaded; those used least recently are read from disk again.
 

@@ -32,12 +32,17 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
 
 
 def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, granule_bytes: int) -> int:
-    """The device's memory for adapters, in granules."""
+    """The device's memory for adapters, in granules: unless it was chosen, any rank that is allowed finds room."""
     if config.adapter_memory is not None:
         return config.adapter_memory // granule_bytes
-    ranks = {(layer, module): _RANK for layer in range(spec.num_layers) for module in MODULES}
-    each = BlockLayout.of(adapter_shape(spec), ranks).elements * dtype.itemsize
-    return config.adapter_slots * -(-each // granule_bytes)
+    modules = [(layer, module) for layer in range(spec.num_layers) for module in MODULES]
+
+    def granules(rank: int, modules: list[tuple[int, str]]) -> int:
+        layout = BlockLayout.of(adapter_shape(spec), dict.fromkeys(modules, rank))
+        return -(-layout.elements * dtype.itemsize // granule_bytes)
+
+    largest = granules(config.max_adapter_rank, [*modules, (-1, "embed"), (-1, "head")])
+    return max(config.adapter_slots * granules(_RANK, modules), largest)
 
 
 def adapter_device(

@@ -299,6 +299,14 @@ async def test_a_rejected_adapter_changes_nothing(
             await tokens_of(engine, "a")
 
 
+async def test_the_largest_rank_that_is_allowed_finds_room(
+    model: Path, reference: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    async with Engine(model, **OPTIONS | {"adapter_slots": 1, "max_adapter_rank": 64}) as engine:
+        await engine.adapters.load("a", lora_folder(tmp_path / "a", 1, 64, SIZES))
+        assert await tokens_of(engine, "a") == reference(1, 64, SIZES)
+
+
 async def test_pinned_adapters_stay_as_long_as_others_find_room(model: Path, tmp_path: Path) -> None:
     async with Engine(model, **OPTIONS | {"adapter_slots": 2}) as engine:
         for seed in range(4):
