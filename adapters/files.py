@@ -84,7 +84,10 @@ def read_adapter(
                 return replace(_loaded(stored, stamp.digest, unpacked=take is None), stamp=stamp)
         found = _identities(opened)
         loaded, recipe = _read_unknown(opened, shape, dtype, max_rank, take)
-        if found == _identities(opened) and _is_settled(found):
+        now = _identities(opened)
+        if [each[:-1] for each in found] != [each[:-1] for each in now]:  # a name alone may come or go
+            raise ModelRejected("the files changed while they were read", field="path", limit="files that stay")
+        if found == now and _is_settled(found):
             loaded = replace(loaded, stamp=Stamp(found, loaded.digest, recipe))
     return loaded
 

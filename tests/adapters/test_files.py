@@ -337,6 +337,22 @@ def test_what_changes_while_it_is_read_again_is_checked_again(tmp_path: Path, mo
     assert stamp is not None and read(folder, stamp=stamp).digest != stamp.digest == first.digest
 
 
+def test_what_is_written_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number may be finite, and some of them of the old weights, others of the new ones."""
+    folder = lora_folder(tmp_path / "a", 1)
+    file = folder / "adapter_model.safetensors"
+    data, fill = file.read_bytes(), files._fill
+    os.utime(file, (1, 1))  # times may be too coarse to tell two writes in a row
+
+    def meddled(*given: Any) -> None:
+        fill(*given)
+        file.write_bytes(data)
+
+    monkeypatch.setattr(files, "_fill", meddled)
+    with pytest.raises(AdapterRejected, match="changed while"):
+        read(folder)
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_updates_are_scaled_and_rounded_once(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
