@@ -264,13 +264,24 @@ def _log_level(value: str) -> str:
 def _check_address(host: str, port: int) -> None:
     """Refuse an address that cannot be listened to now, rather than after the model has been opened."""
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, protocol) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind(address)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        errors = [_binding_error(family, kind, protocol, address) for family, kind, protocol, _, address in found]
+        for error in errors:
+            # A name may have addresses that this machine has not, but not those alone.
+            if error is not None and (error.errno != errno.EADDRNOTAVAIL or all(errors)):
+                raise error
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:  # one of a name's addresses that this machine has not
-            raise typer.BadParameter(f"--host {host} --port {port}: {error.strerror or error}") from None
+        raise typer.BadParameter(f"--host {host} --port {port}: {error.strerror or error}") from None
+
+
+def _binding_error(family: int, kind: int, protocol: int, address: Any) -> OSError | None:
+    with socket.socket(family, kind, protocol) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(address)
+        except OSError as error:
+            return error
+    return None
 
 
 def _check_parser(value: str | None) -> None:

@@ -319,7 +319,7 @@ def test_lists_of_commands_are_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert commands and "..." not in commands
 
 
-def test_an_address_that_is_taken_is_refused_before_anything_is_opened(
+def test_an_address_that_is_taken_or_missing_is_refused_before_anything_is_opened(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -327,3 +327,8 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_opened(
         assert run(monkeypatch, "serve", "/nowhere", "--port", str(port)) == 2
         assert f"--host 127.0.0.1 --port {port}: Address already in use" in capsys.readouterr().err
     assert run(monkeypatch, "serve", "/nowhere", "--port", str(port)) == 1
+    capsys.readouterr()
+    # 192.0.2.1 is kept for documentation (RFC 5737): no machine has it.
+    address = ["--host", "192.0.2.1", "--port", str(port)]
+    assert run(monkeypatch, "serve", "/nowhere", "--api-key", "a=long-enough", *address) == 2
+    assert f"--host 192.0.2.1 --port {port}: Cannot assign requested address" in capsys.readouterr().err
