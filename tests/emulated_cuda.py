@@ -563,6 +563,8 @@ class EvenModule:
         stats: Tensor, counters: Tensor, window: int, blocks: int, scale: float, out_scale: float, pdl: bool,
     ) -> None:  # fmt: skip
         def work() -> None:
+            if not len(lengths) == len(pages) == len(q) or not (q.is_contiguous() and pages.is_contiguous()):
+                raise Misuse("rows that the kernel cannot attend for")
             if not torch.equal(plan[: len(lengths)], self._starts(lengths, window, self._size).int()):
                 raise Misuse("a step under the division of another")
             for row, length in enumerate(lengths.tolist()):
@@ -586,8 +588,10 @@ class EvenLinearModule:
         pdl: bool,
     ) -> None:  # fmt: skip
         def work() -> None:
-            if len(x) > self._rows or weight.shape[0] % 64 or x.shape[1] % 64 or out.data_ptr() == x.data_ptr():
+            if len(x) > self._rows or len(weight) % (8, 16, 64)[kind] or x.shape[1] % 64:
                 raise Misuse("a product that the kernel cannot compute")
+            if out.data_ptr() == x.data_ptr() or (kind == 2 and not residual.is_contiguous()):
+                raise Misuse("a product that goes where the kernel cannot write it")
             y = x.float() @ weight.float().T
             if scaled:
                 y = y * torch.rsqrt(squares_in.sum(0) / x.shape[1] + eps)[:, None]
@@ -617,7 +621,12 @@ class EvenHeadsModule:
     ) -> None:  # fmt: skip
         def work() -> None:
             heads, kv_heads = q.shape[1] // 128, kv.shape[3]
-            if len(x) > self._rows or x.shape[1] % 64 or len(weight) != 128 * (heads + 2 * kv_heads):
+            if (
+                len(x) > self._rows
+                or x.shape[1] % 64
+                or len(weight) != 128 * (heads + 2 * kv_heads)
+                or kv.stride(3) != 128
+            ):
                 raise Misuse("a product that the kernel cannot compute")
             factors = torch.rsqrt(squares_in.sum(0) / x.shape[1] + eps)[:, None] if scaled else 1.0
             norm_rope(SimpleNamespace(

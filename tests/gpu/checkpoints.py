@@ -64,7 +64,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"tie_word_embeddings": True, "hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
-    "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 128}),
+    "mistral": (
+        "Mistral",
+        {
+            "sliding_window": WINDOW,
+            "head_dim": 128,
+            "intermediate_size": 392,  # whose gates and ups fill no tile of a product
+        },
+    ),
     "qwen2": ("Qwen2", {"num_key_value_heads": 4, "vocab_size": 500}),
     "qwen2.5": (
         "Qwen2",

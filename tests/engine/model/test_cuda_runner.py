@@ -105,9 +105,7 @@ def expected(asked: Sequence[tuple[Sequence[int], Sampling]], count: int) -> lis
 # -- right tokens ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"), [("qwen2 windowed", "fa2"), ("qwen3", "xqa"), ("qwen2 windowed", "even")]
-)
+@pytest.mark.parametrize(("name", "attention"), [("mistral", "fa2"), ("qwen3", "xqa"), ("qwen2 windowed", "even")])
 def test_greedy_tokens_are_transformers_best(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, name: str, attention: str
 ) -> None:
