@@ -106,6 +106,12 @@ class CpuAdapterOps:
                 add_update(y_NO, x_NI, tokens, update)
         return y_NO
 
+    def add_product(
+        self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """(the product with the site's updates, the residual): what the next norm takes."""
+        return self.product(x_NI, packed, layer, site), residual_NE
+
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:

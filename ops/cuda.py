@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda_fused import DecodeInputs
+    from headrace.ops.cuda_lora import WornSite
 
 __all__ = ["CudaOps", "CudaProduct", "DecodeStep", "GivenRows", "PrefillStep"]
 
@@ -55,7 +56,8 @@ class Postponed(NamedTuple):
     even: EvenLinear
     x_NE: Tensor
     packed: CudaProduct
-    squares: Squares
+    squares: Squares | None
+    worn: WornSite | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +127,11 @@ class CudaOps:
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
         self.pdl = torch.cuda.get_device_capability(cos_sin_PD.device) >= (9, 0)
         """Whether kernels may be launched dependently: a feature of Hopper and newer."""
+
+    @property
+    def even(self) -> EvenLinear | None:
+        """Products of few rows, if those and `even_heads` can run."""
+        return None if self._even_heads is None else self._even
 
     # --- pages
 
@@ -244,9 +251,10 @@ class CudaOps:
             if isinstance(step, DecodeStep) and (heads := self._heads_for(qkv_NX, step)) is not None:
                 at, slots_B = step.inputs.positions_B, step.inputs.slots_B
                 to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
-                q_NX = heads.run(qkv_NX.x_NE, qkv_NX.packed.weight_OI, qkv_NX.squares, to)
+                q_NX = heads.run(qkv_NX.x_NE, qkv_NX.packed.weight_OI, qkv_NX.squares, to, qkv_NX.worn)
                 return self._decode(q_NX, step, kv_layer, scales)
-            qkv_NX = self._even_product(*qkv_NX)
+            assert qkv_NX.worn is None, "nothing else adds updates to what is postponed"
+            qkv_NX = self._even_product(*qkv_NX[:4])
         rows, width = qkv_NX.shape[0], shape.heads * shape.head_dim
         out_NX = torch.empty(rows, width, dtype=qkv_NX.dtype, device=qkv_NX.device)
         if isinstance(step, PrefillStep):
@@ -300,7 +308,7 @@ class CudaOps:
         return out_NX
 
     @staticmethod
-    def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
+    def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares | None) -> Tensor:
         """The product of a norm that lacks its factors."""
         out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
         even.product(x_NI, packed.weight_OI, out_NO, squares)

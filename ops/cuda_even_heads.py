@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda_even_linear import Squares
+    from headrace.ops.cuda_lora import WornSite
 
 __all__ = ["EvenHeads", "HeadTargets"]
 
@@ -50,14 +51,14 @@ class EvenHeads:
         self._eps, self._pdl = eps, pdl
 
     @staticmethod
-    def build(dtype: torch.dtype) -> None:
-        """Compile the kernels; takes half a minute and a compiler the first time.
+    def build(dtype: torch.dtype, *, worn: bool = False) -> None:
+        """Compile the kernels, or those with updates; takes half a minute and a compiler the first time.
 
         Raises:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        build_for_rows("even_heads", dtype)
+        build_for_rows("even_heads", dtype, worn=worn)
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
@@ -69,7 +70,9 @@ class EvenHeads:
         """Whether this is the way to compute a product of such sizes."""
         return 1 < rows <= MOST_ROWS and size_in % _LINE == 0
 
-    def run(self, x_NI: Tensor, weight_OI: Tensor, squares: Squares | None, to: HeadTargets) -> Tensor:
+    def run(
+        self, x_NI: Tensor, weight_OI: Tensor, squares: Squares | None, to: HeadTargets, worn: WornSite | None = None
+    ) -> Tensor:
         """The queries of `x W^T`, normed and rotated: [N, H * D]; keys and values are stored.
 
         Args:
@@ -77,13 +80,14 @@ class EvenHeads:
             weight_OI: Same dtype, contiguous: H query heads, K key heads, K value heads.
             squares: Of the norm whose factors are still missing from `x_NI`.
             to: Where they go.
+            worn: Added to the product: the updates of queries, keys and values.
         """
         normed, heads = to.q_norm_D is not None, len(weight_OI) // _HEAD
         q_NX = x_NI.new_empty(len(x_NI), (heads - 2 * to.kv_layer.shape[3]) * _HEAD)
-        compiled_for(len(x_NI), "even_heads", x_NI.dtype).run(
+        compiled_for(len(x_NI), "even_heads", x_NI.dtype, worn=worn is not None).run(
             x_NI, weight_OI, q_NX if squares is None else squares.parts_EN, squares is not None, q_NX, to.kv_layer,
             to.q_norm_D if normed else q_NX, to.k_norm_D if normed else q_NX, normed,
             to.cos_sin_PD, to.positions_N, to.slots_N, to.scales.k, to.scales.v,
-            self._eps, self._pdl,
+            self._eps, self._pdl, *(worn or (x_NI, x_NI, x_NI)),
         )  # fmt: skip
         return q_NX

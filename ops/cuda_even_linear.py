@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda_linear import LinearScratch
+    from headrace.ops.cuda_lora import WornSite
 
 __all__ = ["EvenLinear", "Squares"]
 
@@ -45,14 +46,14 @@ class EvenLinear:
         self._scratch, self._eps, self._pdl = scratch, eps, pdl
 
     @staticmethod
-    def build(dtype: torch.dtype) -> None:
-        """Compile the kernels; takes half a minute and a compiler the first time.
+    def build(dtype: torch.dtype, *, worn: bool = False) -> None:
+        """Compile the kernels, or those with updates; takes half a minute and a compiler the first time.
 
         Raises:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        build_for_rows("even_linear", dtype)
+        build_for_rows("even_linear", dtype, worn=worn)
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:
@@ -61,7 +62,14 @@ class EvenLinear:
             return False
         return size_out * size_in <= _MOST_WEIGHTS
 
-    def product(self, x_NI: Tensor, weight_OI: Tensor, out_NO: Tensor, squares: Squares | None = None) -> None:
+    def product(
+        self,
+        x_NI: Tensor,
+        weight_OI: Tensor,
+        out_NO: Tensor,
+        squares: Squares | None = None,
+        worn: WornSite | None = None,
+    ) -> None:
         """`out = x W^T`, accumulated in float32.
 
         Args:
@@ -69,20 +77,36 @@ class EvenLinear:
             weight_OI: Same dtype, contiguous.
             out_NO: Same dtype, last dimension contiguous; must not overlap `x_NI`.
             squares: Of the norm whose factors are still missing from `x_NI`.
+            worn: Added to the product: the update of one module, of gate and up, in `silu_mul`.
         """
-        self._run(_PLAIN, x_NI, weight_OI, out_NO, squares)
+        self._run(_PLAIN, x_NI, weight_OI, out_NO, squares, worn=worn)
 
-    def silu_mul(self, x_NI: Tensor, weight_2FI: Tensor, out_NF: Tensor, squares: Squares | None = None) -> None:
+    def silu_mul(
+        self,
+        x_NI: Tensor,
+        weight_2FI: Tensor,
+        out_NF: Tensor,
+        squares: Squares | None = None,
+        worn: WornSite | None = None,
+    ) -> None:
         """`out = silu(x G^T) * (x U^T)`: as `product`, with a weight of F rows of G, then F of U."""
-        self._run(_GATED, x_NI, weight_2FI, out_NF, squares)
+        self._run(_GATED, x_NI, weight_2FI, out_NF, squares, worn=worn)
 
-    def add(self, x_NI: Tensor, weight_EI: Tensor, residual_NE: Tensor, norm_E: Tensor, out_NE: Tensor) -> Squares:
+    def add(
+        self,
+        x_NI: Tensor,
+        weight_EI: Tensor,
+        residual_NE: Tensor,
+        norm_E: Tensor,
+        out_NE: Tensor,
+        worn: WornSite | None = None,
+    ) -> Squares:
         """`residual += x W^T`, then `out = residual * norm`, which lacks the factors of its norm.
 
         Sums, squares and `out` are computed in float32 and rounded once.
         """
         parts_EN = torch.empty(len(norm_E) // _LINE, len(x_NI), dtype=torch.float32, device=x_NI.device)
-        self._run(_ADD, x_NI, weight_EI, out_NE, None, residual_NE, norm_E, parts_EN)
+        self._run(_ADD, x_NI, weight_EI, out_NE, None, residual_NE, norm_E, parts_EN, worn)
         return Squares(residual_NE, parts_EN)
 
     def _run(
@@ -95,13 +119,14 @@ class EvenLinear:
         residual: Tensor | None = None,
         norm_E: Tensor | None = None,
         parts_EN: Tensor | None = None,
+        worn: WornSite | None = None,
     ) -> None:
         tiles = len(weight) // _LINE
         splits = 4 if tiles <= 32 else 2 if tiles <= 64 and x_NI.shape[1] >= 2048 else 1
-        compiled_for(len(x_NI), "even_linear", x_NI.dtype).run(
+        compiled_for(len(x_NI), "even_linear", x_NI.dtype, worn=worn is not None).run(
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,
             out if parts_EN is None else parts_EN, out if squares is None else squares.parts_EN,
             self._scratch.planes, self._scratch.counters,
-            kind, squares is not None, self._eps, splits, self._pdl,
+            kind, squares is not None, self._eps, splits, self._pdl, *(worn or (x_NI, x_NI, x_NI)),
         )  # fmt: skip

@@ -26,8 +26,10 @@ __all__ = [
     "LoraBatch",
     "LoraSite",
     "Tiling",
+    "WornSite",
     "group_rows",
     "module_of",
+    "pick",
 ]
 
 UNIT = 8
@@ -83,6 +85,16 @@ class LoraBatch:
     rows: int
     """Tokens of an entry at most: 1, `GROUP`, `ALIKE` or `SEGMENT`."""
     max_rank: int
+
+
+class WornSite(NamedTuple):
+    """One site's modules of the one adapter that rows of a step wear; `rows` of such a batch is `ALIKE`."""
+
+    arena: Tensor
+    own_M4: Tensor
+    """int32: the lines of the table, of ranks up to cuda_source.py's `WORN_RANK`; contiguous."""
+    slots_N: Tensor
+    """int32: each row's slot or -1."""
 
 
 @triton.jit
@@ -165,3 +177,16 @@ def group_rows(slots_R: Tensor, batch_B: Tensor, batch: LoraBatch) -> None:
         ROWS=batch.rows, MANY=many, BLOCK=block, num_warps=4,
     )  # fmt: skip
     _enter_kernel[(1,)](lines, batch.entries_E4, batch.counts, rows, MANY=many, num_warps=4)
+
+
+@triton.jit
+def _pick_kernel(table, entries, own, words, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    line = tl.maximum(tl.load(entries), 0).to(tl.int64) * words
+    tl.store(own + at, tl.load(table + line + at, mask=at < words), mask=at < words)
+
+
+def pick(batch: LoraBatch, own_M4: Tensor) -> None:
+    """Copy the table's lines of the one adapter that `batch`'s rows wear, of any where they wear none, to `own_M4`."""
+    words, block = own_M4.numel(), 1024
+    _pick_kernel[(triton.cdiv(words, block),)](batch.table, batch.entries_E4, own_M4, words, BLOCK=block, num_warps=4)

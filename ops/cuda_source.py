@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from flashinfer.jit.core import gen_jit_spec
 
-__all__ = ["MOST_ROWS", "build_for_rows", "compiled", "compiled_for", "has_wgmma"]
+__all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for", "has_wgmma"]
 
 _FOLDER = Path(__file__).parent / "csrc"
 _HOPPER = 9
 _ROWS = (16, 32, 64)
 """That few_rows.cuh is compiled for."""
 MOST_ROWS = _ROWS[-1]
+WORN_RANK = 16
+"""The most that a product with an update inside takes of a module."""
 
 
 @functools.cache
@@ -44,15 +46,21 @@ def compiled(name: str, dtype: torch.dtype, **sizes: int) -> Any:
     ).build_and_load()
 
 
+<<<<<<< HEAD
 def compiled_for(rows: int, name: str, dtype: torch.dtype) -> Any:
     """Those of a source that includes few_rows.cuh, for up to `MOST_ROWS` rows: they refuse more."""
     return compiled(name, dtype, ROWS=next((most for most in _ROWS if rows <= most), MOST_ROWS))
+=======
+def compiled_for(rows: int, name: str, dtype: torch.dtype, *, worn: bool = False) -> Any:
+    """Those of a source that includes worn.cuh, for 1 to `MOST_ROWS` rows; `worn`: with an adapter's updates."""
+    return compiled(name, dtype, ROWS=next(most for most in _ROWS if rows <= most), RANKS=WORN_RANK if worn else 0)
+>>>>>>> b0626d0 (Rows of one adapter are served by products with the update inside)
 
 
-def build_for_rows(name: str, dtype: torch.dtype) -> None:
+def build_for_rows(name: str, dtype: torch.dtype, *, worn: bool = False) -> None:
     """Compile all of those; raises as `compiled` does."""
     with ThreadPoolExecutor(len(_ROWS)) as pool:
-        list(pool.map(lambda rows: compiled(name, dtype, ROWS=rows), _ROWS))
+        list(pool.map(lambda rows: compiled_for(rows, name, dtype, worn=worn), _ROWS))
 
 
 def has_wgmma(dtype: torch.dtype, device: torch.device) -> bool:

@@ -576,16 +576,27 @@ class EvenModule:
         Kernel.gpu.launch("even decode", work)
 
 
+def worn_update(x: Tensor, sizes: Sequence[int], arena: Tensor, modules: Tensor, slots: Tensor) -> Tensor:
+    """(x A^T) B of the one adapter that rows wear, all modules side by side."""
+    parts = []
+    for size, (a, b, rank, before) in zip(sizes, modules.tolist(), strict=True):
+        if rank > 16 or rank % 8 or 8 * (a - modules[0, 0]) != before * x.shape[1]:
+            raise Misuse("an update that the kernel cannot add")
+        a_RI = arena[8 * a : 8 * a + rank * x.shape[1]].view(rank, x.shape[1])
+        parts.append((x.float() @ a_RI.float().T) @ arena[8 * b : 8 * b + rank * size].view(rank, size).float())
+    return torch.cat(parts, 1) * (slots >= 0)[:, None]
+
+
 class EvenLinearModule:
     """The compiled csrc/even_linear.cu."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: int, *, worn: bool) -> None:
+        self._rows, self._worn = rows, worn
 
     def run(
         self, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor, norm: Tensor, squares_out: Tensor,
         squares_in: Tensor, planes: Tensor, counters: Tensor, kind: int, scaled: bool, eps: float, splits: int,
-        pdl: bool,
+        pdl: bool, *worn: Tensor,
     ) -> None:  # fmt: skip
         def work() -> None:
             if len(x) > self._rows or len(weight) % (8, 16, 64)[kind] or x.shape[1] % 64:
@@ -593,6 +604,8 @@ class EvenLinearModule:
             if out.data_ptr() == x.data_ptr() or (kind == 2 and not residual.is_contiguous()):
                 raise Misuse("a product that goes where the kernel cannot write it")
             y = x.float() @ weight.float().T
+            if self._worn:
+                y += worn_update(x, [out.shape[1]] * (1 + (kind == 1)), *worn)
             if scaled:
                 y = y * torch.rsqrt(squares_in.sum(0) / x.shape[1] + eps)[:, None]
             if kind == 1:
@@ -605,19 +618,19 @@ class EvenLinearModule:
                 y = y * norm.float()
             out.copy_(y)
 
-        Kernel.gpu.launch("even linear", work)
+        Kernel.gpu.launch("worn linear" if self._worn else "even linear", work)
 
 
 class EvenHeadsModule:
     """The compiled csrc/even_heads.cu."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: int, *, worn: bool) -> None:
+        self._rows, self._worn = rows, worn
 
     def run(
         self, x: Tensor, weight: Tensor, squares_in: Tensor, scaled: bool, q: Tensor, kv: Tensor, q_norm: Tensor,
         k_norm: Tensor, has_norms: bool, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_scale: float,
-        v_scale: float, eps: float, pdl: bool,
+        v_scale: float, eps: float, pdl: bool, *worn: Tensor,
     ) -> None:  # fmt: skip
         def work() -> None:
             heads, kv_heads = q.shape[1] // 128, kv.shape[3]
@@ -629,13 +642,16 @@ class EvenHeadsModule:
             ):
                 raise Misuse("a product that the kernel cannot compute")
             factors = torch.rsqrt(squares_in.sum(0) / x.shape[1] + eps)[:, None] if scaled else 1.0
+            y = x.float() @ weight.float().T
+            if self._worn:
+                y += worn_update(x, [q.shape[1], kv_heads * 128, kv_heads * 128], *worn)
             norm_rope(SimpleNamespace(
-                qkv=x.float() @ weight.float().T * factors, q_out=q, HALF=64, HEADS=heads, KV_HEADS=kv_heads,
+                qkv=y * factors, q_out=q, HALF=64, HEADS=heads, KV_HEADS=kv_heads,
                 q_norm=q_norm if has_norms else None, k_norm=k_norm if has_norms else None, cos_sin=cos_sin,
                 positions=positions, slots=slots, kv=kv, eps=eps, k_scale=k_scale, v_scale=v_scale,
             ))  # fmt: skip
 
-        Kernel.gpu.launch("even heads", work)
+        Kernel.gpu.launch("worn heads" if self._worn else "even heads", work)
 
 
 class TileAttentionModule:
@@ -677,8 +693,8 @@ def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) ->
     defines = dict(flag.removeprefix("-D").split("=") for flag in extra_cuda_cflags)
     makes: dict[str, Callable[[], Any]] = {
         "even_decode.cu": lambda: EvenModule(int(defines["PAGE"])),
-        "even_heads.cu": lambda: EvenHeadsModule(int(defines["ROWS"])),
-        "even_linear.cu": lambda: EvenLinearModule(int(defines["ROWS"])),
+        "even_heads.cu": lambda: EvenHeadsModule(int(defines["ROWS"]), worn=defines["RANKS"] != "0"),
+        "even_linear.cu": lambda: EvenLinearModule(int(defines["ROWS"]), worn=defines["RANKS"] != "0"),
         "tile_attention.cu": lambda: TileAttentionModule(int(defines["PAGE"])),
         "tile_linear.cu": TileLinearModule,
     }

@@ -146,6 +146,10 @@ def enter(at: SimpleNamespace) -> None:
     at.counts.copy_(torch.tensor([int((leads[:, 0] >= 0).sum()), len(leads)]))
 
 
+def pick(at: SimpleNamespace) -> None:
+    at.own.copy_(at.table[max(int(at.entries[0, 0]), 0)])
+
+
 def unpack(at: SimpleNamespace) -> None:
     for (start, first, count, columns, to, down, along, kind), scale in zip(
         at.parts.tolist(), at.scales.tolist(), strict=True
@@ -440,6 +444,7 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_shrink_group_kernel": shrink,
     "_shrink_long_kernel": shrink,
     "_vector_shrink_kernel": vector_shrink,
+    "_pick_kernel": pick,
     "_shrink_alike_kernel": shrink_alike,
     "_expand_alike_kernel": expand_alike,
     "_look_up_kernel": look_up,

@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
 from headrace.engine.bench.kernel_timing import PAGE, SHAPES, Bench, Shape, decode_inputs, random
 from headrace.engine.model.cuda_adapters import sites_of, table_lines
+from headrace.engine.model.decoder import AdapterOps
 from headrace.ops.cuda import CudaOps, DecodeStep
 from headrace.ops.cuda_adapters import CudaAdapterOps
 from headrace.ops.cuda_attention import HeadShape
@@ -22,8 +23,9 @@ from headrace.ops.cuda_even_heads import EvenHeads
 from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
 from headrace.ops.cuda_linear import MAX_ROWS, LinearScratch
-from headrace.ops.cuda_lora import ALIKE, GROUP, LoraBatch, LoraSite, Tiling, group_rows
+from headrace.ops.cuda_lora import ALIKE, GROUP, LoraBatch, LoraSite, Tiling, group_rows, pick
 from headrace.ops.cuda_shrink import shrink
+from headrace.ops.cuda_worn import CudaWornOps
 
 __all__ = ["lora", "lora_sweep"]
 
@@ -54,6 +56,7 @@ class _Adapters:
         self.arena = torch.empty(count * layout.elements, dtype=torch.bfloat16, device="cuda").uniform_(-0.02, 0.02)
         lines = [torch.from_numpy(table_lines(layout, place * layout.elements)) for place in range(count)]
         self.table = torch.stack(lines).cuda()
+        self.own = torch.empty_like(self.table[0])
         self.sites = sites_of(shape)
 
     def batch(self, rows: int, group: int) -> LoraBatch:
@@ -82,7 +85,7 @@ class _Layers:
         head = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
         table = torch.rand(2048, s.head_dim, device="cuda")
         scratch = LinearScratch("cuda")
-        even = EvenLinear(scratch, eps=_EPS, pdl=True)
+        self.even = even = EvenLinear(scratch, eps=_EPS, pdl=True)
         heads = EvenHeads(eps=_EPS, pdl=True)
         self.ops = CudaOps(head, eps=_EPS, cos_sin_PD=table, scratch=scratch, even=even, even_heads=heads)
         used = rows * -(-_CONTEXT // PAGE)
@@ -98,7 +101,15 @@ class _Layers:
         self.tokens = torch.arange(rows, device="cuda")
         self.batch_B = torch.arange(rows, dtype=torch.int32, device="cuda")
 
-    def run(self, adapters: CudaAdapterOps | None, prepare: Callable[[], None]) -> Tensor:
+    def adapter_ops(self, adapters: _Adapters, batch: LoraBatch) -> AdapterOps:
+        """What a step's products are computed with."""
+        if batch.rows == ALIKE:
+            return CudaWornOps(self.ops, self.even, batch, adapters.own, adapters.sites, feeds=adapters.feeds)
+        return CudaAdapterOps(
+            self.ops, batch, adapters.sites, self.shape.layers, feeds=adapters.feeds, side=torch.cuda.Stream()
+        )
+
+    def run(self, adapters: AdapterOps | None, prepare: Callable[[], None]) -> Tensor:
         """Enqueue a step's layers."""
         prepare()
         if isinstance(self.step.attention, EvenDecode):
@@ -118,15 +129,17 @@ class _Layers:
             x, residual = ops.add_product(x, down, total, norm if number + 1 < len(self.layers) else None)
         return x, residual
 
-    def _worn(self, x: Tensor, adapters: CudaAdapterOps) -> tuple[Tensor, Any]:
+    def _worn(self, x: Tensor, adapters: AdapterOps) -> tuple[Tensor, Any]:
         ops, norm = self.ops, self.norm
         residual: Any = None
         for number, layer in enumerate(self.layers):
             qkv, o, gate_up, down = (ops.pack(weight, None) for weight in layer)
-            x, residual = adapters.norm_product(x, residual, norm, qkv, number, "qkv")
-            x = adapters.product(ops.attend(x, None, None, self.step, self.kv, number), o, number, "o")
-            x, residual = adapters.norm_feed(x, residual, norm, gate_up, number, "gate_up")
-            x = adapters.product(x, down, number, "down")
+            after = norm if number + 1 < len(self.layers) else None
+            heads, total = adapters.norm_product(x, residual, norm, qkv, number, "qkv")
+            x = ops.attend(heads, None, None, self.step, self.kv, number)
+            x, residual = adapters.add_product(x, o, total, norm, number, "o")
+            x, total = adapters.norm_feed(x, residual, norm, gate_up, number, "gate_up")
+            x, residual = adapters.add_product(x, down, total, after, number, "down")
         return x, residual
 
 
@@ -154,10 +167,14 @@ def _worn(bench: Bench, layers: _Layers, adapters: _Adapters, what: str, known: 
     slots = torch.arange(rows, dtype=torch.int32, device="cuda") % count
     for group in _groups(rows, count):
         batch = adapters.batch(rows, group)
-        ops = CudaAdapterOps(
-            layers.ops, batch, adapters.sites, layers.shape.layers, feeds=adapters.feeds, side=torch.cuda.Stream()
-        )
-        timed = bench.time(lambda: layers.run(ops, lambda: group_rows(slots, layers.batch_B, batch)))
+        ops = layers.adapter_ops(adapters, batch)
+
+        def prepare() -> None:
+            group_rows(slots, layers.batch_B, batch)
+            if group == ALIKE:
+                pick(batch, adapters.own)
+
+        timed = bench.time(lambda: layers.run(ops, prepare))
         floor = count * adapters.bytes / speed * 1e6
         over, least = timed[1] / base - 1, floor / base
         note = f"+{over:.1%}, floor +{least:.1%}, over it {over - least:.1%}"

@@ -6,7 +6,9 @@ steps; never decides who wears what, and never reads a file. Next to read: ../..
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,16 +19,23 @@ from torch import Tensor
 from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, ModelShape, module_row
 from headrace.adapters.loaded import LoadedAdapter
 from headrace.adapters.stored import DTYPES, PIECE_BYTES, Stored
+from headrace.engine.model.decoder import AdapterOps
 from headrace.engine.model.memory import borrow_stream, return_stream
 from headrace.engine.scheduling.plan import Work
 from headrace.ops.cuda import CudaOps, GivenRows
 from headrace.ops.cuda_adapters import CudaAdapterOps, VirtualRows
+from headrace.ops.cuda_even_heads import EvenHeads
+from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_linear import MAX_ROWS
-from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
+from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows, pick
+from headrace.ops.cuda_source import WORN_RANK
 from headrace.ops.cuda_unpack import Unpacker
+from headrace.ops.cuda_worn import CudaWornOps
 from headrace.ops.host_memory import PiecePool
 
 __all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
+
+logger = logging.getLogger(__name__)
 
 # Measured on an H200: reading an adapter once for several rows pays where many rows wear few, or all wear one.
 _MANY_ROWS = 128
@@ -68,6 +77,7 @@ class CudaBank:
         max_rows: int,
         max_tokens: int,
         host: PiecePool,
+        biased: bool = False,
     ) -> None:
         """Allocate room for adapters on the device of `ops`.
 
@@ -79,6 +89,7 @@ class CudaBank:
             max_rows: Rows of a step.
             max_tokens: Tokens of a step.
             host: Memory of pieces of `PIECE_BYTES` that adapters are read into.
+            biased: Whether any product of a layer has a bias.
         """
         dtype = ops.shape.dtype
         self._ops, self._layers = ops, shape.num_layers
@@ -89,6 +100,8 @@ class CudaBank:
         self._arena = torch.empty(granules * self._elements, dtype=dtype, device=device)
         self._table = torch.zeros(slots, len(MODULES) * shape.num_layers + 2, 4, dtype=torch.int32, device=device)
         self._sites = sites_of(shape)
+        self._even = None if biased else _products(shape, ops)
+        self._own = torch.zeros_like(self._table[0])
         self._virtual: list[Tensor | None] = [None] * slots
         self._prefixes: list[Tensor | None] = [None] * slots
         self._ranks: NDArray[np.int64] = np.zeros((slots, self._table.shape[1]), np.int64)
@@ -135,7 +148,8 @@ class CudaBank:
             if stream is not None:
                 stream.synchronize()
                 return_stream(stream)
-        for name in "_arena _table _entries _counts _order _slots _count _virtual _prefixes _unpack _host".split():
+        held = "_arena _table _own _even _entries _counts _order _slots _count _virtual _prefixes _unpack _host"
+        for name in held.split():
             delattr(self, name)
 
     def worn(self, slots_B: NDArray[np.int32]) -> Worn:
@@ -149,19 +163,21 @@ class CudaBank:
         feeds = bool(ranks[:, :EMBED].reshape(len(ranks), -1, len(MODULES))[:, :, _FEED:].any())
         ends = bool(ranks[:, EMBED:].any())
         group = 1
-        if 1 < len(slots_B) <= MAX_ROWS and len(different) == 1 and feeds and not ends:
+        inside = self._even is not None and rank <= WORN_RANK
+        if 1 < len(slots_B) <= MAX_ROWS and len(different) == 1 and (feeds or inside) and not ends:
             group = ALIKE
         elif len(worn) >= max(_MANY_ROWS, _SHARED * len(different)):
             group = GROUP
         return Worn(group, rank, feeds, ends)
 
-    def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn) -> CudaAdapterOps | None:
+    def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn, *, rotated: bool) -> AdapterOps | None:
         """Enqueue what a decode step's products need, nothing if nobody wears any; capturable.
 
         Args:
             slots_R: int32: what each row wears.
             batch_B: int32: the rows of the batch.
             worn: What `worn` said of them.
+            rotated: Whether attention takes queries that are rotated, and keys and values that are stored.
         """
         if worn == BARE:
             return None
@@ -171,6 +187,9 @@ class CudaBank:
         entries = self._entries[:rows]
         batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group, worn.rank)
         group_rows(slots_R, batch_B, batch)
+        if rotated and self._even is not None and rows > 1 and worn.group == ALIKE and worn.rank <= WORN_RANK:
+            pick(batch, self._own)
+            return CudaWornOps(self._ops, self._even, batch, self._own, self._sites, feeds=worn.feeds)
         return self._wear(batch, worn, side=self._side)
 
     def prefill_words(self, slots_W: NDArray[np.int32], counts_W: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -242,6 +261,24 @@ class CudaBank:
             return None
         place = self._arena[start : start + given.numel()].view(given.shape)
         return place.copy_(given)
+
+
+def _products(shape: ModelShape, ops: CudaOps) -> EvenLinear | None:
+    """Products with updates inside, where all of a layer can be computed so."""
+    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    products = (
+        (heads + 2 * keys, shape.hidden_size), (shape.hidden_size, heads),
+        (2 * shape.ffn_size, shape.hidden_size), (shape.hidden_size, shape.ffn_size),
+    )  # fmt: skip
+    if ops.even is None or not all(EvenLinear.fits(2, *sizes) for sizes in products):
+        return None
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda kind: kind.build(ops.shape.dtype, worn=True), (EvenLinear, EvenHeads)))
+    except (RuntimeError, OSError) as error:
+        logger.warning("adapters are left to Triton, which is slower: a kernel was not compiled: %s", error)
+        return None
+    return ops.even
 
 
 def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:

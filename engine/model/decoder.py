@@ -72,18 +72,20 @@ class AdapterOps(Protocol):
         """The embeddings of the step's tokens, updated; those of virtual tokens take the place of the model's."""
         ...
 
-    def product(self, x_NI: Tensor, packed: Any, layer: int, site: str) -> Tensor:
-        """As `DecoderOps.product`, with the site's updates."""
+    def add_product(
+        self, x_NI: Tensor, packed: Any, residual_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
+    ) -> tuple[Tensor, Any]:
+        """As `DecoderOps.add_product`, with the site's updates."""
         ...
 
     def norm_product(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: Any, layer: int, site: str
-    ) -> tuple[Tensor, Tensor]:
+        self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any, layer: int, site: str
+    ) -> tuple[Any, Tensor]:
         """As `DecoderOps.norm_product`, with the site's updates."""
         ...
 
     def norm_feed(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: Any, layer: int, site: str
+        self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
         """As `DecoderOps.norm_feed`, with the site's updates."""
         ...
@@ -194,11 +196,10 @@ class Decoder:
         residual_NE = None
         for layer, block in enumerate(self._blocks):
             ops, step = self._ops[block.window], steps[block.window]
-            qkv_NX, residual_NE = adapters.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv, layer, "qkv")
+            qkv_NX, total_NE = adapters.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv, layer, "qkv")
             x_NX = ops.attend(qkv_NX, block.q_norm_D, block.k_norm_D, step, kv, layer)
-            x_NE = adapters.product(x_NX, block.o, layer, "o")
-            x_NF, residual_NE = adapters.norm_feed(
-                x_NE, residual_NE, block.post_norm_E, block.gate_up, layer, "gate_up"
-            )
-            x_NE = adapters.product(x_NF, block.down, layer, "down")
+            x_NE, residual_NE = adapters.add_product(x_NX, block.o, total_NE, block.post_norm_E, layer, "o")
+            x_NF, total_NE = adapters.norm_feed(x_NE, residual_NE, block.post_norm_E, block.gate_up, layer, "gate_up")
+            next_norm_E = self._blocks[layer + 1].input_norm_E if layer + 1 < len(self._blocks) else None
+            x_NE, residual_NE = adapters.add_product(x_NF, block.down, total_NE, next_norm_E, layer, "down")
         return x_NE, residual_NE

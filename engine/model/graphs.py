@@ -268,7 +268,8 @@ class DecodeGraphs:
         for step in steps.values():
             if isinstance(step.attention, EvenDecode):
                 step.attention.deal(inputs)
-        adapters = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, worn)
+        rotated = not any(isinstance(step.attention, FusedDecode) for step in steps.values())
+        adapters = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, worn, rotated=rotated)
         hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapters=adapters)
         return self._decoder.logits(hidden_BE, adapters)
 

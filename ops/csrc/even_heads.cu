@@ -2,21 +2,23 @@
 // norms of heads, rotation, and keys and values in their pages.
 //
 // Owns one launch and its division of the work; never chooses where it pays. Compiled once for each padded number of
-// rows: ROWS (16, 32 or 64) and ELEMENT_F16 (weights, inputs and queries; 0: bf16, 1: fp16).
+// rows: ROWS (16, 32 or 64), RANKS (worn.cuh) and ELEMENT_F16 (weights, inputs and queries; 0: bf16, 1: fp16).
 //
 // A tile of few_rows.cuh is one head: a row's sums of all 128 features meet in one block, as norms and rotation need them.
 
 #define SOURCE "even_heads"
-#include "few_rows.cuh"
+#include "worn.cuh"
 
 #include <cuda_fp8.h>
 
+#include <climits>
+
 namespace {
 
-constexpr int kHead = 128;              // features of a head
-constexpr int kRingBytes = 190 * 1024;  // as much as 64 rows leave room for
+constexpr int kHead = 128;          // features of a head
+constexpr int kBytes = 190 * 1024;  // as much as 64 rows leave room for
 
-using S = Shape<2, kHead / kBlock, 1, kRingBytes>;  // clusters of four blocks took longer
+using S = Shape<2, kHead / kBlock, 1, RANKS, kBytes>;  // clusters of four blocks took longer
 
 constexpr int kItems = S::kOwn * (kHead / 16);                      // of eight dimensions of a row and their partners
 constexpr int kTurns = (kItems + kMultipliers - 1) / kMultipliers;  // items of a thread
@@ -126,10 +128,38 @@ struct HeadItem {
   }
 };
 
+// --- updates
+
+// The one of the site's modules that a head belongs to.
+struct HeadModule {
+  int a = 0, b = 0, rank = 0, feature = 0, features = 0;  // feature: the head's first in its module
+
+  __device__ HeadModule(const Arguments& with, int head) {
+    if (!kWorn) return;
+    const int number = head < with.queries ? 0 : head < with.queries + with.keys ? 1 : 2;
+    const int4 own = __ldg(with.worn.modules + number);
+    a = own.x, b = own.y, rank = own.z;
+    feature = (head - (number > 0 ? with.queries : 0) - (number > 1 ? with.keys : 0)) * kHead;
+    features = (number > 0 ? with.keys : with.queries) * kHead;
+  }
+};
+
+// Begins to fetch B of a head.
+__device__ void fetch_head(const Arguments& with, uint8_t* high, int head, int thread) {
+  const HeadModule module(with, head);
+#pragma unroll
+  for (int block = 0; block < S::kBlocks; ++block) {
+    const Element* first = with.worn.arena + static_cast<int64_t>(module.b) * 8 + module.feature + block * kBlock;
+    fetch_high<S::kLow>(high + block * S::kLow * 128, with.worn, thread, [&](int rank, int part) {
+      return rank < module.rank ? first + static_cast<int64_t>(rank) * module.features + part * 8 : nullptr;
+    });
+  }
+}
+
 // --- the warpgroup that multiplies
 
-__device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>& exchange, const float* factors,
-                         int thread) {
+__device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>& exchange, Update<S> update,
+                         const float* factors, int thread) {
   const Cursor<S::kSplits> own(with);
   int round = 0;
   wait_for_last_kernel();
@@ -145,7 +175,9 @@ __device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>&
   }
   for (int head = own.tile; head < with.tiles; head += own.step, ++round) {
     float sums[S::kBlocks][kSums];
-    sum_up(sums, ring, own.last - own.first, thread);
+    update.begin(own.last - own.first, HeadModule(with, head).rank);
+    update.sum_up(sums, ring, own.last - own.first, thread);
+    update.add_to(sums, round, thread);
     if (round == 0 && with.squares_in != nullptr) wait_for_factors();
     exchange.send(sums, round, thread);
     exchange.wait(round);
@@ -171,25 +203,31 @@ __device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>&
 
 __global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant__ Arguments with) {
   extern __shared__ __align__(1024) uint8_t slots[];
-  __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken;
+  __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken, high_filled, high_emptied;
   __shared__ float factors[kRows];
   __shared__ __align__(16) float staged[kRows * S::kPitch];
   const int thread = threadIdx.x;
   let_next_kernel_start();
   const Ring<S> ring{slots, filled, emptied};
   const Exchange<S> exchange{staged, &arrived, &taken};
-  set_up(ring, exchange, thread);
+  const UpdateSpace<S> space(slots + S::kSlots * S::kSlotBytes, &high_filled, &high_emptied);
+  set_up(ring, exchange, space, thread);
   if (thread < kMultipliers) {
-    multiply(with, ring, exchange, factors, thread);
+    multiply(with, ring, exchange, Update<S>(with, space, thread), factors, thread);
   } else if (thread < kMultipliers + 32) {
     if (thread == kMultipliers) {
+      const auto find = [&](int head) {
+        const HeadModule module(with, head);
+        return Low{module.a, module.rank};
+      };
       stream(with, ring, [&](uint8_t* slot, int head, int chunk, uint64_t* filled) {
         fetch_lines(slot, &with.weight, chunk * kLine, head * kHead, filled, kReadOnce);
-      });
+      }, LowLines<S, decltype(find)>(with.worn, find, INT_MAX));
     }
     __syncwarp();
-  } else if (with.squares_in != nullptr) {
-    find_factors<S>(with, factors, thread - kMultipliers - 32);
+  } else {
+    const int scaler = thread - kMultipliers - 32;
+    prepare(with, space, factors, scaler, [&](int head) { fetch_head(with, space.high, head, scaler); });
   }
 }
 
@@ -197,7 +235,8 @@ __global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant_
 
 void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool scaled, TensorView q, TensorView kv,
                     TensorView q_norm, TensorView k_norm, bool normed, TensorView cos_sin, TensorView positions,
-                    TensorView slots_of, double k_scale, double v_scale, double eps, bool pdl) {
+                    TensorView slots_of, double k_scale, double v_scale, double eps, bool pdl,
+                    TensorView arena, TensorView modules, TensorView adapters_of) {
   Arguments with{};
   with.weight = lines_of(weight, kHead);
   with.x = lines_of(x, kRows);
@@ -221,13 +260,14 @@ void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool
   with.fp8 = kv.dtype().bits == 8;
   with.k_scale = static_cast<float>(k_scale), with.v_scale = static_cast<float>(v_scale);
   with.eps = static_cast<float>(eps);
+  with.worn = worn_of(arena, modules, adapters_of, with);
   require(with.rows <= kRows, "too many rows");
   require(with.size_in % kLine == 0 && weight.size(1) == with.size_in, "a weight of another shape");
   require(kv.size(4) == kHead && lies(kv, 3, kHead) && lies(q, 0, q.size(1)), "heads of another shape");
   require(weight.size(0) == kHead * (with.queries + 2 * with.keys), "another number of heads");
   require(positions.size(0) >= with.rows && slots_of.size(0) >= with.rows, "too few positions");
   require(!scaled || squares_in.numel() == with.size_in / 64 * with.rows, "squares of another shape");
-  ClusterLaunch<even_heads, S::kSplits> launch(x, kThreads, S::kSlots * S::kSlotBytes);
+  ClusterLaunch<even_heads, S::kSplits> launch(x, kThreads, S::kDynamicBytes);
   launch.run(with, few_clusters(with.tiles, launch.most), pdl);
 }
 

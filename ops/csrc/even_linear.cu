@@ -1,7 +1,7 @@
 // Products of up to 64 rows, as fast as their weights are read (sm_90).
 //
 // Owns one launch and its division of the work; never chooses where it pays. Compiled once for each padded number of
-// rows: ROWS (16, 32 or 64) and ELEMENT_F16 (weights, inputs and outputs; 0: bf16, 1: fp16).
+// rows: ROWS (16, 32 or 64), RANKS (worn.cuh) and ELEMENT_F16 (weights, inputs and outputs; 0: bf16, 1: fp16).
 //
 // The blocks of a cluster share the inner dimension of one tile after another (few_rows.cuh): a tile is 64 features, or 32
 // gates and their ups. Clusters of one block take equal numbers of chunks instead of whole tiles: who has a tile's first
@@ -9,11 +9,11 @@
 // added in the order of the inner dimension: results do not vary from run to run.
 
 #define SOURCE "even_linear"
-#include "few_rows.cuh"
+#include "worn.cuh"
 
 namespace {
 
-constexpr int kRingBytes = 206 * 1024;  // as much as 64 rows leave room for
+constexpr int kBytes = 208 * 1024;  // as much as 64 rows leave room for
 
 enum Kind { kPlain = 0, kGated = 1, kAdd = 2 };  // kGated: silu(gate) * up
 
@@ -30,14 +30,12 @@ struct Arguments : Inputs {
 };
 
 template <int kSplits, bool kGatedOf>
-struct LinearShape : Shape<kSplits, 1, 2, kRingBytes> {
+struct LinearShape : Shape<kSplits, 1, 2, (kGatedOf ? 2 : 1) * RANKS, kBytes> {
   static constexpr bool kGated = kGatedOf;
   static constexpr int kWide = kGated ? 32 : 64;  // features of a tile
   static constexpr int kItems = LinearShape::kOwn * (kWide / 8);  // of eight features of a row
   static constexpr int kTurns = (kItems + kMultipliers - 1) / kMultipliers;  // items of a thread
 };
-
-__device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
 
 // --- the division
 
@@ -54,6 +52,10 @@ struct Cursor<1> {
     return static_cast<int>(static_cast<int64_t>(with.tiles) * with.chunks * rank / gridDim.x);
   }
   __device__ int count(const Inputs&) const { return end - begin; }
+  __device__ int once(const Inputs&) const { return chunks; }
+  __device__ Finished finished(const Inputs&) const {
+    return {(begin + chunks - 1) / chunks, 1, (end + chunks - 1) / chunks};
+  }
   __device__ void advance() {
     if (++chunk == chunks) chunk = 0, ++tile;
   }
@@ -81,6 +83,29 @@ __device__ void fetch_weights(const Arguments& with, uint8_t* slot, int tile, in
       fetch_lines(slot + line * kBlockBytes, &with.weight, inner, tile * S::kWide, filled, kReadOnce);
     }
   }
+}
+
+// --- updates
+
+// Those of all tiles are the same.
+template <class S>
+__device__ Low find_low(const Inputs& with) {
+  if (!kWorn) return {};
+  const int4 last = __ldg(with.worn.modules + S::kGated);
+  return {S::kGated ? __ldg(&with.worn.modules->x) : last.x, last.w + last.z};
+}
+
+// Begins to fetch B of a tile: of gates and ups by turns, or of one module.
+template <class S>
+__device__ void fetch_tile(const Arguments& with, uint8_t* high, int tile, int thread) {
+  const int4 first = __ldg(with.worn.modules), last = __ldg(with.worn.modules + S::kGated);
+  fetch_high<S::kLow>(high, with.worn, thread, [&](int line, int part) -> const Element* {
+    const bool is_up = S::kGated && line >= first.z;
+    const int4 own = is_up ? last : first;
+    const int rank = line - own.w, feature = tile * S::kWide + (S::kGated ? part / 2 : part) * 8;
+    if (rank >= own.z || feature >= with.size_out || (S::kGated && part % 2 != is_up)) return nullptr;
+    return with.worn.arena + static_cast<int64_t>(own.y) * 8 + static_cast<int64_t>(rank) * with.size_out + feature;
+  });
 }
 
 // --- the warpgroup that multiplies
@@ -199,16 +224,18 @@ __device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, 
 // --- the whole
 
 template <class S>
-__device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>& exchange, const float* factors,
-                         int thread) {
+__device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>& exchange, Update<S> update,
+                         const float* factors, int thread) {
   int round = 0;
   float sums[1][kSums];
   const Cursor<S::kSplits> own(with);
   const float* scale = with.squares_in == nullptr ? nullptr : factors;
+  update.begin(own.once(with), find_low<S>(with).ranks);
   wait_for_last_kernel();
   if constexpr (S::kSplits > 1) {
     for (int tile = own.tile; tile < with.tiles; tile += own.step, ++round) {
-      sum_up(sums, ring, own.last - own.first, thread);
+      update.sum_up(sums, ring, own.last - own.first, thread);
+      update.add_to(sums, round, thread);
       if (round == 0 && with.squares_in != nullptr) wait_for_factors();
       finish_tile<S>(with, exchange, sums, tile, round, scale, thread);
     }
@@ -217,12 +244,13 @@ __device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>&
     bool waits = with.squares_in != nullptr;
     for (int pair = own.begin; pair < own.end;) {
       const int tile = pair / own.chunks, from = pair % own.chunks, count = min(own.chunks - from, own.end - pair);
-      sum_up(sums, ring, count, thread);
+      update.sum_up(sums, ring, count, thread);
       pair += count;
       if (from > 0) {
         hand_in(with, sums[0], tile, own.rank(), thread);
         continue;
       }
+      update.add_to(sums, round, thread);
       if (count < own.chunks) {
         int last = own.rank() + 1;
         while (last < gridDim.x && own.begin_of(with, last) < (tile + 1) * own.chunks) ++last;
@@ -238,25 +266,29 @@ __device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>&
 template <class S>
 __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant__ Arguments with) {
   extern __shared__ __align__(1024) uint8_t slots[];
-  __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken;
+  __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken, high_filled, high_emptied;
   __shared__ float factors[kRows];
   __shared__ __align__(16) float staged[kRows * S::kPitch];
   const int thread = threadIdx.x;
   let_next_kernel_start();
   const Ring<S> ring{slots, filled, emptied};
   const Exchange<S> exchange{staged, &arrived, &taken};
-  set_up(ring, exchange, thread);
+  const UpdateSpace<S> space(slots + S::kSlots * S::kSlotBytes, &high_filled, &high_emptied);
+  set_up(ring, exchange, space, thread);
   if (thread < kMultipliers) {
-    multiply(with, ring, exchange, factors, thread);
+    multiply(with, ring, exchange, Update<S>(with, space, thread), factors, thread);
   } else if (thread < kMultipliers + 32) {
     if (thread == kMultipliers) {
+      const Low low = find_low<S>(with);
+      const auto find = [&](int) { return low; };
       stream(with, ring, [&](uint8_t* slot, int tile, int chunk, uint64_t* filled) {
         fetch_weights<S>(with, slot, tile, chunk, filled);
-      });
+      }, LowLines<S, decltype(find)>(with.worn, find, Cursor<S::kSplits>(with).once(with)));
     }
     __syncwarp();
-  } else if (with.squares_in != nullptr) {
-    find_factors<S>(with, factors, thread - kMultipliers - 32);
+  } else {
+    const int scaler = thread - kMultipliers - 32;
+    prepare(with, space, factors, scaler, [&](int tile) { fetch_tile<S>(with, space.high, tile, scaler); });
   }
 }
 
@@ -275,7 +307,7 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
   with.x = lines_of(x, kRows);
   with.chunks = (with.size_in / kLine + S::kLines - 1) / S::kLines;
   with.tiles = (with.size_out + S::kWide - 1) / S::kWide;
-  ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, S::kSlots * S::kSlotBytes);
+  ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, S::kDynamicBytes);
   const int clusters = S::kSplits == 1 ? min(with.tiles, launch.most) : few_clusters(with.tiles, launch.most);
   require(planes.numel() >= static_cast<int64_t>(clusters) * kBlock * kRows, "the partial sums are too small");
   require(counters.numel() >= with.tiles, "the counters are too few");
@@ -284,7 +316,8 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
 
 void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView residual, TensorView norm,
                      TensorView squares_out, TensorView squares_in, TensorView planes, TensorView counters, int64_t kind,
-                     bool scaled, double eps, int64_t splits, bool pdl) {
+                     bool scaled, double eps, int64_t splits, bool pdl, TensorView arena, TensorView modules,
+                     TensorView adapters_of) {
   Arguments with{};
   with.rows = static_cast<int>(x.size(0));
   with.size_in = static_cast<int>(x.size(1));
@@ -310,6 +343,7 @@ void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView
   with.counters = static_cast<int*>(counters.data_ptr());
   with.out_stride = out.stride(0);
   with.eps = static_cast<float>(eps);
+  with.worn = worn_of(arena, modules, adapters_of, with);
   require(splits == 1 || splits == 2 || splits == 4, "no such division");
   if (kind == kGated) {
     if (splits == 1) launch<LinearShape<1, true>>(with, x, weight, planes, counters, pdl);

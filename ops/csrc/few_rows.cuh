@@ -30,24 +30,37 @@ constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
 constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 
 // How a product is divided: a tile is `kBlocks` times 64 lines of weights; a chunk of it, which a slot of the ring holds,
-// is `kLines` times 64 inputs.
-template <int kSplitsOf, int kBlocksOf, int kLinesOf, int kRingBytes>
+// is `kLines` times 64 inputs; `kLow`: ranks of an adapter's updates of a tile (worn.cuh).
+template <int kSplitsOf, int kBlocksOf, int kLinesOf, int kLowOf, int kBytes>
 struct Shape {
   static constexpr int kSplits = kSplitsOf;  // blocks of a cluster
   static constexpr int kBlocks = kBlocksOf;
   static constexpr int kLines = kLinesOf;
+  static constexpr int kLow = kLowOf;
   static constexpr int kOwn = kRows / kSplits;         // rows that a block finishes
   static constexpr int kPitch = kBlocks * kBlock + 4;  // floats of a row of sums in shared memory
   static constexpr int kWeightBytes = kLines * kBlocks * kBlockBytes;
-  static constexpr int kSlotBytes = kWeightBytes + kLines * kRows * 128;
-  static constexpr int kSlots = kRingBytes / kSlotBytes;  // chunks in shared memory
+  static constexpr int kFetchedBytes = kWeightBytes + kLines * kRows * 128;  // of a chunk
+  static constexpr int kSlotBytes = kFetchedBytes + kLines * kLow * 128;
+  static constexpr int kUpdateBytes = kLow * (kBlocks * 128 + kRows * 2);
+  static constexpr int kSlots = (kBytes - kUpdateBytes) / kSlotBytes;  // chunks in shared memory
+  static constexpr int kDynamicBytes = kSlots * kSlotBytes + kUpdateBytes;
 };
 
-// What is multiplied; the last kernel writes all of it but the weight.
+// The adapter that rows wear, as far as a product needs it.
+struct Worn {
+  CUtensorMap low;      // A wherever in the arena it begins: [eights of elements, lines, size_in]
+  const Element* arena;
+  const int4* modules;  // of the site: where A and B begin in eights of elements, the rank, the ranks of those before
+  const int* slots_of;  // [rows]: negative: wears nothing
+};
+
+// What is multiplied; the last kernel writes all of it but the weight and the adapter.
 struct Inputs {
   CUtensorMap weight;       // of `tiles` tiles
   CUtensorMap x;            // [rows, size_in]
   const float* squares_in;  // null or [size_in / 64, rows]: of the norm whose factors `x` lacks
+  Worn worn;
   int rows, size_in, chunks, tiles;
   float eps;
 };
@@ -82,6 +95,7 @@ inline __device__ void tell_everywhere(uint64_t* barrier, int blocks, int bytes,
   }
 }
 
+inline __device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
 inline __device__ void scalers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(kScalers) : "memory"); }
 inline __device__ void factors_ready() { asm volatile("bar.arrive 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
 inline __device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
@@ -93,28 +107,49 @@ inline __device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"
 #define S1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define S2 "%16, %17, %18, %19, %20, %21, %22, %23"
 #define S3 "%24, %25, %26, %27, %28, %29, %30, %31"
-#define MULTIPLY(n, sums, a, b) \
+#define MULTIPLY(n, sums, a, b, turned) \
   "{\n.reg .pred adds;\nsetp.eq.u32 adds, 0, 0;\n" \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." KIND "." KIND " {" sums "}, " a ", " b ", adds, 1, 1, 0, 0;\n}"
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." KIND "." KIND " {" sums "}, " a ", " b ", adds, 1, 1, " turned ", 0;\n}"
 
-// sum += a b^T over 16 inner elements.
+// sum += a b^T over 16 inner elements; kTurned: lines of `a` run along its rows instead.
+template <int kTurned = 0>
 inline __device__ void multiply_add(float (&sum)[kSums], uint64_t a, uint64_t b) {
 #if ROWS == 16
-  asm volatile(MULTIPLY("16", S0, "%8", "%9")
+  asm volatile(MULTIPLY("16", S0, "%8", "%9", "%10")
                : EIGHT(0)
-               : "l"(a), "l"(b));
+               : "l"(a), "l"(b), "n"(kTurned));
 #elif ROWS == 32
-  asm volatile(MULTIPLY("32", S0 ", " S1, "%16", "%17")
+  asm volatile(MULTIPLY("32", S0 ", " S1, "%16", "%17", "%18")
                : EIGHT(0), EIGHT(8)
-               : "l"(a), "l"(b));
+               : "l"(a), "l"(b), "n"(kTurned));
 #else
-  asm volatile(MULTIPLY("64", S0 ", " S1 ", " S2 ", " S3, "%32", "%33")
+  asm volatile(MULTIPLY("64", S0 ", " S1 ", " S2 ", " S3, "%32", "%33", "%34")
                : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
-               : "l"(a), "l"(b));
+               : "l"(a), "l"(b), "n"(kTurned));
 #endif
 }
 
+// sum += x a^T over 16 inner elements, of up to 64 rows and all ranks: lanes of warp w get rows 16 w + g and 8 further.
+template <int kCount>
+inline __device__ void multiply_low(float (&sum)[kCount], uint64_t x, uint64_t a) {
+  static_assert(kCount == 8 || kCount == 16);
+  if constexpr (kCount == 8) {
+    asm volatile(MULTIPLY("16", S0, "%8", "%9", "0")
+                 : EIGHT(0)
+                 : "l"(x), "l"(a));
+  } else {
+    asm volatile(MULTIPLY("32", S0 ", " S1, "%16", "%17", "0")
+                 : EIGHT(0), EIGHT(8)
+                 : "l"(x), "l"(a));
+  }
+}
+
 // --- the division
+
+// The tiles that a block finishes.
+struct Finished {
+  int first, step, end;
+};
 
 // What is a block's, and where it stands: some chunks of every so many tiles.
 template <int kSplits>
@@ -125,6 +160,8 @@ struct Cursor {
       : rank(blockIdx.x % kSplits), first(with.chunks * rank / kSplits), last(with.chunks * (rank + 1) / kSplits),
         tile(blockIdx.x / kSplits), chunk(first), step(gridDim.x / kSplits) {}
   __device__ int count(const Inputs& with) const { return (last - first) * ((with.tiles - tile + step - 1) / step); }
+  __device__ int once(const Inputs&) const { return last - first; }  // chunks until its part of x has passed
+  __device__ Finished finished(const Inputs& with) const { return {tile, step, with.tiles}; }
   __device__ void advance() {
     if (++chunk == last) chunk = first, tile += step;
   }
@@ -161,14 +198,18 @@ inline __device__ void fetch_inputs(const Inputs& with, uint8_t* slot, int chunk
   }
 }
 
-// Fills the ring with chunk after chunk of a block's tiles: one thread.
-template <class S, class Fetch>
-inline __device__ void stream(const Inputs& with, Ring<S> ring, const Fetch& fetch_weights) {
-  Cursor<S::kSplits> weights(with), inputs = weights;
+// Fills the ring with chunk after chunk of a block's tiles: one thread. `low`: of A, whose place it takes a read to know.
+template <class S, class Fetch, class Low>
+inline __device__ void stream(const Inputs& with, Ring<S> ring, const Fetch& fetch_weights, Low low) {
+  Cursor<S::kSplits> weights(with), inputs = weights, lows = weights;
   const int count = weights.count(with), early = min(count, S::kSlots);
   for (int i = 0; i < early; ++i, weights.advance()) {
-    barrier_expect(ring.filled + i, S::kSlotBytes);
+    barrier_announce(ring.filled + i, S::kFetchedBytes);
     fetch_weights(ring.slots + i * S::kSlotBytes, weights.tile, weights.chunk, ring.filled + i);
+  }
+  for (int i = 0; i < early; ++i, lows.advance()) {
+    barrier_expect(ring.filled + i, low.bytes(i, lows.tile));
+    low.fetch(i, ring.slots + i * S::kSlotBytes, lows.chunk, ring.filled + i);
   }
   wait_for_last_kernel();
   for (int i = 0; i < early; ++i, inputs.advance()) {
@@ -177,34 +218,42 @@ inline __device__ void stream(const Inputs& with, Ring<S> ring, const Fetch& fet
   for (int i = early; i < count; ++i, weights.advance(), ring.advance()) {
     uint64_t* filled = ring.filled + ring.at;
     barrier_wait(ring.emptied + ring.at, ring.turn & 1);
-    barrier_expect(filled, S::kSlotBytes);
+    barrier_expect(filled, S::kFetchedBytes + low.bytes(i, weights.tile));
     fetch_weights(ring.slot(), weights.tile, weights.chunk, filled);
     fetch_inputs<S>(with, ring.slot(), weights.chunk, filled);
+    low.fetch(i, ring.slot(), weights.chunk, filled);
   }
 }
 
-// The sums of the next `count` chunks.
-template <class S>
-inline __device__ void sum_up(float (&sums)[S::kBlocks][kSums], Ring<S>& ring, int count, int thread) {
+template <int kBlocks>
+inline __device__ void clear(float (&sums)[kBlocks][kSums]) {
 #pragma unroll
-  for (int block = 0; block < S::kBlocks; ++block) {
+  for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[block][i] = 0.f;
   }
+}
+
+// Adds the next `count` chunks to the sums; kWithLow: and to x A^T, which `low` is.
+template <bool kWithLow, class S, int kCount>
+inline __device__ void add_chunks(float (&sums)[S::kBlocks][kSums], float (&low)[kCount], Ring<S>& ring, int count,
+                                  int thread) {
   int behind = -1;
   for (int i = 0; i < count; ++i) {
     barrier_wait(ring.filled + ring.at, ring.turn & 1);
     const uint64_t w = lines_at(ring.slot()), x = lines_at(ring.slot() + S::kWeightBytes);
+    const uint64_t a = lines_at(ring.slot() + S::kFetchedBytes);
     multiply_begin();
 #pragma unroll
     for (int line = 0; line < S::kLines; ++line) {
 #pragma unroll
       for (int step = 0; step < 4; ++step) {  // of 16 elements, 32 bytes of a line
+        const uint64_t inputs = x + (line * kRows * 128 + step * 32) / 16;
 #pragma unroll
         for (int block = 0; block < S::kBlocks; ++block) {
-          multiply_add(sums[block], w + ((line * S::kBlocks + block) * kBlockBytes + step * 32) / 16,
-                       x + (line * kRows * 128 + step * 32) / 16);
+          multiply_add(sums[block], w + ((line * S::kBlocks + block) * kBlockBytes + step * 32) / 16, inputs);
         }
+        if constexpr (kWithLow) multiply_low(low, inputs, a + (line * S::kLow * 128 + step * 32) / 16);
       }
     }
     multiply_commit();
@@ -216,6 +265,7 @@ inline __device__ void sum_up(float (&sums)[S::kBlocks][kSums], Ring<S>& ring, i
   multiply_wait<0>();
 #pragma unroll
   for (int block = 0; block < S::kBlocks; ++block) sums_ready(sums[block]);
+  if constexpr (kWithLow) sums_ready(low);
   if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
 }
 
@@ -301,12 +351,13 @@ struct Exchange {
   }
 };
 
-// Before the first use of either.
-template <class S>
-inline __device__ void set_up(const Ring<S>& ring, const Exchange<S>& exchange, int thread) {
+// Before the first use of any of them.
+template <class S, class Space>
+inline __device__ void set_up(const Ring<S>& ring, const Exchange<S>& exchange, const Space& space, int thread) {
   if (thread == 0) {
     ring.set_up();
     exchange.set_up();
+    space.set_up();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

@@ -44,6 +44,12 @@ inline __device__ void barrier_expect(uint64_t* barrier, int bytes) {
                : "memory");
 }
 
+// As `barrier_expect`, with the arrival yet to come.
+inline __device__ void barrier_announce(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
 inline __device__ void barrier_wait(uint64_t* barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\nWAIT:\n"

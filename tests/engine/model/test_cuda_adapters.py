@@ -27,6 +27,7 @@ def test_each_of_a_batch_says_what_it_wears(tmp_path: Path, monkeypatch: pytest.
     few = ("vector_shrink", "shrink_alike", "expand_alike")
     kernels = (*few, "shrink_row", "shrink_group", "shrink_long", "expand_norm", "look_up")
     assert gpu.replays and all(gpu.launches[f"_{name}_kernel"] for name in kernels)
+    assert gpu.launches["worn linear"] and gpu.launches["worn heads"]
 
 
 @pytest.mark.filterwarnings("ignore")
