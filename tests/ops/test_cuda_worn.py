@@ -108,7 +108,7 @@ def test_product_and_sum(rows: int, size_out: int, size_in: int, rank: int) -> N
     assert error(outs[0][0], truth) < 5e-3
     assert error(outs[0][1], truth + residual) < 5e-3
     assert error(outs[0][2], (truth + residual) * norm) < 6e-3
-    assert error(squares.parts_EN.sum(0), (truth + residual).square().sum(1)) < 2e-3
+    assert error(squares.parts_EN.sum(0), (truth + residual).square().sum(1)) < 5e-3
     for again in outs[1:]:
         assert all(torch.equal(first, second) for first, second in zip(outs[0], again, strict=True))
     assert not SCRATCH.counters.any()
