@@ -46,15 +46,10 @@ def compiled(name: str, dtype: torch.dtype, **sizes: int) -> Any:
     ).build_and_load()
 
 
-<<<<<<< HEAD
-def compiled_for(rows: int, name: str, dtype: torch.dtype) -> Any:
-    """Those of a source that includes few_rows.cuh, for up to `MOST_ROWS` rows: they refuse more."""
-    return compiled(name, dtype, ROWS=next((most for most in _ROWS if rows <= most), MOST_ROWS))
-=======
 def compiled_for(rows: int, name: str, dtype: torch.dtype, *, worn: bool = False) -> Any:
-    """Those of a source that includes worn.cuh, for 1 to `MOST_ROWS` rows; `worn`: with an adapter's updates."""
-    return compiled(name, dtype, ROWS=next(most for most in _ROWS if rows <= most), RANKS=WORN_RANK if worn else 0)
->>>>>>> b0626d0 (Rows of one adapter are served by products with the update inside)
+    """Those of a source that includes worn.cuh, for up to `MOST_ROWS` rows: they refuse more; `worn`: with updates."""
+    most = next((most for most in _ROWS if rows <= most), MOST_ROWS)
+    return compiled(name, dtype, ROWS=most, RANKS=WORN_RANK if worn else 0)
 
 
 def build_for_rows(name: str, dtype: torch.dtype, *, worn: bool = False) -> None:
