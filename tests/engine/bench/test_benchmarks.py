@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +51,8 @@ def test_lora(target: Target, out: Path, capsys: pytest.CaptureFixture[str], mon
     assert set(found["prompts"]) == {"0", "1", "3"} and set(found["disabled_ms"]) == {"1", "3"}
     assert 0 < found["ready"]["least"] <= found["ready"]["median"] <= found["ready"]["most"]
     assert "Zipf over 5" in capsys.readouterr().out
+    assert dataclasses.replace(sizes, registered=1, slots=9).adapters == 9
+    assert "too many slots" in str(lora._lines(found | {"ready": {}}, sizes))
 
 
 def test_latency(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
