@@ -35,8 +35,16 @@ def matcher_of(tokens: LLTokenizer, source: str) -> LLMatcher:
         tried.consume_tokens(forced)
         tried.compute_bitmask()
     if tried.is_error():
-        raise ValueError(tried.get_error().partition("\n")[0])
+        raise ValueError(_reason(tried.get_error()))
     return matcher
+
+
+def _reason(told: str) -> str:
+    """What llguidance says is wrong, in one line."""
+    if told.startswith("NoExtensionBias"):
+        return "no text is in it"
+    first, *more = told.splitlines() or [""]
+    return " ".join([first, *(line.removeprefix("error: ") for line in more if line.startswith("error: "))])
 
 
 class _Vocabulary:

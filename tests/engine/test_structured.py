@@ -474,6 +474,20 @@ def test_what_cannot_be_is_refused_in_time_and_nobody_else_waits(
 
 
 @pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (ResponseFormat.regex("a["), "regex parse error: unclosed character class, got"),
+        (ResponseFormat.json_schema({"pattern": "(?=a)b"}), "regex parse error: look-around, .* is not supported, got"),
+        (ResponseFormat.json_schema({"$ref": "#"}), "response_format: no text is in it, got"),
+        (ResponseFormat.lark("start: ("), "Expected token .* got"),
+    ],
+)
+def test_a_refusal_says_why(wanted: ResponseFormat, why: str) -> None:
+    with pytest.raises(GrammarRejected, match=why):
+        compiled(wanted, ByteTokenizer())
+
+
+@pytest.mark.parametrize(
     "make",
     [
         lambda: ResponseFormat.json_schema("{"),
