@@ -330,9 +330,9 @@ class Adapters:
             self._keep(version, loaded)
             self._slots.arrived(version)
         else:
-            logger.warning(
-                "the adapter %s could not be brought to the device: %s", "/".join(self._sources[version]), error
-            )
+            if self._closed_by is None:
+                names = ", ".join(self._sources[version])
+                logger.warning("the adapter %s could not be brought to the device: %s", names, error)
             failure = AdapterUnavailable(f"the adapter could not be brought to the device: {error}")
             failure.__cause__ = error
             self._slots.failed(version)

@@ -327,7 +327,9 @@ async def test_pinned_adapters_stay_as_long_as_others_find_room(model: Path, tmp
         engine.adapters.pin("a2")
 
 
-async def test_of_two_loads_that_want_the_last_pin_one_changes_nothing(model: Path, tmp_path: Path) -> None:
+async def test_of_two_loads_that_want_the_last_pin_one_changes_nothing(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     refused: list[str] = []
 
     async def load(name: str) -> None:
@@ -343,6 +345,7 @@ async def test_of_two_loads_that_want_the_last_pin_one_changes_nothing(model: Pa
                 group.start_soon(load, str(seed))
         (pinned,) = engine.adapters.list()
         assert pinned.pinned and refused == [{"1": "2", "2": "1"}[pinned.name]]
+    assert not caplog.records, "an engine that closes while it loads complains"
 
 
 async def test_a_step_wears_no_more_adapters_than_its_budget(model: Path, tmp_path: Path) -> None:
