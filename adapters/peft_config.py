@@ -22,6 +22,7 @@ _KINDS: dict[str, Literal["lora", "prompt", "prefix"]] = {
     "PROMPT_TUNING": "prompt",
     "PREFIX_TUNING": "prefix",
 }
+_RANK_OPTION = "max_adapter_rank"
 _MOST_VIRTUAL = 4096
 _MOST_PATTERNS = 512
 _MOST_REPEATING = 32
@@ -102,10 +103,10 @@ def parse_peft_config(data: Mapping[str, object], *, max_rank: int) -> PeftConfi
     ranks, alphas = _pattern(fields, "rank_pattern"), _pattern(fields, "alpha_pattern")
     return PeftConfig(
         kind,
-        rank=fields.size("r", max_rank),
+        rank=fields.size("r", max_rank, option=_RANK_OPTION),
         alpha=fields.real("lora_alpha", -1e6, 1e6, 8.0),
         rank_stabilised=fields.flag("use_rslora", False),
-        rank_pattern={compiled: values.size(key, max_rank) for key, compiled, values in ranks},
+        rank_pattern={compiled: values.size(key, max_rank, option=_RANK_OPTION) for key, compiled, values in ranks},
         alpha_pattern={compiled: values.real(key, -1e6, 1e6) for key, compiled, values in alphas},
     )
 

@@ -190,12 +190,12 @@ class Fields:
         """Refuse what `field` holds."""
         refuse(self.origin, field, self.data.get(field), limit)
 
-    def size(self, field: str, limit: int, default: int | None = None) -> int:
-        """Return an integer from 1 to `limit`; null counts as absent."""
+    def size(self, field: str, limit: int, default: int | None = None, *, option: str | None = None) -> int:
+        """Return an integer from 1 to `limit`, which `option` has set; null counts as absent."""
         value = self.data.get(field)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            self.refuse(field, f"an integer from 1 to {limit}")
+            self.refuse(field, f"an integer from 1 to {limit}" + (f" ({option})" if option else ""))
         return value
 
     def real(self, field: str, low: float, high: float, default: float | None = None) -> float:

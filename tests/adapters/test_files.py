@@ -114,7 +114,7 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "float64": (with_tensors(a=torch.zeros(4, 32, dtype=torch.float64)), "dtype"),
     "nothing": (lambda folder: write_folder(folder, CONFIG, {}), "number of updates"),
     "rank 0": (with_config(r=0), "r is 0"),
-    "rank too large": (with_config(r=9), "1 to 8"),
+    "rank too large": (with_config(r=9), r"1 to 8 \(max_adapter_rank\)"),
     "rank too large by pattern": (with_config(rank_pattern={"q_proj": 9}), "1 to 8"),
     "rank of text": (with_config(r="4"), "r is '4'"),
     "alpha of NaN": (with_config(lora_alpha="NaN"), "lora_alpha"),
