@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from headrace.engine import Prompt, Rejected, SamplingParams, TokenLogprobs, TokenStream
+from headrace.engine import Prompt, Rejected, ResponseFormat, SamplingParams, TokenLogprobs, TokenStream
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.limits import Permit
@@ -269,6 +269,9 @@ class Answering:
 
     async def _fail(self, error: Exception) -> None:
         told = as_api_error(error, self._ask.names).renamed(self._ask.names)
+        given = getattr(error, "value", None)
+        if isinstance(given, ResponseFormat) and given != self._ask.params.response_format:  # made here, around calls
+            told = ApiError(told.status, told.code, told.message.partition(", got ")[0], param=told.param)
         self.figures.reason, self.figures.refused = told.code, told.status < 500
         if told.code == "internal_error":
             logger.error("request %s failed", self._request_id, exc_info=error)

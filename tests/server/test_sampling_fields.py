@@ -383,6 +383,13 @@ def test_a_format_or_a_call(server: Serving) -> None:
             assert got["message"].get("tool_calls") or got["message"]["content"].startswith(("{", "<tool_call>"))
 
 
+def test_a_refusal_shows_no_grammar_of_the_servers_own(server: Serving) -> None:
+    broken = {"tools": [tool("depth", metres={"type": "metre"})], "tool_choice": "required", "max_tokens": 5}
+    for fields, said in ((broken, "Invalid type: metre"), (broken | {"use_beam_search": True}, "use_beam_search")):
+        error = server.post({"model": "scripted", "messages": CHAT} | fields, CHATS).json()["error"]
+        assert error["param"] == "tool_choice" and error["message"].endswith(said), error
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}
