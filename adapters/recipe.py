@@ -24,18 +24,21 @@ PROMPT_KEY = "prompt_embeddings"
 """The one tensor of an adapter of virtual tokens."""
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 _ALIGNMENT = 16  # bytes: a tensor may follow another of smaller numbers
+# The second `model` is missing where an adapter was trained on a model without its head, as for embeddings.
 _LAYER_KEY = re.compile(
-    r"base_model\.model\.model\.layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+    r"base_model\.model\.(?:model\.)?layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
     r"\.lora_([AB])\.weight"
 )
 _TOP_KEYS = {
     "base_model.model.model.embed_tokens.lora_embedding_A": ("embed", "A"),
     "base_model.model.model.embed_tokens.lora_embedding_B": ("embed", "B"),
+    "base_model.model.embed_tokens.lora_embedding_A": ("embed", "A"),
+    "base_model.model.embed_tokens.lora_embedding_B": ("embed", "B"),
     "base_model.model.lm_head.lora_A.weight": ("head", "A"),
     "base_model.model.lm_head.lora_B.weight": ("head", "B"),
 }
 # PEFT saves the frozen embeddings beside updates of them: they are the base model's own.
-_FROZEN_KEYS = re.compile(r"base_model\.model\.(model\.embed_tokens|lm_head)(\.base_layer)?\.weight")
+_FROZEN_KEYS = re.compile(r"base_model\.model\.((model\.)?embed_tokens|lm_head)(\.base_layer)?\.weight")
 _Place = tuple[int, str]
 
 
@@ -159,7 +162,10 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
     for key, entry in in_turns(entries.items()):
         found = _place(key, shape)
         if found is not None:
-            keys.setdefault(found[0], {})[found[1]] = key
+            place, half = found
+            if half in (known := keys.setdefault(place, {})):
+                refuse_file(WEIGHTS_FILE, "tensor", key, f"one of its module, which {known[half]} is")
+            known[half] = key
         elif not _is_frozen_base(key, entry, shape):
             refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {', '.join(MODULES)}, embed_tokens and lm_head")
     if not keys:

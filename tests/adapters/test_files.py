@@ -107,6 +107,10 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "of another rank": (with_tensors(a=torch.zeros(5, 32), b=torch.zeros(32, 5)), r"\(4, 32\)"),
     "of one dimension": (with_tensors(a=torch.zeros(128)), "shape"),
     "unknown module": (with_tensors(**{"base_model.model.model.layers.0.self_attn.x.lora_A.weight": NAN}), "tensor"),
+    "one module under two names": (
+        with_tensors(**{Q_A.replace("model.layers", "layers"): torch.zeros(4, 32)}),
+        "one of its module",
+    ),
     "unknown layer": (with_tensors(**{Q_A.replace("s.0.", "s.2."): torch.zeros(4, 32)}), "layers.2"),
     "module elsewhere": (with_tensors(**{Q_A.replace("self_attn", "mlp"): torch.zeros(4, 32)}), "mlp.q_proj"),
     "a whole module": (with_tensors(**{"base_model.model.lm_head.weight": torch.zeros(97, 32)}), "lm_head.weight"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,26 @@ def test_alone(kind: str, base: Any, tested: ModelUnderTest, tmp_path: Path) -> 
     for chunk, prompt in ((128, None), (4, 11), (1, None)):
         (found,) = tested.logits([before + ids], chunk, prompt, [0])
         torch.testing.assert_close(found[len(before) :], expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trained_on_the_model_without_its_head(base: Any, tested: ModelUnderTest, tmp_path: Path) -> None:
+    """As for embeddings: names and patterns lack the outer module."""
+    torch.manual_seed(4)
+    options = {"r": 4, "rank_pattern": {"^layers.1.self_attn.q_proj": 9}}
+    config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=[*ALL, "embed_tokens"], **options)
+    model = peft.get_peft_model(copy.deepcopy(base.model), config).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, 0.0, 0.15)
+    model.save_pretrained(tmp_path / "adapter")
+    ids = sequence(1)
+    with torch.inference_mode():
+        expected = base.lm_head(model(torch.tensor([ids])).last_hidden_state[0])
+    assert tested.bank is not None
+    tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", SHAPE, torch.float32, max_rank=16))
+    (found,) = tested.logits([ids], 128, None, [0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
