@@ -7,6 +7,7 @@ what makes a step wait for a reader, so there is little of it, and none of it is
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -128,6 +129,10 @@ def _open_folder(path: str | os.PathLike[str], root: Path | None) -> int:
     top = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+    except NotADirectoryError:
+        raise ModelRejected(
+            "is no folder, or a link to one: links are not followed", field="path", value=name
+        ) from None
     finally:
         os.close(top)
 
@@ -139,6 +144,10 @@ def _open_file(folder: int, name: str, follow: bool) -> BinaryIO:
         number = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
         _refuse_missing(folder, name)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_file(name, "the file", "a link", "a regular file")
+        raise
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         refuse_file(name, "the file", "not a regular one", "a regular file")

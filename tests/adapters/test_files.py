@@ -252,8 +252,9 @@ def test_below_a_root_only_plain_names_and_no_links(tmp_path: Path) -> None:
     ):
         with pytest.raises(AdapterRejected):
             read_adapter(name, SHAPE, torch.float32, max_rank=8, root=root)
-    with pytest.raises(AdapterRejected):
-        read_adapter("plain", SHAPE, torch.float32, max_rank=8, root=root)
+    for name, told in (("plain", "is no folder"), ("link", "links are not followed"), ("file", "'a link'")):
+        with pytest.raises(AdapterRejected, match=told):
+            read_adapter(name, SHAPE, torch.float32, max_rank=8, root=root)
     assert read(root / "link").digest == read(root / "good").digest, "an application may follow its own links"
 
 
