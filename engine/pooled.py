@@ -5,9 +5,10 @@ Owns the wait for its end; never plans a step and never touches a tensor. embedd
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import anyio
 
@@ -35,6 +36,8 @@ from headrace.engine.threads import Worker
 __all__ = ["Pair", "PoolingIntake", "Text", "Who"]
 
 _NO_PARAMS = SamplingParams()
+_SPACE: Final = re.compile(r"[ \t\n\r]{2,}")
+_SPARSE: Final = 32
 
 
 class Who(NamedTuple):
@@ -99,7 +102,7 @@ class Text(NamedTuple):
             PromptTooLong: It has too many characters.
         """
         if not self.truncate:
-            check_text_size(self.prompt, opened.tokenizer.table.longest, opened.info.max_context)
+            check_text_size(_dense(self.prompt, opened), opened.tokenizer.table.longest, opened.info.max_context)
 
     def tokenize(self, opened: Opened) -> Pooled:
         """As `_Asked`.
@@ -110,8 +113,7 @@ class Text(NamedTuple):
         tokenizer, most = opened.tokenizer, opened.info.max_context
         if not self.truncate:
             return Pooled(to_token_ids(self.prompt, tokenizer), self.pooling)
-        enough = _enough(opened)
-        prompt = self.prompt[:enough] if isinstance(self.prompt, str) else self.prompt
+        prompt = _dense(self.prompt, opened)[: _enough(opened)] if isinstance(self.prompt, str) else self.prompt
         return Pooled(_truncated(to_token_ids(prompt, tokenizer), tokenizer, most), self.pooling)
 
 
@@ -138,9 +140,10 @@ class Pair(NamedTuple):
         Raises:
             PromptTooLong: One of both has too many characters.
         """
-        check_text_size(self.query, opened.tokenizer.table.longest, opened.info.max_context, "query")
+        longest, most = opened.tokenizer.table.longest, opened.info.max_context
+        check_text_size(_dense(self.query, opened), longest, most, "query")
         if not self.truncate:
-            check_text_size(self.document, opened.tokenizer.table.longest, opened.info.max_context)
+            check_text_size(_dense(self.document, opened), longest, most)
 
     def tokenize(self, opened: Opened) -> Pooled:
         """As `_Asked`; what is too long is cut at the end of the document.
@@ -151,7 +154,7 @@ class Pair(NamedTuple):
         """
         assert opened.scoring is not None
         most = opened.info.max_context
-        document = self.document[: _enough(opened)] if self.truncate else self.document
+        document = _dense(self.document, opened)[: _enough(opened)] if self.truncate else self.document
         found = opened.scoring.encode_pair(self.query, document)
         ids = found.ids
         if self.truncate and len(ids) > most:
@@ -170,6 +173,15 @@ def _enough(opened: Opened) -> int | None:
     """Characters that are more than the context can hold; None where nobody knows."""
     longest = opened.tokenizer.table.longest
     return longest * opened.info.max_context if longest else None
+
+
+def _dense(prompt: Any, opened: Opened) -> Any:
+    """A text with one white character for several, where it may else seem to be too long and the model sees no more."""
+    enough = _enough(opened)
+    if not isinstance(prompt, str) or enough is None or len(prompt) <= enough or not opened.tokenizer.table.joins_space:
+        return prompt
+    looked_at = _SPARSE * enough  # no more, since this is on the event loop
+    return _SPACE.sub(" ", prompt[:looked_at]) + prompt[looked_at:]
 
 
 def _truncated(ids: list[int], tokenizer: TokenizerLike, most: int) -> list[int]:

@@ -23,7 +23,7 @@ class TokenTable:
     ids: a run of these is UTF-8 as a whole, or one U+FFFD per byte.
     """
 
-    __slots__ = ("byte_ids", "longest", "pieces", "special_ids", "texts", "visible_texts")
+    __slots__ = ("byte_ids", "joins_space", "longest", "pieces", "special_ids", "texts", "visible_texts")
 
     def __init__(
         self, pieces: list[bytes], special_ids: AbstractSet[int], byte_ids: AbstractSet[int] = frozenset()
@@ -40,6 +40,8 @@ class TokenTable:
         self.byte_ids = frozenset(byte_ids)
         self.longest = max(map(len, pieces), default=0)
         """Bytes of the longest piece."""
+        self.joins_space = False
+        """Its tokenizer takes several white characters for one."""
         self.texts: list[str | None] = [
             None if index in self.byte_ids else _complete_text(piece) for index, piece in enumerate(pieces)
         ]

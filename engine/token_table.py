@@ -23,6 +23,13 @@ _PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fu
 
 def token_table(core: Any, special_ids: frozenset[int], is_exact: bool) -> TokenTable:
     """The bytes of every id, by the rules of the tokenizer's decoder."""
+    table = _of_decoder(core, special_ids, is_exact)
+    one, several = (core.encode(text, add_special_tokens=False).ids for text in ("a b", "a \n\t\r b"))
+    table.joins_space = one == several
+    return table
+
+
+def _of_decoder(core: Any, special_ids: frozenset[int], is_exact: bool) -> TokenTable:
     steps = _decoder_steps(core)
     kinds = [step["type"] for step in steps]
     size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1

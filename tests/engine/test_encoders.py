@@ -174,6 +174,9 @@ def test_minilm_gives_the_vectors_of_sentence_transformers(minilm: Path) -> None
             assert found.usage.prompt_tokens == int(batch["attention_mask"].sum())
             with pytest.raises(PromptTooLong):
                 await engine.embed(TEXTS)
+            for truncate in (False, True):  # it has more characters than tokens that are read could have
+                sparse = await engine.embed(["Rain falls.", " \n\n" * 3000 + "Rain \t  falls."], truncate=truncate)
+                np.testing.assert_allclose(*sparse.vectors, atol=1e-6)
             scores = await engine.score(TEXTS[0], TEXTS[1:], truncate=True)
             assert scores.method == "embedding"
             np.testing.assert_allclose(scores.scores, expected[1:] @ expected[0], atol=1e-5)
