@@ -120,6 +120,14 @@ def test_a_failed_row_leaves_zeros_in_its_page_and_others_alone() -> None:
     assert torch.equal(stored(to)[to.slots_N[others]], before[to.slots_N[others]])
 
 
+def test_other_shapes_are_refused_before_a_launch() -> None:
+    x, to = random(5, 256), targets(5, 1, normed=True)
+    with pytest.raises(ValueError, match="a weight of another shape"):
+        EvenHeads(eps=EPS).run(x, random(4 * HEAD, 192), None, to)
+    with pytest.raises(ValueError, match="too few positions"):
+        EvenHeads(eps=EPS).run(x, random(4 * HEAD, 256), None, to._replace(slots_N=to.slots_N[:4]))
+
+
 def test_what_fits() -> None:
     assert EvenHeads.fits(2, 64) and EvenHeads.fits(64, 8192)
     assert not EvenHeads.fits(1, 64) and not EvenHeads.fits(65, 64) and not EvenHeads.fits(2, 96)

@@ -104,6 +104,18 @@ def test_fp16() -> None:
     assert error(out, reference.linear(x, weight, None)) < 1e-3
 
 
+def test_other_shapes_are_refused_before_a_launch() -> None:
+    even, x, out = EvenLinear(SCRATCH, eps=EPS), random(8, 128), poison(8, 64)
+    with pytest.raises(ValueError, match="another number of inputs"):
+        even.product(x, random(64, 192), out)
+    with pytest.raises(ValueError, match="another number of outputs"):
+        even.silu_mul(x, random(64, 128), out)
+    with pytest.raises(ValueError, match="squares of another shape"):
+        even.product(x, random(64, 128), out, Squares(out, torch.ones(1, 8, device=GPU)))
+    with pytest.raises(ValueError, match="too many rows"):
+        even.product(random(65, 128), random(64, 128), poison(65, 64))
+
+
 def test_what_fits() -> None:
     assert EvenLinear.fits(2, 64, 64) and EvenLinear.fits(64, 28672, 4096)
     assert not EvenLinear.fits(64, 151936, 1024)
