@@ -523,7 +523,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Arguments with) {
       barrier_init(filled + slot, 1);
       barrier_init(emptied + slot, KV_HEADS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_are_set_up();
   }
   __syncthreads();
   const Share share = with.plan->shares()[blockIdx.x];

@@ -158,7 +158,7 @@ __device__ void fetch_head(const Arguments& with, uint8_t* high, int head, int t
 
 // --- the warpgroup that multiplies
 
-__device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>& exchange, Update<S> update,
+__device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S>& exchange, Update<S> update,
                          const float* factors, int thread) {
   const Cursor<S::kSplits> own(with);
   int round = 0;
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant_
   __shared__ __align__(16) float staged[kRows * S::kPitch];
   const int thread = threadIdx.x;
   let_next_kernel_start();
-  const Ring<S> ring{slots, filled, emptied};
+  const Chunks<S> ring(slots, filled, emptied);
   const Exchange<S> exchange{staged, &arrived, &taken};
   const UpdateSpace<S> space(slots + S::kSlots * S::kSlotBytes, &high_filled, &high_emptied);
   set_up(ring, exchange, space, thread);

@@ -224,7 +224,7 @@ __device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, 
 // --- the whole
 
 template <class S>
-__device__ void multiply(const Arguments& with, Ring<S> ring, const Exchange<S>& exchange, Update<S> update,
+__device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S>& exchange, Update<S> update,
                          const float* factors, int thread) {
   int round = 0;
   float sums[1][kSums];
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
   __shared__ __align__(16) float staged[kRows * S::kPitch];
   const int thread = threadIdx.x;
   let_next_kernel_start();
-  const Ring<S> ring{slots, filled, emptied};
+  const Chunks<S> ring(slots, filled, emptied);
   const Exchange<S> exchange{staged, &arrived, &taken};
   const UpdateSpace<S> space(slots + S::kSlots * S::kSlotBytes, &high_filled, &high_emptied);
   set_up(ring, exchange, space, thread);

@@ -169,24 +169,11 @@ struct Cursor {
 
 // --- the ring
 
-// Slots in shared memory, one chunk each, and where somebody stands.
+// Of one chunk a slot.
 template <class S>
-struct Ring {
-  uint8_t* slots;
-  uint64_t* filled;
-  uint64_t* emptied;
-  int at = 0, turn = 0;
-
-  __device__ void set_up() const {
-    for (int slot = 0; slot < S::kSlots; ++slot) {
-      barrier_init(filled + slot, 1);
-      barrier_init(emptied + slot, kMultipliers / 32);
-    }
-  }
-  __device__ uint8_t* slot() const { return slots + at * S::kSlotBytes; }
-  __device__ void advance() {
-    if (++at == S::kSlots) at = 0, ++turn;
-  }
+struct Chunks : Ring<S::kSlots, S::kSlotBytes> {
+  __device__ Chunks(uint8_t* slots, uint64_t* filled, uint64_t* emptied)
+      : Ring<S::kSlots, S::kSlotBytes>{slots, filled, emptied} {}
 };
 
 template <class S>
@@ -200,7 +187,7 @@ inline __device__ void fetch_inputs(const Inputs& with, uint8_t* slot, int chunk
 
 // Fills the ring with chunk after chunk of a block's tiles: one thread. `low`: of A, whose place it takes a read to know.
 template <class S, class Fetch, class Low>
-inline __device__ void stream(const Inputs& with, Ring<S> ring, const Fetch& fetch_weights, Low low) {
+inline __device__ void stream(const Inputs& with, Chunks<S> ring, const Fetch& fetch_weights, Low low) {
   Cursor<S::kSplits> weights(with), inputs = weights, lows = weights;
   const int count = weights.count(with), early = min(count, S::kSlots);
   for (int i = 0; i < early; ++i, weights.advance()) {
@@ -236,11 +223,11 @@ inline __device__ void clear(float (&sums)[kBlocks][kSums]) {
 
 // Adds the next `count` chunks to the sums; kWithLow: and to x A^T, which `low` is.
 template <bool kWithLow, class S, int kCount>
-inline __device__ void add_chunks(float (&sums)[S::kBlocks][kSums], float (&low)[kCount], Ring<S>& ring, int count,
+inline __device__ void add_chunks(float (&sums)[S::kBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
                                   int thread) {
   int behind = -1;
   for (int i = 0; i < count; ++i) {
-    barrier_wait(ring.filled + ring.at, ring.turn & 1);
+    ring.wait_filled();
     const uint64_t w = lines_at(ring.slot()), x = lines_at(ring.slot() + S::kWeightBytes);
     const uint64_t a = lines_at(ring.slot() + S::kFetchedBytes);
     multiply_begin();
@@ -353,12 +340,12 @@ struct Exchange {
 
 // Before the first use of any of them.
 template <class S, class Space>
-inline __device__ void set_up(const Ring<S>& ring, const Exchange<S>& exchange, const Space& space, int thread) {
+inline __device__ void set_up(const Chunks<S>& ring, const Exchange<S>& exchange, const Space& space, int thread) {
   if (thread == 0) {
-    ring.set_up();
+    ring.set_up(kMultipliers / 32);
     exchange.set_up();
     space.set_up();
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_are_set_up();
   }
   __syncthreads();
   if constexpr (S::kSplits > 1) cluster_begins();

@@ -35,6 +35,9 @@ inline __device__ void barrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
 }
 
+// By whoever initialised barriers, before others meet it: copies and the cluster's other blocks then see them, too.
+inline __device__ void barriers_are_set_up() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
 inline __device__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

@@ -123,22 +123,9 @@ struct Tile {
   }
 };
 
-// Slots of a ring, in shared memory, and where somebody stands in it.
-struct Ring {
-  uint8_t* slots;
-  uint64_t* filled;
-  uint64_t* emptied;
-  int at = 0, turn = 0;
+struct Slots : Ring<kSlots, kSlotBytes> {
+  __device__ Slots(uint8_t* slots, uint64_t* barriers) : Ring{slots, barriers, barriers + kSlots} {}
 
-  __device__ Ring(uint8_t* slots, uint64_t* barriers) : slots(slots), filled(barriers), emptied(barriers + kSlots) {}
-  __device__ uint8_t* slot() const { return slots + at * kSlotBytes; }
-  __device__ void wait_filled() const { barrier_wait(filled + at, turn & 1); }
-  __device__ void wait_emptied() const {
-    if (turn > 0) barrier_wait(emptied + at, (turn - 1) & 1);
-  }
-  __device__ void advance() {
-    if (++at == kSlots) at = 0, ++turn;
-  }
   // This warp has done with the slot, which this block fills, or all of the cluster together.
   __device__ void leave(int lane) {
     __syncwarp();
@@ -154,7 +141,7 @@ struct Ring {
 // --- the warp that streams
 
 // Half a page of one head a lane; of a cluster, each block fetches one half for both.
-__device__ void fetch_slot(const Arguments& with, Ring& ring, int page, int head, int part, int lane) {
+__device__ void fetch_slot(const Arguments& with, Slots& ring, int page, int head, int part, int lane) {
   ring.wait_emptied();
   if (lane == 0) barrier_expect(ring.filled + ring.at, kSlotBytes);
   __syncwarp();
@@ -171,7 +158,7 @@ __device__ void fetch_slot(const Arguments& with, Ring& ring, int page, int head
   ring.advance();
 }
 
-__device__ void stream(const Arguments& with, Ring q, Ring k, Ring v, int lane) {
+__device__ void stream(const Arguments& with, Slots q, Slots k, Slots v, int lane) {
   wait_for_last_kernel();
   for (Walk walk; walk.number < with.tiles; walk.advance()) {
     const Tile tile(with, walk.number);
@@ -289,7 +276,7 @@ __device__ void write_out(const Arguments& with, float (&sums)[kSums], const Sof
   }
 }
 
-__device__ void attend(const Arguments& with, Ring q, Ring k, Ring v, const Staged& staged, int group, int warp) {
+__device__ void attend(const Arguments& with, Slots q, Slots k, Slots v, const Staged& staged, int group, int warp) {
   const int lane = staged.lane;
   wait_for_last_kernel();
   if (group == 1) give_turn(0);
@@ -353,20 +340,18 @@ __global__ void __launch_bounds__(kThreads, 1) tile_attention(const __grid_const
   extern __shared__ __align__(1024) uint8_t memory[];
   uint8_t* staged = memory + 3 * kSlots * kSlotBytes;
   uint64_t* barriers = reinterpret_cast<uint64_t*>(staged + 4 * kGroups * Staged::kBytes);
+  const Slots q(memory, barriers);
+  const Slots k(memory + kSlots * kSlotBytes, barriers + 2 * kSlots);
+  const Slots v(memory + 2 * kSlots * kSlotBytes, barriers + 4 * kSlots);
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    for (int ring = 0; ring < 3; ++ring) {
-      for (int slot = 0; slot < kSlots; ++slot) {
-        barrier_init(barriers + ring * 2 * kSlots + slot, 1);
-        barrier_init(barriers + ring * 2 * kSlots + kSlots + slot, (ring ? kCluster : 1) * kGroups * 4);
-      }
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    q.set_up(kGroups * 4);
+    k.set_up(kCluster * kGroups * 4);
+    v.set_up(kCluster * kGroups * 4);
+    barriers_are_set_up();
   }
   __syncthreads();
   cluster_begins();
-  Ring q(memory, barriers), k(memory + kSlots * kSlotBytes, barriers + 2 * kSlots),
-      v(memory + 2 * kSlots * kSlotBytes, barriers + 4 * kSlots);
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x < 32) stream(with, q, k, v, lane);

@@ -88,28 +88,21 @@ struct Tile {
   }
 };
 
-struct Ring {
-  uint8_t* slots;
-  uint64_t* filled;
-  uint64_t* emptied;
-};
+using Slots = Ring<kSlots, kSlotBytes>;
 
 // --- the warp that streams
 
-__device__ void stream(const Arguments& with, const Ring& ring) {
+__device__ void stream(const Arguments& with, Slots ring) {
   const int rank = blockIdx.x % kCluster;
-  int at = 0, turn = 0;
   wait_for_last_kernel();
   for (int number = blockIdx.x / kCluster; number < with.tiles; number += gridDim.x / kCluster) {
     const Tile tile(with, number);
     const int line = tile.column * kFeatures + rank * with.size_out;
-    for (int chunk = 0; chunk < with.chunks; ++chunk) {
-      uint8_t* slot = ring.slots + at * kSlotBytes;
-      if (turn > 0) barrier_wait(ring.emptied + at, (turn - 1) & 1);
-      barrier_expect(ring.filled + at, kSlotBytes);
-      fetch_lines(slot, &with.x, chunk * kLine, tile.row, ring.filled + at);
-      fetch_for_all(slot + kInputBytes + rank * kHalfBytes, &with.weight, chunk * kLine, line, ring.filled + at);
-      if (++at == kSlots) at = 0, ++turn;
+    for (int chunk = 0; chunk < with.chunks; ++chunk, ring.advance()) {
+      ring.wait_emptied();
+      uint64_t* filled = ring.expect();
+      fetch_lines(ring.slot(), &with.x, chunk * kLine, tile.row, filled);
+      fetch_for_all(ring.slot() + kInputBytes + rank * kHalfBytes, &with.weight, chunk * kLine, line, filled);
     }
   }
 }
@@ -139,23 +132,20 @@ __device__ void finish(const Arguments& with, const float (&sums)[kSums], const 
   __syncwarp();
 }
 
-__device__ void multiply(const Arguments& with, const Ring& ring, const Staged& staged, int group, int warp) {
+__device__ void multiply(const Arguments& with, Slots ring, const Staged& staged, int group, int warp) {
   float sums[kSums];
-  int at = 0, turn = 0;
   wait_for_last_kernel();
   for (int number = blockIdx.x / kCluster; number < with.tiles; number += gridDim.x / kCluster) {
     const Tile tile(with, number);
-    for (int chunk = 0; chunk < with.chunks; ++chunk) {
-      barrier_wait(ring.filled + at, turn & 1);
-      const uint8_t* slot = ring.slots + at * kSlotBytes;
-      const uint64_t x = lines_at(slot + group * (kInputBytes / 2)), w = lines_at(slot + kInputBytes);
+    for (int chunk = 0; chunk < with.chunks; ++chunk, ring.advance()) {
+      ring.wait_filled();
+      const uint64_t x = lines_at(ring.slot() + group * (kInputBytes / 2)), w = lines_at(ring.slot() + kInputBytes);
       multiply_begin();
 #pragma unroll
       for (int step = 0; step < 4; ++step) multiply_add(sums, x + step * 2, w + step * 2, chunk + step);
       multiply_commit();
       multiply_wait<0>();  // the other warpgroup multiplies meanwhile
-      leave_everywhere(ring.emptied + at, kCluster, staged.lane);
-      if (++at == kSlots) at = 0, ++turn;
+      leave_everywhere(ring.emptied + ring.at, kCluster, staged.lane);
     }
     sums_ready(sums);
     const int row = tile.row + group * 64 + warp * 16;
@@ -167,14 +157,11 @@ __global__ void __launch_bounds__(kThreads, 1) tile_linear(const __grid_constant
   extern __shared__ __align__(1024) uint8_t slots[];
   uint8_t* staged = slots + kSlots * kSlotBytes;
   uint64_t* filled = reinterpret_cast<uint64_t*>(staged + 4 * kMultipliers * Staged::kBytes);
-  const Ring ring{slots, filled, filled + kSlots};
+  const Slots ring{slots, filled, filled + kSlots};
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kSlots; ++slot) {
-      barrier_init(ring.filled + slot, 1);
-      barrier_init(ring.emptied + slot, kCluster * kMultipliers * 4);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    ring.set_up(kCluster * kMultipliers * 4);
+    barriers_are_set_up();
   }
   __syncthreads();
   cluster_begins();

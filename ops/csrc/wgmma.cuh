@@ -1,5 +1,5 @@
-// What kernels share that multiply by wgmma: lines of 128 bytes, from maps in memory to descriptors in shared memory, and
-// clusters of blocks.
+// What kernels share that multiply by wgmma: lines of 128 bytes, from maps in memory to descriptors in shared memory, rings
+// that hold them, and clusters of blocks.
 //
 // Owns no kernel and no division of work.
 
@@ -67,6 +67,41 @@ inline __device__ void leave_everywhere(uint64_t* barrier, int blocks, int lane)
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(shared_address(barrier), lane)) : "memory");
   }
 }
+
+// --- rings
+
+// Slots in shared memory that one warp fills and others empty, and where one of them stands.
+template <int kSlots, int kBytes>
+struct Ring {
+  uint8_t* slots;
+  uint64_t* filled;
+  uint64_t* emptied;
+  int at = 0, turn = 0;
+
+  // Before anybody waits; `readers` warps empty a slot.
+  __device__ void set_up(int readers) const {
+    for (int slot = 0; slot < kSlots; ++slot) {
+      barrier_init(filled + slot, 1);
+      barrier_init(emptied + slot, readers);
+    }
+  }
+  __device__ uint8_t* slot() const { return slots + at * kBytes; }
+  __device__ void advance() {
+    if (++at == kSlots) at = 0, ++turn;
+  }
+
+  // The warp that fills: what is fetched into the slot arrives at the barrier.
+  __device__ void wait_emptied() const {
+    if (turn > 0) barrier_wait(emptied + at, (turn - 1) & 1);
+  }
+  __device__ uint64_t* expect() const {
+    barrier_expect(filled + at, kBytes);
+    return filled + at;
+  }
+
+  // Those that empty.
+  __device__ void wait_filled() const { barrier_wait(filled + at, turn & 1); }
+};
 
 // --- products
 

@@ -145,7 +145,7 @@ struct Update {
   }
 
   // The sums of the next `count` chunks.
-  __device__ void sum_up(float (&sums)[S::kBlocks][kSums], Ring<S>& ring, int count, int thread) {
+  __device__ void sum_up(float (&sums)[S::kBlocks][kSums], Chunks<S>& ring, int count, int thread) {
     clear(sums);
     if constexpr (!kWorn) {
       add_chunks<false>(sums, low, ring, count, thread);
