@@ -182,8 +182,7 @@ class CudaOps:
     ) -> tuple[Tensor, Tensor | Squares]:
         """The sum, multiplied by the norm's weight but not by its factors, and its squares; or what `norm` takes."""
         even = self._even_for(len(x_NI), packed.weight_OI)
-        # In fp16 a sum without the norm's factors may overflow.
-        if even is None or norm_E is None or packed.bias_O is not None or x_NI.dtype == torch.float16:
+        if even is None or norm_E is None or packed.bias_O is not None:
             return self.product(x_NI, packed), residual_NE
         out_NE = torch.empty_like(residual_NE)
         return out_NE, even.add(x_NI, packed.weight_OI, residual_NE, norm_E, out_NE)

@@ -57,7 +57,7 @@ class EvenDecode:
             OSError: There is nothing to compile them with.
         """
         return compiled(
-            "even_decode", shape.dtype,
+            "even_decode",
             HEAD_DIM=shape.head_dim, KV_HEADS=shape.kv_heads, GROUP=shape.heads // shape.kv_heads,
             PAGE=shape.page_size, KV_FP8=int(shape.kv_dtype != shape.dtype),
         )  # fmt: skip
@@ -69,7 +69,7 @@ class EvenDecode:
         fp8 = shape.kv_dtype == torch.float8_e4m3fn
         return (
             torch.cuda.get_device_capability(device)[0] >= _HOPPER
-            and shape.dtype in (torch.bfloat16, torch.float16)
+            and shape.dtype == torch.bfloat16
             and (fp8 or shape.kv_dtype == shape.dtype)
             and shape.head_dim in ((128,) if fp8 else (64, 128))
             and shape.kv_heads <= _MOST_KV_HEADS

@@ -51,14 +51,14 @@ class EvenHeads:
         self._eps, self._pdl = eps, pdl
 
     @staticmethod
-    def build(dtype: torch.dtype, *, worn: bool = False) -> None:
+    def build(*, worn: bool = False) -> None:
         """Compile the kernels, or those with updates; takes half a minute and a compiler the first time.
 
         Raises:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        build_for_rows("even_heads", dtype, worn=worn)
+        build_for_rows("even_heads", worn=worn)
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
@@ -76,7 +76,7 @@ class EvenHeads:
         """The queries of `x W^T`, normed and rotated: [N, H * D]; keys and values are stored.
 
         Args:
-            x_NI: bf16 or fp16, last dimension contiguous.
+            x_NI: bf16, last dimension contiguous.
             weight_OI: Same dtype, contiguous: H query heads, K key heads, K value heads.
             squares: Of the norm whose factors are still missing from `x_NI`.
             to: Where they go.
@@ -84,7 +84,7 @@ class EvenHeads:
         """
         normed, heads = to.q_norm_D is not None, len(weight_OI) // _HEAD
         q_NX = x_NI.new_empty(len(x_NI), (heads - 2 * to.kv_layer.shape[3]) * _HEAD)
-        compiled_for(len(x_NI), "even_heads", x_NI.dtype, worn=worn is not None).run(
+        compiled_for(len(x_NI), "even_heads", worn=worn is not None).run(
             x_NI, weight_OI, q_NX if squares is None else squares.parts_EN, squares is not None, q_NX, to.kv_layer,
             to.q_norm_D if normed else q_NX, to.k_norm_D if normed else q_NX, normed,
             to.cos_sin_PD, to.positions_N, to.slots_N, to.scales.k, to.scales.v,

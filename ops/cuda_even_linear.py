@@ -46,14 +46,14 @@ class EvenLinear:
         self._scratch, self._eps, self._pdl = scratch, eps, pdl
 
     @staticmethod
-    def build(dtype: torch.dtype, *, worn: bool = False) -> None:
+    def build(*, worn: bool = False) -> None:
         """Compile the kernels, or those with updates; takes half a minute and a compiler the first time.
 
         Raises:
             RuntimeError: They cannot be compiled.
             OSError: There is nothing to compile them with.
         """
-        build_for_rows("even_linear", dtype, worn=worn)
+        build_for_rows("even_linear", worn=worn)
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:
@@ -73,7 +73,7 @@ class EvenLinear:
         """`out = x W^T`, accumulated in float32.
 
         Args:
-            x_NI: bf16 or fp16, last dimension contiguous.
+            x_NI: bf16, last dimension contiguous.
             weight_OI: Same dtype, contiguous.
             out_NO: Same dtype, last dimension contiguous; must not overlap `x_NI`.
             squares: Of the norm whose factors are still missing from `x_NI`.
@@ -123,7 +123,7 @@ class EvenLinear:
     ) -> None:
         tiles = len(weight) // _LINE
         splits = 4 if tiles <= 32 else 2 if tiles <= 64 and x_NI.shape[1] >= 2048 else 1
-        compiled_for(len(x_NI), "even_linear", x_NI.dtype, worn=worn is not None).run(
+        compiled_for(len(x_NI), "even_linear", worn=worn is not None).run(
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,
             out if parts_EN is None else parts_EN, out if squares is None else squares.parts_EN,

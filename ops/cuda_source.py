@@ -23,13 +23,12 @@ WORN_RANK = 16
 
 
 @functools.cache
-def compiled(name: str, dtype: torch.dtype, **sizes: int) -> Any:
+def compiled(name: str, **sizes: int) -> Any:
     """The kernels of csrc/`name`.cu, compiled unless kept.
 
     Args:
         name: Of the file.
-        dtype: bf16 or fp16: of their elements.
-        sizes: Values of the source's other macros.
+        sizes: Values of the source's macros.
 
     Raises:
         RuntimeError: They cannot be compiled.
@@ -38,26 +37,23 @@ def compiled(name: str, dtype: torch.dtype, **sizes: int) -> Any:
     source = _FOLDER / f"{name}.cu"
     parts = [source, *sorted(_FOLDER.glob("*.cuh"))]
     version = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:8]  # caches hold older ones
-    kind = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     variant = "".join(f"_{macro.lower()}{value}" for macro, value in sizes.items())
-    flags = [f"-D{macro}={value}" for macro, value in {"ELEMENT_F16": int(kind == "f16"), **sizes}.items()]
-    return gen_jit_spec(
-        f"headrace_{name}_{kind}{variant}_{version}", [source], extra_cuda_cflags=flags
-    ).build_and_load()
+    flags = [f"-D{macro}={value}" for macro, value in sizes.items()]
+    return gen_jit_spec(f"headrace_{name}{variant}_{version}", [source], extra_cuda_cflags=flags).build_and_load()
 
 
-def compiled_for(rows: int, name: str, dtype: torch.dtype, *, worn: bool = False) -> Any:
+def compiled_for(rows: int, name: str, *, worn: bool = False) -> Any:
     """Those of a source that includes worn.cuh, for up to `MOST_ROWS` rows: they refuse more; `worn`: with updates."""
     most = next((most for most in _ROWS if rows <= most), MOST_ROWS)
-    return compiled(name, dtype, ROWS=most, RANKS=WORN_RANK if worn else 0)
+    return compiled(name, ROWS=most, RANKS=WORN_RANK if worn else 0)
 
 
-def build_for_rows(name: str, dtype: torch.dtype, *, worn: bool = False) -> None:
+def build_for_rows(name: str, *, worn: bool = False) -> None:
     """Compile all of those; raises as `compiled` does."""
     with ThreadPoolExecutor(len(_ROWS)) as pool:
-        list(pool.map(lambda rows: compiled_for(rows, name, dtype, worn=worn), _ROWS))
+        list(pool.map(lambda rows: compiled_for(rows, name, worn=worn), _ROWS))
 
 
 def has_wgmma(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether sources that include wgmma.cuh can be compiled: they need Hopper for copies, clusters and products."""
-    return torch.cuda.get_device_capability(device)[0] == _HOPPER and dtype in (torch.bfloat16, torch.float16)
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER and dtype == torch.bfloat16

@@ -50,7 +50,7 @@ class TileAttention:
             OSError: There is nothing to compile them with.
         """
         group = shape.heads // shape.kv_heads
-        return compiled("tile_attention", shape.dtype, KV_HEADS=shape.kv_heads, GROUP=group, PAGE=shape.page_size)
+        return compiled("tile_attention", KV_HEADS=shape.kv_heads, GROUP=group, PAGE=shape.page_size)
 
     @staticmethod
     def supports(shape: HeadShape, device: torch.device) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from headrace.ops.cuda_source import compiled
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["TileLinear"]
@@ -25,14 +24,14 @@ class TileLinear:
     """Products of gates and ups."""
 
     @staticmethod
-    def build(dtype: torch.dtype) -> None:
+    def build() -> None:
         """Compile the kernel; takes seconds and a compiler the first time.
 
         Raises:
             RuntimeError: It cannot be compiled.
             OSError: There is nothing to compile it with.
         """
-        compiled("tile_linear", dtype)
+        compiled("tile_linear")
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:
@@ -44,9 +43,9 @@ class TileLinear:
         """`out = silu(x G^T) * (x U^T)`, in float32 until it is rounded once.
 
         Args:
-            x_NI: bf16 or fp16, last dimension contiguous, I a multiple of 8.
+            x_NI: bf16, last dimension contiguous, I a multiple of 8.
             weight_2FI: Same dtype, contiguous: F rows of G, then F of U; F a multiple of 8.
             out_NF: Same dtype, last dimension contiguous; must not overlap `x_NI`.
             pdl: Launch programmatically dependent.
         """
-        compiled("tile_linear", x_NI.dtype).run(x_NI, weight_2FI, out_NF, pdl)
+        compiled("tile_linear").run(x_NI, weight_2FI, out_NF, pdl)

@@ -1,4 +1,4 @@
-"""Tensors on the GPU, random or poisoned, and how far a result is from the truth; holds no tests."""
+"""Tensors of bf16 on the GPU, random or poisoned, and how far a result is from the truth; holds no tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def error(out: Tensor, truth: Tensor) -> float:
     return float("inf") if torch.isnan(distance) else float(distance)
 
 
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def random(*shape: int) -> Tensor:
     """Normally distributed."""
-    return torch.randn(*shape, dtype=dtype, device=_GPU)
+    return torch.randn(*shape, dtype=torch.bfloat16, device=_GPU)
 
 
-def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def poison(*shape: int) -> Tensor:
     """NaN, which what is not written keeps."""
-    return torch.full(shape, float("nan"), dtype=dtype, device=_GPU)
+    return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=_GPU)

@@ -274,7 +274,7 @@ def _products(shape: ModelShape, ops: CudaOps) -> EvenLinear | None:
         return None
     try:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda kind: kind.build(ops.shape.dtype, worn=True), (EvenLinear, EvenHeads)))
+            list(pool.map(lambda kind: kind.build(worn=True), (EvenLinear, EvenHeads)))
     except (RuntimeError, OSError) as error:
         logger.warning("adapters are left to Triton, which is slower: a kernel was not compiled: %s", error)
         return None

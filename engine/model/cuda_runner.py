@@ -81,7 +81,7 @@ def cuda_ops(
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
     scratch, has_heads = LinearScratch(device), EvenHeads.supports(dtype, spec.head_dim, device)
     kinds = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
-    built = has_wgmma(dtype, device) and _built(dtype, *kinds)
+    built = has_wgmma(dtype, device) and _built(*kinds)
     return {
         window: CudaOps(
             HeadShape(
@@ -105,11 +105,11 @@ def cuda_ops(
     }
 
 
-def _built(dtype: torch.dtype, *kinds: type[EvenHeads | EvenLinear | TileLinear]) -> bool:
+def _built(*kinds: type[EvenHeads | EvenLinear | TileLinear]) -> bool:
     """Whether the products of our own can be compiled: wheels of compiled kernels lack them."""
     try:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda products: products.build(dtype), kinds))
+            list(pool.map(lambda products: products.build(), kinds))
     except (RuntimeError, OSError) as error:
         logger.warning("products are left to Triton and cuBLAS, which are slower: a kernel was not compiled: %s", error)
         return False

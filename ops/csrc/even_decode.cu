@@ -1,8 +1,8 @@
 // Decode attention that deals out the pages of all rows in equal parts among multiprocessors (sm_90).
 //
 // Owns two launches, the division of a step's pages and each layer's attention; never writes keys or values. Compiled once
-// for each shape of heads: HEAD_DIM, KV_HEADS, GROUP (query heads of a kv head), PAGE (tokens), ELEMENT_F16 (queries and
-// outputs; 0: bf16, 1: fp16) and KV_FP8 (keys and values; 0: as queries, 1: e4m3, multiplied as fp16).
+// for each shape of heads: HEAD_DIM, KV_HEADS, GROUP (query heads of a kv head), PAGE (tokens) and KV_FP8 (keys and
+// values; 0: bf16, 1: e4m3, multiplied as fp16).
 //
 // A page's keys, and likewise its values, of all heads are one contiguous piece of memory. One warp streams these pieces
 // into a ring in shared memory with bulk copies; every other warp takes one kv head of each piece. Rows that no single
@@ -17,9 +17,11 @@
 #define SOURCE "even_decode"
 #include "hopper.cuh"
 
+#include <cuda_fp16.h>
+
 namespace {
 
-#if ELEMENT_F16 || KV_FP8
+#if KV_FP8
 #define MMA_KIND "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 #else
 #define MMA_KIND "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -128,22 +130,18 @@ __device__ uint32_t as_half(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-__device__ uint32_t as_bfloat16(float low, float high) {
+__device__ uint32_t as_elements(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-__device__ uint32_t as_elements(float low, float high) {
-  return ELEMENT_F16 ? as_half(low, high) : as_bfloat16(low, high);
-}
-
 __device__ uint32_t as_operands(float low, float high) {
-  return ELEMENT_F16 || KV_FP8 ? as_half(low, high) : as_bfloat16(low, high);
+  return KV_FP8 ? as_half(low, high) : as_elements(low, high);
 }
 
 // Two elements of a query as operands.
 __device__ uint32_t operands_of(uint32_t elements) {
-  if (ELEMENT_F16 || !KV_FP8) return elements;
+  if (!KV_FP8) return elements;
   const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&elements));
   return as_half(fminf(fmaxf(pair.x, -65504.f), 65504.f), fminf(fmaxf(pair.y, -65504.f), 65504.f));
 }
@@ -602,7 +600,7 @@ void run_even_decode(TensorView q, TensorView kv, TensorView out, TensorView pag
   const int64_t rows = q.size(0), parts = most_parts(blocks, rows);
   require(kv.size(2) == PAGE && kv.size(3) == KV_HEADS && kv.size(4) == HEAD_DIM, "pages of another shape");
   require(lies(kv, 1, PAGE * KV_HEADS * HEAD_DIM) && lies(kv, 2, KV_HEADS * HEAD_DIM), "pages with gaps");
-  require(q.size(1) == kHeads && q.size(2) == HEAD_DIM, "queries of another shape");
+  require(holds_elements(q) && q.size(1) == kHeads && q.size(2) == HEAD_DIM, "queries of another shape");
   require(lies(q, 0, kHeads * HEAD_DIM) && out.numel() == q.numel(), "queries or outputs with gaps");
   require(lengths.size(0) == rows && pages.size(0) == rows && lies(pages, 0, pages.size(1)), "another number of rows");
   require(plan.size(0) >= Plan::words(blocks, rows), "the plan is too small");

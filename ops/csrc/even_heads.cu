@@ -2,7 +2,7 @@
 // norms of heads, rotation, and keys and values in their pages.
 //
 // Owns one launch and its division of the work; never chooses where it pays. Compiled once for each padded number of
-// rows: ROWS (16, 32 or 64), RANKS (worn.cuh) and ELEMENT_F16 (weights, inputs and queries; 0: bf16, 1: fp16).
+// rows: ROWS (16, 32 or 64), and RANKS (worn.cuh).
 //
 // A tile of few_rows.cuh is one head: a row's sums of all 128 features meet in one block, as norms and rotation need them.
 

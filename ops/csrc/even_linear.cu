@@ -1,7 +1,7 @@
 // Products of up to 64 rows, as fast as their weights are read (sm_90).
 //
 // Owns one launch and its division of the work; never chooses where it pays. Compiled once for each padded number of
-// rows: ROWS (16, 32 or 64), RANKS (worn.cuh) and ELEMENT_F16 (weights, inputs and outputs; 0: bf16, 1: fp16).
+// rows: ROWS (16, 32 or 64), and RANKS (worn.cuh).
 //
 // The blocks of a cluster share the inner dimension of one tile after another (few_rows.cuh): a tile is 64 features, or 32
 // gates and their ups. Clusters of one block take equal numbers of chunks instead of whole tiles: who has a tile's first

@@ -109,7 +109,7 @@ inline __device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"
 #define S3 "%24, %25, %26, %27, %28, %29, %30, %31"
 #define MULTIPLY(n, sums, a, b, turned) \
   "{\n.reg .pred adds;\nsetp.eq.u32 adds, 0, 0;\n" \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." KIND "." KIND " {" sums "}, " a ", " b ", adds, 1, 1, " turned ", 0;\n}"
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " a ", " b ", adds, 1, 1, " turned ", 0;\n}"
 
 // sum += a b^T over 16 inner elements; kTurned: lines of `a` run along its rows instead.
 template <int kTurned = 0>

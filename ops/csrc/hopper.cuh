@@ -1,13 +1,11 @@
 // What kernels for Hopper share: barriers in shared memory, dependent launches, and errors that Python sees.
 //
-// Never knows what a kernel computes. Whoever includes it defines ELEMENT_F16 (0: bf16, 1: fp16) and SOURCE, its name in
-// errors.
+// Never knows what a kernel computes. Elements are bf16. Whoever includes it defines SOURCE, its name in errors.
 
 #pragma once
 
 #include <cuda.h>
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -21,11 +19,7 @@ using tvm::ffi::TensorView;
 
 namespace {
 
-#if ELEMENT_F16
-using Element = __half;
-#else
 using Element = __nv_bfloat16;
-#endif
 
 inline __device__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -73,6 +67,8 @@ constexpr int kMostDevices = 64;  // of a process
 inline void require(bool holds, const char* what) {
   if (!holds) TVM_FFI_THROW(ValueError) << SOURCE ": " << what;
 }
+
+inline bool holds_elements(const TensorView& tensor) { return tensor.dtype().code == kDLBfloat && tensor.dtype().bits == 16; }
 
 // Whether the elements of a dimension lie `stride` apart; where there is one, its stride means nothing.
 inline bool lies(const TensorView& tensor, int dimension, int64_t stride) {

@@ -1,7 +1,7 @@
 // Causal attention of several new tokens a row over the row's pages (sm_90).
 //
 // Owns one launch; never writes keys or values, and never decides how rows are cut into tiles. Compiled for each
-// KV_HEADS, GROUP (heads that share keys and values), PAGE and ELEMENT_F16 (0: bf16, 1: fp16); heads have 128 features.
+// KV_HEADS, GROUP (heads that share keys and values) and PAGE; heads have 128 features.
 //
 // A tile is up to 128 tokens of a row and one head, or in a cluster of two blocks two heads with the same keys and values,
 // of which each block fetches half for both. Tiles come sorted, those that see most first, and clusters take them there and
@@ -79,7 +79,7 @@ __device__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(
 __device__ void score(float (&sum)[kSums], uint64_t q, uint64_t k, int adds) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." KIND "." KIND " " SUMS ", %64, %65, adds, 1, 1, 0, 0;\n}"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " SUMS ", %64, %65, adds, 1, 1, 0, 0;\n}"
       : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
       : "l"(q), "l"(k), "r"(adds));
 }
@@ -88,7 +88,7 @@ __device__ void score(float (&sum)[kSums], uint64_t q, uint64_t k, int adds) {
 __device__ void weigh(float (&sum)[kSums], const uint32_t (&weights)[4], uint64_t v) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.eq.u32 adds, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." KIND "." KIND " " SUMS ", {%64, %65, %66, %67}, %68, adds, 1, 1, 1;\n}"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " SUMS ", {%64, %65, %66, %67}, %68, adds, 1, 1, 1;\n}"
       : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
       : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(v));
 }

@@ -1,7 +1,6 @@
 // silu(x G^T) * (x U^T) of many rows (sm_90).
 //
-// Owns one launch and its division of the work; never chooses where it pays. ELEMENT_F16: weights, inputs and outputs
-// (0: bf16, 1: fp16).
+// Owns one launch and its division of the work; never chooses where it pays.
 //
 // A tile is 128 rows and 128 features, of which gates and ups meet in one thread's sums. Two blocks of a cluster compute
 // tiles one below the other; each fetches its own rows, and one the gates, the other the ups for both. In a block one warp
@@ -58,7 +57,7 @@ __device__ void fetch_for_all(void* target, const CUtensorMap* map, int inner, i
 __device__ void multiply_add(float (&sum)[kSums], uint64_t a, uint64_t b, int adds) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." KIND "." KIND " {"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "

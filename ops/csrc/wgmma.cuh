@@ -9,14 +9,6 @@
 
 namespace {
 
-#if ELEMENT_F16
-#define KIND "f16"
-constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-#else
-#define KIND "bf16"
-constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-#endif
-
 constexpr int kLine = 64;  // elements of a line of shared memory, 128 bytes
 
 union Pair {
@@ -173,10 +165,11 @@ CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], con
     check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
     return reinterpret_cast<Encode>(found);
   }();
+  require(holds_elements(matrix), "a matrix that is not bf16");
   uint32_t steps[kDims];
   for (uint32_t& step : steps) step = 1;
   CUtensorMap map;
-  const CUresult status = encode(&map, kMapType, kDims, matrix.data_ptr(), sizes, strides, box, steps,
+  const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims, matrix.data_ptr(), sizes, strides, box, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(status == CUDA_SUCCESS, "a matrix that cannot be fetched in tiles");
