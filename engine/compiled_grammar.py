@@ -6,6 +6,7 @@ llguidance's. Next to read: grammars.py, which makes these.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledGrammar", "ManyRows"]
 
-_LEXERS: Final = 8  # of one format
-_ROWS_OF_LEXER: Final = 24  # which take turns with their masks
+_LEXERS: Final = 16  # of one format
+_ROWS_OF_LEXER: Final = 16  # which take turns with their masks
+_THREADS: Final = 12
 
 
 class CompiledGrammar:
@@ -81,10 +83,6 @@ class _Matcher:
         self.known: list[int] | None = None
         """What is forced; None until that has been found."""
 
-    @property
-    def shared(self) -> object:
-        return self.lexer
-
     def begin(self, tokens: Sequence[int]) -> None:
         """Go on from the start, all at once."""
         self._tokens = list(tokens)
@@ -121,9 +119,9 @@ class ManyRows:
     """What an engine does for the rows of many states at once, in threads that need no interpreter meanwhile."""
 
     def __init__(self) -> None:
-        """Prepare nothing."""
-        self._here = threading.local()
-        """`executor` of a thread: it calls for many rows at once, which take their turns."""
+        """Start no thread."""
+        self._lock = threading.Lock()
+        self._executor: LLExecutor | None = None
 
     def fill(self, asked: Sequence[tuple[_Matcher, Sequence[int], int]], masks: memoryview) -> None:
         """Go on and find masks; what fails is seen in them.
@@ -133,7 +131,8 @@ class ManyRows:
         """
         import numpy as np  # beside the first device that keeps masks, and not with this module
 
-        words_RW, executor = np.asarray(masks).view(np.uint32), self._executor()
+        words_RW, executor = np.asarray(masks).view(np.uint32), self._threads()
+        asked = sorted(asked, key=lambda each: id(each[0].lexer))  # so that neighbours take turns, and threads need not
         for state, tokens, _ in asked:
             for token in tokens:
                 state.note(token)
@@ -155,13 +154,14 @@ class ManyRows:
                 if state.matcher.is_error():
                     words_RW[row] = np.frombuffer(state.allowed() or bytes(line), words_RW.dtype)
 
-    def _executor(self) -> LLExecutor:
-        if not hasattr(self._here, "executor"):
-            from llguidance import LLExecutor
+    def _threads(self) -> LLExecutor:
+        with self._lock:
+            if self._executor is None:
+                from llguidance import LLExecutor
 
-            self._here.executor = LLExecutor(1)
-        executor: LLExecutor = self._here.executor
-        return executor
+                others = 2  # the event loop's, and one that launches steps
+                self._executor = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) - others)))
+            return self._executor
 
 
 def _only(token: int) -> bytes:

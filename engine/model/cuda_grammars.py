@@ -31,8 +31,8 @@ __all__ = ["GrammarRows", "TokensOf"]
 TokensOf = Callable[[], Sequence[int] | None]
 """Waits for a launched step and gives its ids, one for each work; None if the step failed."""
 
-_THREADS: Final = 8
-_ROWS_OF_THREAD: Final = 4  # at least, where there are fewer than all threads could serve
+_THREADS: Final = 4  # with different formats, so that a slow one does not keep all of them
+_ROWS_OF_THREAD: Final = 16  # at least, where there are fewer than all threads could serve
 _TURN: Final = 0.0002  # seconds after which somebody who waits for masks sees whether the logits are done
 
 
@@ -166,11 +166,11 @@ class GrammarRows:
 
     def _search(self, tokens: Mapping[int, Sequence[int]], masks_RW: NDArray[np.int32]) -> None:
         """Have threads find the masks of rows after the `tokens` that they go on with, or for the first time."""
-        due: dict[object, list[int]] = defaultdict(list)
+        due: dict[Grammar, list[int]] = defaultdict(list)
         for row, more in tokens.items():
             found = self._rows[row]
             if more or not found.is_begun:
-                due[found.grammar if found.state is None else found.state.shared].append(row)
+                due[found.grammar].append(row)
                 found.is_begun = True
         if not due:
             return

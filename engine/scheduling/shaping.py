@@ -65,11 +65,6 @@ class Reporting:
 class GrammarState(Protocol):
     """Where one row stands in its grammar; used by one thread at a time."""
 
-    @property
-    def shared(self) -> object:
-        """What it has in common with other states: those that have the same take turns with their masks."""
-        ...
-
     def advance(self, token: int) -> None:
         """Go on with a token that was allowed."""
         ...

@@ -75,10 +75,6 @@ class RandomGrammar:
         bits[generator.integers(0, self._vocabulary, many)] = True
         return np.packbits(bits, bitorder="little").tobytes()
 
-    @property
-    def shared(self) -> object:
-        return self
-
     def fill(self, states: Sequence[tuple[GrammarState, Sequence[int], int]], masks: memoryview) -> None:
         for state, tokens, row in states:
             for token in tokens:
