@@ -187,7 +187,8 @@ class CudaBank:
         entries = self._entries[:rows]
         batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group, worn.rank)
         group_rows(slots_R, batch_B, batch)
-        if rotated and self._even is not None and rows > 1 and worn.group == ALIKE and worn.rank <= WORN_RANK:
+        inside = rotated and worn.group == ALIKE and worn.rank <= WORN_RANK and 1 < rows <= MAX_ROWS
+        if inside and self._even is not None:
             pick(batch, self._own)
             return CudaWornOps(self._ops, self._even, batch, self._own, self._sites, feeds=worn.feeds)
         return self._wear(batch, worn, side=self._side)

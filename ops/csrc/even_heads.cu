@@ -260,7 +260,7 @@ void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool
   with.fp8 = kv.dtype().bits == 8;
   with.k_scale = static_cast<float>(k_scale), with.v_scale = static_cast<float>(v_scale);
   with.eps = static_cast<float>(eps);
-  with.worn = worn_of(arena, modules, adapters_of, with);
+  with.worn = worn_of<S>(arena, modules, adapters_of, with);
   require(with.rows <= kRows, "too many rows");
   require(with.size_in % kLine == 0 && weight.size(1) == with.size_in, "a weight of another shape");
   require(kv.size(4) == kHead && lies(kv, 3, kHead) && lies(q, 0, q.size(1)), "heads of another shape");

@@ -300,11 +300,16 @@ CUtensorMap gated_lines_of(const TensorView& matrix) {
                    {kLine, 8, 2, kBlock / 16});
 }
 
+struct Adapter {
+  TensorView arena, modules, slots_of;
+};
+
 template <class S>
 void launch(Arguments& with, const TensorView& x, const TensorView& weight, const TensorView& planes,
-            const TensorView& counters, bool pdl) {
+            const TensorView& counters, const Adapter& adapter, bool pdl) {
   with.weight = S::kGated ? gated_lines_of(weight) : lines_of(weight, kBlock);
   with.x = lines_of(x, kRows);
+  with.worn = worn_of<S>(adapter.arena, adapter.modules, adapter.slots_of, with);
   with.chunks = (with.size_in / kLine + S::kLines - 1) / S::kLines;
   with.tiles = (with.size_out + S::kWide - 1) / S::kWide;
   ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, S::kDynamicBytes);
@@ -343,16 +348,16 @@ void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView
   with.counters = static_cast<int*>(counters.data_ptr());
   with.out_stride = out.stride(0);
   with.eps = static_cast<float>(eps);
-  with.worn = worn_of(arena, modules, adapters_of, with);
   require(splits == 1 || splits == 2 || splits == 4, "no such division");
+  const Adapter adapter{arena, modules, adapters_of};
   if (kind == kGated) {
-    if (splits == 1) launch<LinearShape<1, true>>(with, x, weight, planes, counters, pdl);
-    if (splits == 2) launch<LinearShape<2, true>>(with, x, weight, planes, counters, pdl);
-    if (splits == 4) launch<LinearShape<4, true>>(with, x, weight, planes, counters, pdl);
+    if (splits == 1) launch<LinearShape<1, true>>(with, x, weight, planes, counters, adapter, pdl);
+    if (splits == 2) launch<LinearShape<2, true>>(with, x, weight, planes, counters, adapter, pdl);
+    if (splits == 4) launch<LinearShape<4, true>>(with, x, weight, planes, counters, adapter, pdl);
   } else {
-    if (splits == 1) launch<LinearShape<1, false>>(with, x, weight, planes, counters, pdl);
-    if (splits == 2) launch<LinearShape<2, false>>(with, x, weight, planes, counters, pdl);
-    if (splits == 4) launch<LinearShape<4, false>>(with, x, weight, planes, counters, pdl);
+    if (splits == 1) launch<LinearShape<1, false>>(with, x, weight, planes, counters, adapter, pdl);
+    if (splits == 2) launch<LinearShape<2, false>>(with, x, weight, planes, counters, adapter, pdl);
+    if (splits == 4) launch<LinearShape<4, false>>(with, x, weight, planes, counters, adapter, pdl);
   }
 }
 

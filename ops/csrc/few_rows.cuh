@@ -49,7 +49,8 @@ struct Shape {
 
 // The adapter that rows wear, as far as a product needs it.
 struct Worn {
-  CUtensorMap low;      // A wherever in the arena it begins: [eights of elements, lines, size_in]
+  CUtensorMap low;      // A wherever in the arena it begins: [eights of elements, size_in / 64, lines, 64], eight lines
+  CUtensorMap all_low;  // the same, all ranks that a chunk has room for
   const Element* arena;
   const int4* modules;  // of the site: where A and B begin in eights of elements, the rank, the ranks of those before
   const int* slots_of;  // [rows]: negative: wears nothing

@@ -40,12 +40,13 @@ struct UpdateSpace {
 
 // --- the warp that streams
 
-// Eight lines of A.
-inline __device__ void fetch_low(void* target, const CUtensorMap* map, int inner, int line, int start, uint64_t* barrier) {
+// Lines of A for the next 64 inputs, or more.
+inline __device__ void fetch_low(void* target, const CUtensorMap* map, int sixty_four, int line, int start,
+                                 uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-          shared_address(target)),
-      "l"(map), "r"(inner), "r"(line), "r"(start), "r"(shared_address(barrier))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(target)),
+      "l"(map), "r"(0), "r"(line), "r"(sixty_four), "r"(start), "r"(shared_address(barrier))
       : "memory");
 }
 
@@ -66,11 +67,13 @@ struct LowLines {
   }
 
   __device__ void fetch(int i, uint8_t* slot, int chunk, uint64_t* filled) const {
-    for (int rank = 0; i < once && rank < now.ranks; rank += 8) {
+    if (i >= once) return;
+    uint8_t* target = slot + S::kFetchedBytes;
+    if (now.ranks == S::kLow) return fetch_low(target, &worn.all_low, chunk * S::kLines, 0, now.start, filled);
+    for (int rank = 0; rank < now.ranks; rank += 8) {
 #pragma unroll
       for (int line = 0; line < S::kLines; ++line) {
-        fetch_low(slot + S::kFetchedBytes + (line * S::kLow + rank) * 128, &worn.low, (chunk * S::kLines + line) * kLine,
-                  rank, now.start, filled);
+        fetch_low(target + (line * S::kLow + rank) * 128, &worn.low, chunk * S::kLines + line, rank, now.start, filled);
       }
     }
   }
@@ -212,15 +215,20 @@ struct Update {
 
 // --- on the host
 
-inline Worn worn_of(const TensorView& arena, const TensorView& modules, const TensorView& slots_of, const Inputs& with) {
+template <class S>
+Worn worn_of(const TensorView& arena, const TensorView& modules, const TensorView& slots_of, const Inputs& with) {
   Worn worn{};
-  if (!kWorn) return worn;
-  require(slots_of.numel() == with.rows, "another number of rows wear something");
-  const uint64_t inner = static_cast<uint64_t>(with.size_in), eights = static_cast<uint64_t>(arena.numel()) / 8;
-  worn.low = map_of<3>(arena, {inner, 4 * kRanks, eights}, {inner * sizeof(Element), 8 * sizeof(Element)}, {kLine, 8, 1});
-  worn.arena = static_cast<const Element*>(arena.data_ptr());
-  worn.modules = static_cast<const int4*>(modules.data_ptr());
-  worn.slots_of = static_cast<const int*>(slots_of.data_ptr());
+  if constexpr (kWorn) {
+    require(slots_of.numel() == with.rows, "another number of rows wear something");
+    const uint64_t inner = static_cast<uint64_t>(with.size_in), eights = static_cast<uint64_t>(arena.numel()) / 8;
+    const uint64_t sizes[] = {kLine, S::kLow, inner / kLine, eights};
+    const uint64_t strides[] = {inner * sizeof(Element), kLine * sizeof(Element), 8 * sizeof(Element)};
+    worn.low = map_of<4>(arena, sizes, strides, {kLine, 8, 1, 1});
+    worn.all_low = map_of<4>(arena, sizes, strides, {kLine, S::kLow, S::kLines, 1});
+    worn.arena = static_cast<const Element*>(arena.data_ptr());
+    worn.modules = static_cast<const int4*>(modules.data_ptr());
+    worn.slots_of = static_cast<const int*>(slots_of.data_ptr());
+  }
   return worn;
 }
 
