@@ -361,12 +361,11 @@ inline __device__ void find_factors(const Inputs& with, float* factors, int thre
   __shared__ float shares[kScalers];
   wait_for_last_kernel();
   const int own = thread % S::kOwn, row = blockIdx.x % S::kSplits * S::kOwn + own;
+  const int rows = with.rows, parts = with.size_in / 64;  // known before the loop: its reads are asked for together
   float share = 0.f;
-  if (row < with.rows) {
+  if (row < rows) {
 #pragma unroll 16
-    for (int part = thread / S::kOwn; part < with.size_in / 64; part += kTogether) {
-      share += __ldcg(with.squares_in + part * with.rows + row);
-    }
+    for (int part = thread / S::kOwn; part < parts; part += kTogether) share += __ldcg(with.squares_in + part * rows + row);
   }
   shares[thread] = share;
   scalers_meet();
