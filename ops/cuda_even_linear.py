@@ -22,6 +22,8 @@ __all__ = ["EvenLinear", "Squares"]
 
 _LINE = 64
 _PLAIN, _GATED, _ADD = range(3)
+_WIDE_TILES, _WIDE_ROWS = 2 * 132, 32
+"""Measured on an H200: tiles twice as wide pay for more rows, where every multiprocessor gets one."""
 _MOST_WEIGHTS = 128 << 20
 """Measured on an H200: those of an output head are read as fast by cuda_linear's kernels."""
 
@@ -123,10 +125,11 @@ class EvenLinear:
     ) -> None:
         tiles = len(weight) // _LINE
         splits = 4 if tiles <= 32 else 2 if tiles <= 64 and x_NI.shape[1] >= 2048 else 1
+        wide = kind == _GATED and tiles >= _WIDE_TILES and len(x_NI) > _WIDE_ROWS
         compiled_for(len(x_NI), "even_linear", worn=worn is not None).run(
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,
             out if parts_EN is None else parts_EN, out if squares is None else squares.parts_EN,
             self._scratch.planes, self._scratch.counters,
-            kind, squares is not None, self._eps, splits, self._pdl, *(worn or (x_NI, x_NI, x_NI)),
+            kind, squares is not None, self._eps, splits, wide, self._pdl, *(worn or (x_NI, x_NI, x_NI)),
         )  # fmt: skip

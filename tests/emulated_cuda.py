@@ -596,7 +596,7 @@ class EvenLinearModule:
     def run(
         self, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor, norm: Tensor, squares_out: Tensor,
         squares_in: Tensor, planes: Tensor, counters: Tensor, kind: int, scaled: bool, eps: float, splits: int,
-        pdl: bool, *worn: Tensor,
+        wide: bool, pdl: bool, *worn: Tensor,
     ) -> None:  # fmt: skip
         def work() -> None:
             if len(x) > self._rows or len(weight) % (8, 16, 64)[kind] or x.shape[1] % 64:

@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int kBytes = 208 * 1024;  // as much as 64 rows leave room for
+constexpr int kBytes[] = {208 * 1024, 190 * 1024};  // as much as 64 rows leave room for, in tiles of one or two blocks
 
 enum Kind { kPlain = 0, kGated = 1, kAdd = 2 };  // kGated: silu(gate) * up
 
@@ -29,10 +29,11 @@ struct Arguments : Inputs {
   int64_t out_stride;
 };
 
-template <int kSplits, bool kGatedOf>
-struct LinearShape : Shape<kSplits, 1, 2, (kGatedOf ? 2 : 1) * RANKS, kBytes> {
+// Two blocks: inputs, and A, are fetched for twice the weights, where there are tiles enough for all multiprocessors.
+template <int kSplits, bool kGatedOf, int kBlocks = 1>
+struct LinearShape : Shape<kSplits, kBlocks, 2 / kBlocks, (kGatedOf ? 2 : 1) * RANKS, kBytes[kBlocks - 1]> {
   static constexpr bool kGated = kGatedOf;
-  static constexpr int kWide = kGated ? 32 : 64;  // features of a tile
+  static constexpr int kWide = kBlocks * (kGated ? 32 : 64);  // features of a tile
   static constexpr int kItems = LinearShape::kOwn * (kWide / 8);  // of eight features of a row
   static constexpr int kTurns = (kItems + kMultipliers - 1) / kMultipliers;  // items of a thread
 };
@@ -78,9 +79,9 @@ __device__ void fetch_weights(const Arguments& with, uint8_t* slot, int tile, in
   for (int line = 0; line < S::kLines; ++line) {
     const int inner = (chunk * S::kLines + line) * kLine;
     if constexpr (S::kGated) {
-      fetch_gated(slot + line * kBlockBytes, &with.weight, inner, tile * S::kWide, filled);
+      fetch_gated(slot + line * S::kBlocks * kBlockBytes, &with.weight, inner, tile * S::kWide, filled);
     } else {
-      fetch_lines(slot + line * kBlockBytes, &with.weight, inner, tile * S::kWide, filled, kReadOnce);
+      fetch_lines(slot + line * S::kBlocks * kBlockBytes, &with.weight, inner, tile * S::kWide, filled, kReadOnce);
     }
   }
 }
@@ -99,30 +100,46 @@ __device__ Low find_low(const Inputs& with) {
 template <class S>
 __device__ void fetch_tile(const Arguments& with, uint8_t* high, int tile, int thread) {
   const int4 first = __ldg(with.worn.modules), last = __ldg(with.worn.modules + S::kGated);
-  fetch_high<S::kLow>(high, with.worn, thread, [&](int line, int part) -> const Element* {
-    const bool is_up = S::kGated && line >= first.z;
-    const int4 own = is_up ? last : first;
-    const int rank = line - own.w, feature = tile * S::kWide + (S::kGated ? part / 2 : part) * 8;
-    if (rank >= own.z || feature >= with.size_out || (S::kGated && part % 2 != is_up)) return nullptr;
-    return with.worn.arena + static_cast<int64_t>(own.y) * 8 + static_cast<int64_t>(rank) * with.size_out + feature;
-  });
+#pragma unroll
+  for (int block = 0; block < S::kBlocks; ++block) {
+    fetch_high<S::kLow>(high + block * S::kLow * 128, with.worn, thread, [&](int line, int part) -> const Element* {
+      const bool is_up = S::kGated && line >= first.z;
+      const int4 own = is_up ? last : first;
+      const int eight = tile * (S::kWide / 8) + (block * 8 + part) / (S::kGated ? 2 : 1), rank = line - own.w;
+      if (rank >= own.z || eight * 8 >= with.size_out || (S::kGated && part % 2 != is_up)) return nullptr;
+      return with.worn.arena + static_cast<int64_t>(own.y) * 8 + static_cast<int64_t>(rank) * with.size_out + eight * 8;
+    });
+  }
 }
 
 // --- the warpgroup that multiplies
 
+// Where a block hands in sums of one of a tile's blocks of lines.
+template <class S>
+__device__ float4* plane_of(const Arguments& with, int rank, int block, int thread) {
+  return reinterpret_cast<float4*>(with.planes) + (rank * S::kBlocks + block) * (kSums / 4 * kMultipliers) + thread;
+}
+
 // Gives the sums of the last chunks of a tile to the block that has its first.
-__device__ void hand_in(const Arguments& with, const float (&sums)[kSums], int tile, int rank, int thread) {
-  float4* plane = reinterpret_cast<float4*>(with.planes) + rank * (kSums / 4 * kMultipliers) + thread;
+template <class S>
+__device__ void hand_in(const Arguments& with, const float (&sums)[S::kBlocks][kSums], int tile, int rank, int thread) {
 #pragma unroll
-  for (int i = 0; i < kSums; i += 4) {
-    __stcg(plane + i / 4 * kMultipliers, make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
+  for (int block = 0; block < S::kBlocks; ++block) {
+    float4* plane = plane_of<S>(with, rank, block, thread);
+    const auto& own = sums[block];
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+      __stcg(plane + i / 4 * kMultipliers, make_float4(own[i], own[i + 1], own[i + 2], own[i + 3]));
+    }
   }
   multipliers_meet();
   if (thread == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(with.counters + tile) : "memory");
 }
 
 // Adds what ranks [first, last) handed in.
-__device__ void take_parts(const Arguments& with, float (&sums)[kSums], int tile, int first, int last, int thread) {
+template <class S>
+__device__ void take_parts(const Arguments& with, float (&sums)[S::kBlocks][kSums], int tile, int first, int last,
+                           int thread) {
   if (thread == 0) {
     int arrived;
     do {
@@ -132,11 +149,15 @@ __device__ void take_parts(const Arguments& with, float (&sums)[kSums], int tile
   }
   multipliers_meet();
   for (int rank = first; rank < last; ++rank) {
-    const float4* plane = reinterpret_cast<const float4*>(with.planes) + rank * (kSums / 4 * kMultipliers) + thread;
 #pragma unroll
-    for (int i = 0; i < kSums; i += 4) {
-      const float4 four = __ldcg(plane + i / 4 * kMultipliers);
-      sums[i] += four.x, sums[i + 1] += four.y, sums[i + 2] += four.z, sums[i + 3] += four.w;
+    for (int block = 0; block < S::kBlocks; ++block) {
+      const float4* plane = plane_of<S>(with, rank, block, thread);
+      auto& own = sums[block];
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4) {
+        const float4 four = __ldcg(plane + i / 4 * kMultipliers);
+        own[i] += four.x, own[i + 1] += four.y, own[i + 2] += four.z, own[i + 3] += four.w;
+      }
     }
   }
 }
@@ -176,11 +197,11 @@ __device__ void add_residual(const Arguments& with, float (&values)[8], const It
   for (int step = 1; step < 8; step *= 2) squares += __shfl_xor_sync(~0u, squares, step);
   if (!item.inside) return;
   *reinterpret_cast<uint4*>(with.residual + static_cast<int64_t>(item.row) * with.size_out + item.feature) = residual.bits;
-  if (item.part == 0) with.squares_out[item.feature / 64 * with.rows + item.row] = squares;
+  if (item.part % 8 == 0) with.squares_out[item.feature / 64 * with.rows + item.row] = squares;
 }
 
 template <class S>
-__device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, const float (&sums)[1][kSums], int tile,
+__device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, const float (&sums)[S::kBlocks][kSums], int tile,
                             int round, const float* factors, int thread) {
   Eight residual[S::kTurns]{}, norm[S::kTurns]{};
   exchange.send(sums, round, thread);
@@ -227,7 +248,7 @@ template <class S>
 __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S>& exchange, Update<S> update,
                          const float* factors, int thread) {
   int round = 0;
-  float sums[1][kSums];
+  float sums[S::kBlocks][kSums];
   const Cursor<S::kSplits> own(with);
   const float* scale = with.squares_in == nullptr ? nullptr : factors;
   update.begin(own.once(with), find_low<S>(with).ranks);
@@ -247,14 +268,14 @@ __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S
       update.sum_up(sums, ring, count, thread);
       pair += count;
       if (from > 0) {
-        hand_in(with, sums[0], tile, own.rank(), thread);
+        hand_in<S>(with, sums, tile, own.rank(), thread);
         continue;
       }
       update.add_to(sums, round, thread);
       if (count < own.chunks) {
         int last = own.rank() + 1;
         while (last < gridDim.x && own.begin_of(with, last) < (tile + 1) * own.chunks) ++last;
-        take_parts(with, sums[0], tile, own.rank() + 1, last, thread);
+        take_parts<S>(with, sums, tile, own.rank() + 1, last, thread);
       }
       if (waits) wait_for_factors(), waits = false;
       finish_tile<S>(with, exchange, sums, tile, round++, scale, thread);
@@ -264,7 +285,7 @@ __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S
 }
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant__ Arguments with) {
+__global__ void __launch_bounds__(kThreads, 3 - S::kBlocks) even_linear(const __grid_constant__ Arguments with) {
   extern __shared__ __align__(1024) uint8_t slots[];
   __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken, high_filled, high_emptied;
   __shared__ float factors[kRows];
@@ -294,10 +315,10 @@ __global__ void __launch_bounds__(kThreads, 2) even_linear(const __grid_constant
 
 // --- what Python calls
 
-CUtensorMap gated_lines_of(const TensorView& matrix) {
+CUtensorMap gated_lines_of(const TensorView& matrix, uint32_t lines) {
   const uint64_t line = matrix.stride(0) * sizeof(Element), features = matrix.size(0) / 2;
   return map_of<4>(matrix, {static_cast<uint64_t>(matrix.size(1)), 8, 2, features / 8}, {line, features * line, 8 * line},
-                   {kLine, 8, 2, kBlock / 16});
+                   {kLine, 8, 2, lines / 16});
 }
 
 struct Adapter {
@@ -307,22 +328,22 @@ struct Adapter {
 template <class S>
 void launch(Arguments& with, const TensorView& x, const TensorView& weight, const TensorView& planes,
             const TensorView& counters, const Adapter& adapter, bool pdl) {
-  with.weight = S::kGated ? gated_lines_of(weight) : lines_of(weight, kBlock);
+  with.weight = S::kGated ? gated_lines_of(weight, S::kBlocks * kBlock) : lines_of(weight, S::kBlocks * kBlock);
   with.x = lines_of(x, kRows);
   with.worn = worn_of<S>(adapter.arena, adapter.modules, adapter.slots_of, with);
   with.chunks = (with.size_in / kLine + S::kLines - 1) / S::kLines;
   with.tiles = (with.size_out + S::kWide - 1) / S::kWide;
   ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, S::kDynamicBytes);
   const int clusters = S::kSplits == 1 ? min(with.tiles, launch.most) : few_clusters(with.tiles, launch.most);
-  require(planes.numel() >= static_cast<int64_t>(clusters) * kBlock * kRows, "the partial sums are too small");
+  require(planes.numel() >= static_cast<int64_t>(clusters) * S::kBlocks * kBlock * kRows, "the partial sums are too small");
   require(counters.numel() >= with.tiles, "the counters are too few");
   launch.run(with, clusters, pdl);
 }
 
 void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView residual, TensorView norm,
                      TensorView squares_out, TensorView squares_in, TensorView planes, TensorView counters, int64_t kind,
-                     bool scaled, double eps, int64_t splits, bool pdl, TensorView arena, TensorView modules,
-                     TensorView adapters_of) {
+                     bool scaled, double eps, int64_t splits, bool wide, bool pdl, TensorView arena,
+                     TensorView modules, TensorView adapters_of) {
   Arguments with{};
   with.rows = static_cast<int>(x.size(0));
   with.size_in = static_cast<int>(x.size(1));
@@ -349,8 +370,11 @@ void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView
   with.out_stride = out.stride(0);
   with.eps = static_cast<float>(eps);
   require(splits == 1 || splits == 2 || splits == 4, "no such division");
+  require(!wide || (kind == kGated && splits == 1), "no such tiles");
   const Adapter adapter{arena, modules, adapters_of};
-  if (kind == kGated) {
+  if (wide) {
+    launch<LinearShape<1, true, 2>>(with, x, weight, planes, counters, adapter, pdl);
+  } else if (kind == kGated) {
     if (splits == 1) launch<LinearShape<1, true>>(with, x, weight, planes, counters, adapter, pdl);
     if (splits == 2) launch<LinearShape<2, true>>(with, x, weight, planes, counters, adapter, pdl);
     if (splits == 4) launch<LinearShape<4, true>>(with, x, weight, planes, counters, adapter, pdl);

@@ -40,7 +40,7 @@ def test_product_is_right_and_repeats_itself(rows: int, size_out: int, size_in: 
     assert not SCRATCH.counters.any()
 
 
-@pytest.mark.parametrize(("size_out", "size_in"), [(3072, 1024), (14336, 4096), (1568, 576), (32, 64)])
+@pytest.mark.parametrize(("size_out", "size_in"), [(3072, 1024), (14336, 4096), (8480, 576), (1568, 576), (32, 64)])
 @pytest.mark.parametrize("rows", ROWS)
 def test_silu_mul(rows: int, size_out: int, size_in: int) -> None:
     x, weight = random(rows, size_in), random(2 * size_out, size_in) / size_in**0.5
