@@ -17,6 +17,7 @@ from headrace.ops.cuda_fused import silu_mul
 from headrace.ops.cuda_linear import MAX_ROWS
 from headrace.ops.cuda_lora import ALIKE, SEGMENT, LoraBatch, LoraSite
 from headrace.ops.cuda_shrink import look_up, shrink
+from headrace.ops.cuda_vector_expand import Waiting, norm_shrink, vector_linear_expand
 from headrace.ops.cuda_vector_shrink import vector_linear_shrink
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class CudaAdapterOps:
         self._side = side
         self._alike = batch.rows == ALIKE
         self._waits = len(batch.slots_N) <= _NORM_ROWS and batch.rows != SEGMENT
-        self._waiting: tuple[Tensor, LoraSite] | None = None
+        self._waiting: Waiting | None = None
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
         """Embeddings with their updates; those of virtual tokens replace the model's."""
@@ -87,7 +88,7 @@ class CudaAdapterOps:
         place = self._sites[layer, site]
         y_NO, low = self._with_low(x_NI, packed, place)
         if self._waits and not (layer == self._last and site == "down"):
-            self._waiting = low, place
+            self._waiting = Waiting(low, place)
         else:
             self._expand(low, y_NO, place)
         return y_NO
@@ -102,8 +103,11 @@ class CudaAdapterOps:
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
         """(product of the norm of the sum with the site's updates, the sum)."""
-        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
         place = self._sites[layer, site]
+        if self._is_one(x_NE):
+            y_1O, total_1E = self._one(x_NE, residual_NE, weight_E, packed, place, gated=False)
+            return y_1O if packed.bias_O is None else y_1O.add_(packed.bias_O), total_1E
+        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
         y_NO, low = self._with_low(normed_NE, packed, place)
         self._expand(low, y_NO, place)
         return y_NO, total_NE
@@ -114,6 +118,8 @@ class CudaAdapterOps:
         """(silu(gate) * up of the norm of the sum with the site's updates, the sum)."""
         if self._waiting is None and not self._feeds:
             return self._ops.norm_feed(x_NE, residual_NE, weight_E, packed)
+        if self._feeds and packed.bias_O is None and self._is_one(x_NE):
+            return self._one(x_NE, residual_NE, weight_E, packed, self._sites[layer, site], gated=True)
         normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
         if not self._feeds:
             return self._ops.feed(normed_NE, packed), total_NE
@@ -139,9 +145,32 @@ class CudaAdapterOps:
             expand(low, logits_SV, self._batch, place, pdl=self._ops.pdl)
         return logits_SV
 
+    def _is_one(self, x_NI: Tensor) -> bool:
+        """Whether one row's kernels serve."""
+        return len(x_NI) == 1 and self._batch.rows == 1
+
+    def _one(
+        self,
+        x_1E: Tensor,
+        residual_1E: Tensor | None,
+        weight_E: Tensor,
+        packed: CudaProduct,
+        site: LoraSite,
+        *,
+        gated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """(product of the norm of the sum with the site's updates, gated or not, the sum) of one row."""
+        ops, waiting = self._ops, self._waiting
+        self._waiting = None
+        row = norm_shrink(x_1E, residual_1E, weight_E, self._batch, site, waiting, pdl=ops.pdl)
+        size_out = packed.weight_OI.shape[0] // 2 if gated else packed.weight_OI.shape[0]
+        out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
+        vector_linear_expand(row, packed.weight_OI, out_1O, ops.eps, self._batch, site, gated=gated, pdl=ops.pdl)
+        return out_1O, row.total_1E
+
     def _with_low(self, x_NI: Tensor, packed: CudaProduct, site: LoraSite) -> tuple[Tensor, Tensor]:
         """(x W^T + b, x A^T)."""
-        if len(x_NI) == 1 and self._batch.rows == 1:
+        if self._is_one(x_NI):
             y_1O = torch.empty(1, packed.weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
             low = vector_linear_shrink(x_NI, packed.weight_OI, y_1O, self._batch, site, pdl=self._ops.pdl)
             return y_1O if packed.bias_O is None else y_1O.add_(packed.bias_O), low

@@ -23,6 +23,39 @@ __all__ = ["vector_linear_shrink"]
 _BLOCK_IN = 4096
 
 
+@triton.jit
+def _dots(
+    x,
+    source,
+    feature,
+    known,
+    size_in,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The products of x and some of the `known` lines at `source`."""
+    real = (feature < known)[:, None]
+    inner = tl.arange(0, BLOCK_IN)
+    line = source + feature.to(tl.int64)[:, None] * size_in + inner[None, :]
+    w = tl.load(line, mask=real & (inner < size_in)[None, :], other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_OUT], tl.float32)
+    for step in tl.static_range(STEPS):
+        at = step * BLOCK_IN + inner
+        if step + 1 < STEPS:
+            following = (at + BLOCK_IN < size_in)[None, :]
+            w_next = tl.load(line + (step + 1) * BLOCK_IN, mask=real & following, other=0.0)
+        value = tl.load(x + at, mask=at < size_in, other=0.0).to(tl.float32)
+        total += tl.sum(w.to(tl.float32) * value[None, :], axis=1)
+        if step + 1 < STEPS:
+            w = w_next
+    return total
+
+
 @triton.jit(do_not_specialize=["index"])
 def _vector_shrink_kernel(
     x,
@@ -44,35 +77,19 @@ def _vector_shrink_kernel(
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
-    is_low = program < LOW  # first, because they have more to look up
-    slot = tl.load(slots, mask=is_low, other=-1)
-    module = table + (tl.maximum(slot, 0) * modules + index) * 4
-    last = module + (MODULES - 1) * 4
-    is_worn = is_low & (slot >= 0)
-    ranks = tl.load(last + 2, mask=is_worn, other=0) + tl.load(last + 3, mask=is_worn, other=0)
-    start = tl.load(module, mask=is_worn, other=0).to(tl.int64) * 8
-    source = tl.where(is_low, arena + start, weight)
-    known = tl.where(is_low, ranks, size_out)
-    feature = tl.where(is_low, program, program - LOW) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    real = feature < known
-    inner = tl.arange(0, BLOCK_IN)
-    line = source + feature.to(tl.int64)[:, None] * size_in + inner[None, :]
-    w = tl.load(line, mask=real[:, None] & (inner < size_in)[None, :], other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    total = tl.zeros([BLOCK_OUT], tl.float32)
-    for step in tl.static_range(STEPS):
-        at = step * BLOCK_IN + inner
-        if step + 1 < STEPS:
-            following = (at + BLOCK_IN < size_in)[None, :]
-            w_next = tl.load(line + (step + 1) * BLOCK_IN, mask=real[:, None] & following, other=0.0)
-        value = tl.load(x + at, mask=at < size_in, other=0.0).to(tl.float32)
-        total += tl.sum(w.to(tl.float32) * value[None, :], axis=1)
-        if step + 1 < STEPS:
-            w = w_next
-    tl.store(out + feature, total.to(out.dtype.element_ty), mask=real & (feature < size_out) & (not is_low))
-    tl.store(planes + feature, total, mask=real & is_low)
+    feature = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    if program < LOW:  # first, because they have more to look up
+        slot = tl.load(slots)
+        module = table + (tl.maximum(slot, 0) * modules + index) * 4
+        last = module + (MODULES - 1) * 4
+        ranks = tl.where(slot < 0, 0, tl.load(last + 2) + tl.load(last + 3))
+        a = arena + tl.load(module).to(tl.int64) * 8
+        low = _dots(x, a, feature, ranks, size_in, BLOCK_OUT, BLOCK_IN, STEPS, PDL)
+        tl.store(planes + feature, low, mask=feature < ranks)
+    else:
+        feature -= LOW * BLOCK_OUT
+        total = _dots(x, weight, feature, size_out, size_in, BLOCK_OUT, BLOCK_IN, STEPS, PDL)
+        tl.store(out + feature, total.to(out.dtype.element_ty), mask=feature < size_out)
 
 
 def vector_linear_shrink(

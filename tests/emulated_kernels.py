@@ -244,6 +244,38 @@ def vector_shrink(at: SimpleNamespace) -> None:
     shrink(at)
 
 
+def norm_shrink(at: SimpleNamespace) -> None:
+    """The sum, all of its squares in the first part; t is left to `vector_expand`."""
+    slot, total = int(at.slots[0]), at.y.float()
+    if at.ADD:
+        demand(at.total.data_ptr() not in {at.residual.data_ptr(), at.y.data_ptr()}, "a sum over what others read")
+        total = total + at.residual.float()
+    if at.UPDATE and slot >= 0:
+        before = SimpleNamespace(**vars(at) | {"index": at.index_before, "planes": at.low_before})
+        before.PLANE = at.low_before.shape[2]
+        total = total + update(before, slot, torch.tensor([0]), 0, at.size)
+    if at.ADD:
+        at.total.copy_(total)
+    at.out.copy_(total * at.weight.float())
+    at.squares.zero_()
+    at.squares[0] = (total * total).sum()
+
+
+def vector_expand(at: SimpleNamespace) -> None:
+    slot, sizes = int(at.slots[0]), [size for size in (at.size_0, at.size_1, at.size_2) if size]
+    demand(len(at.weight) == sum(sizes) and len(at.low) % len(sizes) == 0, "a product of another shape")
+    total = at.x.float() @ at.weight.float().T
+    if slot >= 0:
+        at.PLANE, updates = len(at.low), []
+        for module, size in enumerate(sizes):
+            a, b, rank, _ = module_of(at, slot, module)
+            a_RI = at.arena[a : a + rank * at.size_in].view(rank, at.size_in).float()
+            updates.append(at.x.float() @ a_RI.T @ at.arena[b : b + rank * size].view(rank, size).float())
+        total += torch.cat(updates, 1)
+    total *= torch.rsqrt(at.squares.sum() / at.size_in + at.eps)
+    at.out.copy_(gated(total) if at.GATED else total)
+
+
 def expand_norm(at: SimpleNamespace) -> None:
     total = at.y.float() + at.residual.float()
     for token, slot in enumerate(at.slots.tolist()):
@@ -445,6 +477,8 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_shrink_long_kernel": shrink,
     "_vector_shrink_kernel": vector_shrink,
     "_pick_kernel": pick,
+    "_norm_shrink_kernel": norm_shrink,
+    "_vector_expand_kernel": vector_expand,
     "_shrink_alike_kernel": shrink_alike,
     "_expand_alike_kernel": expand_alike,
     "_look_up_kernel": look_up,
