@@ -1,7 +1,8 @@
 """`CudaAdapterOps`: a step's products on CUDA with the low-rank updates of the adapters that its tokens wear.
 
 Owns the order of the launches and what they fuse: an update in place where the next kernel is attention or the output
-head, before silu(gate) * up, or ahead of the next norm. Never picks adapters. Next to read: cuda_lora.py.
+head, before silu(gate) * up, ahead of the next norm, or within the product. Never picks adapters. Next to read:
+cuda_lora.py.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def norm_shrink(
     *,
     pdl: bool = False,
 ) -> ScaledSum:
-    """`residual += y + t B` of what waits, and of that what `vector_linear_expand` takes.
+    """The sum `residual + y + t B` of what waits, and of it what `vector_linear_expand` takes; writes over no input.
 
     Args:
         y_1E: bf16: without the norm's factor fp16 may overflow; contiguous.
