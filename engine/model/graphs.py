@@ -8,9 +8,11 @@ a choice waits for the host's masks it is a graph of its own, behind that of the
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +57,18 @@ def _can_be_even(shape: HeadShape, device: torch.device) -> bool:
         logger.warning("decodes attend through FlashInfer, which is slower: a kernel was not compiled: %s", error)
         return False
     return True
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Collect no garbage meanwhile: a finaliser that runs in this thread may call what a capture does not survive."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Key(NamedTuple):
@@ -237,11 +251,12 @@ class DecodeGraphs:
         try:
             self._run(key)  # compiles and allocates what a capture must not
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._run(key)
-            finally:
-                graph.capture_end()
+            with _nothing_collected():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._run(key)
+                finally:
+                    graph.capture_end()
             self._pool = graph.pool()
         finally:
             for words, before in zip(named, kept, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Mapping
 from functools import partial
@@ -39,6 +40,9 @@ _BATCHED_TOKENS = 8192
 _FREE_SHARE = 0.9  # of what is free once weights and activations have their place
 _GRAPH_BYTES = 1 << 30
 _PAGE_SIZE = 16
+_opening = threading.Lock()
+"""One engine of a process opens at a time: each measures what the one before has left, and what opening calls, such as
+loading a kernel, may end the capture of a graph in another thread."""
 
 
 def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
@@ -57,7 +61,7 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
         use_cache(config.kernel_cache)
     failure = ""
     try:
-        with torch.cuda.device(device), torch.inference_mode():
+        with _opening, torch.cuda.device(device), torch.inference_mode():
             return _open(config, spec, source, device)
     except torch.OutOfMemoryError as error:
         failure = str(error)

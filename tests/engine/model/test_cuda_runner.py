@@ -189,6 +189,34 @@ def test_choices_of_one_prompt_copy_the_page_that_they_share(
         assert float(gap_T.max()) <= judge.margin
 
 
+def test_engines_of_one_process_open_one_after_another(zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measures what the other has left, and captures graphs while nobody else opens."""
+    module = importlib.import_module("headrace.engine.model.open_cuda")
+    opens, inside, most = module._open, list[int](), 0
+
+    def counted(*args: Any) -> object:
+        nonlocal most
+        inside.append(1)
+        most = max(most, len(inside))
+        try:
+            return opens(*args)
+        finally:
+            inside.pop()
+
+    async def one() -> None:
+        async with engine_on(zoo, "mistral", **SMALL):
+            pass
+
+    async def both() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            tasks.start_soon(one)
+
+    monkeypatch.setattr(module, "_open", counted)
+    anyio.run(both)
+    assert most == 1
+
+
 @pytest.mark.parametrize("launch_ahead", [1, 2, 3, 4])
 def test_random_requests_under_launch_ahead(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, launch_ahead: int
