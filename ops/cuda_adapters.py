@@ -14,7 +14,6 @@ import torch
 
 from headrace.ops.cuda_alike import expand_alike, shrink_alike
 from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
-from headrace.ops.cuda_fused import silu_mul
 from headrace.ops.cuda_linear import MAX_ROWS
 from headrace.ops.cuda_lora import ALIKE, SEGMENT, LoraBatch, LoraSite
 from headrace.ops.cuda_shrink import look_up, shrink
@@ -130,10 +129,6 @@ class CudaAdapterOps:
         out_NF = torch.empty(rows, size // 2, dtype=x_NE.dtype, device=x_NE.device)
         if self._alike:
             expand_alike(low, gate_up_N2F, out_NF, self._batch, place, gated=True, pdl=self._ops.pdl)
-        elif self._batch.rows == 1 and rows > MAX_ROWS:
-            # Measured on an H200: read by itself, B of many adapters takes less registers and comes faster.
-            self._expand(low, gate_up_N2F, place)
-            silu_mul(gate_up_N2F, out_NF, pdl=self._ops.pdl)
         else:
             expand_silu_mul(low, gate_up_N2F, out_NF, self._batch, place, pdl=self._ops.pdl)
         return out_NF, total_NE
