@@ -12,13 +12,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from headrace.engine.compiled_grammar import CompiledGrammar, ManyRows
 from headrace.engine.errors import GrammarRejected, InvalidParams
 from headrace.engine.grammar_child import matcher_of
 from headrace.engine.grammar_trials import TooSlow, Trials, Vocabulary, may_take_long
-from headrace.engine.json_schemas import exact_grammar, exact_schema
+from headrace.engine.json_schemas import JSON_STYLE, exact_grammar, exact_schema
 from headrace.engine.opened import Opened
 from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
@@ -35,14 +35,6 @@ _SECONDS: Final = 5.0
 _KEPT: Final = 64
 _TEXTS: Final = 512  # between choices, which rows of one format share
 _MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
-# Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
-# Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
-_JSON: Final[Any] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "json_allowed_escapes": 'nrbtf\\"',
-}
 
 # Tokens that may stand in a string, by length: those that cannot exceed what is left of it are allowed without being
 # looked at one by one. llguidance has 10 and 30; without shorter ones the last characters of a string cost most of all.
@@ -231,7 +223,7 @@ def _source(wanted: ResponseFormat) -> str:
         schema = json.loads(wanted.source)
         if isinstance(schema, dict) and "x-guidance" in schema:  # llguidance reads it here alone
             raise ValueError("x-guidance, which would change how the schema is kept, is not supported")
-        return LLMatcher.grammar_from_json_schema(json.dumps(exact_schema(schema)), overrides=_JSON)
+        return LLMatcher.grammar_from_json_schema(json.dumps(exact_schema(schema)), overrides=JSON_STYLE)
     if wanted.kind == "lark":
         return LLMatcher.grammar_from_lark(exact_grammar(wanted.source))
     return LLMatcher.grammar_from_regex(wanted.source)

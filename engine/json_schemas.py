@@ -14,7 +14,16 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["exact_grammar", "exact_schema"]
+__all__ = ["JSON_STYLE", "exact_grammar", "exact_schema"]
+
+# Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
+# Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
+JSON_STYLE: Final[Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 
 _NAMED: Final = frozenset(("properties", "$defs", "definitions"))
 _TEXTS: Final = frozenset(("const", "enum"))

@@ -97,7 +97,7 @@ class CpuAdapterOps:
                 x_NE[tokens] = worn_ME
         return x_NE
 
-    def product(self, x_NI: Tensor, packed: CpuLinear, layer: int, site: str) -> Tensor:
+    def _product(self, x_NI: Tensor, packed: CpuLinear, layer: int, site: str) -> Tensor:
         """The product with the site's updates."""
         y_NO = packed(x_NI)
         for updates, tokens, _ in self._wearers:
@@ -110,14 +110,14 @@ class CpuAdapterOps:
         self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
         """(the product with the site's updates, the residual): what the next norm takes."""
-        return self.product(x_NI, packed, layer, site), residual_NE
+        return self._product(x_NI, packed, layer, site), residual_NE
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
         """(product of the norm of the sum with the site's updates, the sum)."""
         normed_NE, total_NE = self._ops.normed_sum(x_NE, residual_NE, weight_E)
-        return self.product(normed_NE, packed, layer, site), total_NE
+        return self._product(normed_NE, packed, layer, site), total_NE
 
     def norm_feed(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear, layer: int, site: str

@@ -81,23 +81,19 @@ class CudaAdapterOps:
             x_NE[first : first + len(given_ME)] = given_ME
         return x_NE
 
-    def product(self, x_NI: Tensor, packed: CudaProduct, layer: int, site: str) -> Tensor:
-        """x W^T + b with the site's updates, which may be added by the next norm."""
+    def add_product(
+        self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """(x W^T + b with the site's updates, which may be added by the next norm, the residual)."""
         if site == "down" and not self._feeds:
-            return self._ops.product(x_NI, packed)
+            return self._ops.product(x_NI, packed), residual_NE
         place = self._sites[layer, site]
         y_NO, low = self._with_low(x_NI, packed, place)
         if self._waits and not (layer == self._last and site == "down"):
             self._waiting = Waiting(low, place)
         else:
             self._expand(low, y_NO, place)
-        return y_NO
-
-    def add_product(
-        self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
-    ) -> tuple[Tensor, Tensor]:
-        """(the product with the site's updates, the residual): what the next norm takes."""
-        return self.product(x_NI, packed, layer, site), residual_NE
+        return y_NO, residual_NE
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str

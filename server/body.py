@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import anyio
@@ -10,6 +9,7 @@ import orjson
 from anyio.to_thread import run_sync
 from starlette.types import Receive, Scope
 
+from headrace.engine.garbage import not_collected
 from headrace.server.errors import ApiError
 from headrace.server.settings import ServerSettings
 
@@ -56,13 +56,8 @@ async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) ->
 
 def _parse_long(body: bytes, max_nesting: int) -> dict[str, Any]:
     """As `_parse`, without the garbage collector, which would go over a million new objects again and again."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with not_collected():
         return _parse(body, max_nesting)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _parse(body: bytes, max_nesting: int) -> dict[str, Any]:

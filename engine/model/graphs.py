@@ -8,11 +8,9 @@ a choice waits for the host's masks it is a graph of its own, behind that of the
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.errors import DeviceUnavailable
+from headrace.engine.garbage import not_collected
 from headrace.engine.model.cuda_adapters import BARE, CudaBank, Worn
 from headrace.engine.model.cuda_decodes import Decodes
 from headrace.engine.model.cuda_rows import DeviceRows
@@ -57,18 +56,6 @@ def _can_be_even(shape: HeadShape, device: torch.device) -> bool:
         logger.warning("decodes attend through FlashInfer, which is slower: a kernel was not compiled: %s", error)
         return False
     return True
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Collect no garbage meanwhile: a finaliser that runs in this thread may call what a capture does not survive."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class Key(NamedTuple):
@@ -251,7 +238,7 @@ class DecodeGraphs:
         try:
             self._run(key)  # compiles and allocates what a capture must not
             graph = torch.cuda.CUDAGraph()
-            with _nothing_collected():
+            with not_collected():  # a finaliser may call, in this thread, what a capture does not survive
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._run(key)

@@ -10,16 +10,11 @@ import re
 from typing import Any, Final
 
 from headrace.engine import InvalidParams, ResponseFormat
+from headrace.engine.json_schemas import JSON_STYLE
 from headrace.engine.tools import CallShape, CallStructure, ReasoningMode
 
 __all__ = ["answer_format", "checked"]
 
-_JSON: Final = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "json_allowed_escapes": 'nrbtf\\"',
-}
 _BEFORE: Final[dict[ReasoningMode, str]] = {
     "none": "",
     "tagged": r'("<think>" reasoning /\n{0,2}/)? ',
@@ -92,7 +87,7 @@ def _call(shape: CallShape) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON}, ensure_ascii=False)
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_STYLE}, ensure_ascii=False)
 
 
 def _literal(text: str) -> str:
