@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
 from headrace.engine.bench.kernel_timing import PAGE, SHAPES, Bench, Shape, decode_inputs, random
 from headrace.engine.model.cuda_adapters import sites_of, table_lines
-from headrace.engine.model.decoder import AdapterOps
+from headrace.engine.model.decoder import AdapterOps, PlainProducts
 from headrace.ops.cuda import CudaOps, DecodeStep
 from headrace.ops.cuda_adapters import CudaAdapterOps
 from headrace.ops.cuda_attention import HeadShape
@@ -114,32 +114,22 @@ class _Layers:
         prepare()
         if isinstance(self.step.attention, EvenDecode):
             self.step.attention.deal(self.step.inputs)
-        x = self.embedding[self.tokens]
-        x, residual = self._bare(x) if adapters is None else self._worn(x, adapters)
+        x, residual = self._blocks(
+            self.embedding[self.tokens], PlainProducts(self.ops) if adapters is None else adapters
+        )
         return self.ops.norm(x, residual, self.norm)
 
-    def _bare(self, x: Tensor) -> tuple[Tensor, Any]:
-        ops, norm = self.ops, self.norm
-        residual: Any = None
-        for number, layer in enumerate(self.layers):
-            qkv, o, gate_up, down = (ops.pack(weight, None) for weight in layer)
-            heads, total = ops.norm_product(x, residual, norm, qkv)
-            x, residual = ops.add_product(ops.attend(heads, None, None, self.step, self.kv, number), o, total, norm)
-            x, total = ops.norm_feed(x, residual, norm, gate_up)
-            x, residual = ops.add_product(x, down, total, norm if number + 1 < len(self.layers) else None)
-        return x, residual
-
-    def _worn(self, x: Tensor, adapters: AdapterOps) -> tuple[Tensor, Any]:
+    def _blocks(self, x: Tensor, products: AdapterOps | PlainProducts) -> tuple[Tensor, Any]:
         ops, norm = self.ops, self.norm
         residual: Any = None
         for number, layer in enumerate(self.layers):
             qkv, o, gate_up, down = (ops.pack(weight, None) for weight in layer)
             after = norm if number + 1 < len(self.layers) else None
-            heads, total = adapters.norm_product(x, residual, norm, qkv, number, "qkv")
+            heads, total = products.norm_product(x, residual, norm, qkv, number, "qkv")
             x = ops.attend(heads, None, None, self.step, self.kv, number)
-            x, residual = adapters.add_product(x, o, total, norm, number, "o")
-            x, total = adapters.norm_feed(x, residual, norm, gate_up, number, "gate_up")
-            x, residual = adapters.add_product(x, down, total, after, number, "down")
+            x, residual = products.add_product(x, o, total, norm, number, "o")
+            x, total = products.norm_feed(x, residual, norm, gate_up, number, "gate_up")
+            x, residual = products.add_product(x, down, total, after, number, "down")
         return x, residual
 
 

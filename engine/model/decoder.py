@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import DecoderWeights, LayerWeights, Weight
 
-__all__ = ["AdapterOps", "Decoder", "DecoderOps"]
+__all__ = ["AdapterOps", "Decoder", "DecoderOps", "PlainProducts"]
 
 
 class DecoderOps(Protocol):
@@ -95,6 +95,32 @@ class AdapterOps(Protocol):
         ...
 
 
+class PlainProducts:
+    """A block's products where nobody wears anything, called as those of `AdapterOps` are."""
+
+    def __init__(self, ops: DecoderOps) -> None:
+        """Compute with `ops`."""
+        self._ops = ops
+
+    def add_product(
+        self, x_NI: Tensor, packed: Any, residual_NE: Tensor, norm_E: Tensor | None, _layer: int, _site: str
+    ) -> tuple[Tensor, Any]:
+        """As `DecoderOps.add_product`."""
+        return self._ops.add_product(x_NI, packed, residual_NE, norm_E)
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any, _layer: int, _site: str
+    ) -> tuple[Any, Tensor]:
+        """As `DecoderOps.norm_product`."""
+        return self._ops.norm_product(x_NE, residual_NE, weight_E, packed)
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any, _layer: int, _site: str
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderOps.norm_feed`."""
+        return self._ops.norm_feed(x_NE, residual_NE, weight_E, packed)
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     window: int | None
@@ -121,6 +147,7 @@ class Decoder:
         """
         self.spec = spec
         self._ops = ops
+        self._plain = {window: PlainProducts(each) for window, each in ops.items()}
         self._embedding_VE = weights.embedding_VE
         self._blocks = [
             self._block(layer, window, ops[window]) for layer, window in zip(weights.layers, spec.windows, strict=True)
@@ -164,10 +191,9 @@ class Decoder:
             [S, E] after the final norm, [N, E] without `last_S`.
         """
         x_NE = self._embedding_VE[tokens_N]
-        if adapters is None:
-            x_NE, residual_NE = self._blocks_of(x_NE, steps, kv)
-        else:
-            x_NE, residual_NE = self._adapted_blocks(adapters.embed(x_NE, tokens_N), steps, kv, adapters)
+        if adapters is not None:
+            x_NE = adapters.embed(x_NE, tokens_N)
+        x_NE, residual_NE = self._blocks_of(x_NE, steps, kv, adapters)
         if last_S is not None and residual_NE is not None:
             x_NE, residual_NE = x_NE[last_S], residual_NE[last_S]
         return self._top.norm(x_NE, residual_NE, self._final_norm_E)
@@ -177,29 +203,17 @@ class Decoder:
         logits_SV = self._top.product(hidden_SE, self._head)
         return logits_SV if adapters is None else adapters.head(logits_SV, hidden_SE)
 
-    def _blocks_of(self, x_NE: Tensor, steps: Mapping[int | None, Any], kv: Any) -> tuple[Tensor, Tensor | None]:
-        residual_NE = None
-        for layer, block in enumerate(self._blocks):
-            ops, step = self._ops[block.window], steps[block.window]
-            qkv_NX, total_NE = ops.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv)
-            x_NX = ops.attend(qkv_NX, block.q_norm_D, block.k_norm_D, step, kv, layer)
-            x_NE, residual_NE = ops.add_product(x_NX, block.o, total_NE, block.post_norm_E)
-            x_NF, total_NE = ops.norm_feed(x_NE, residual_NE, block.post_norm_E, block.gate_up)
-            next_norm_E = self._blocks[layer + 1].input_norm_E if layer + 1 < len(self._blocks) else None
-            x_NE, residual_NE = ops.add_product(x_NF, block.down, total_NE, next_norm_E)
-        return x_NE, residual_NE
-
-    def _adapted_blocks(
-        self, x_NE: Tensor, steps: Mapping[int | None, Any], kv: Any, adapters: AdapterOps
+    def _blocks_of(
+        self, x_NE: Tensor, steps: Mapping[int | None, Any], kv: Any, adapters: AdapterOps | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, with every product through `adapters`."""
         residual_NE = None
         for layer, block in enumerate(self._blocks):
             ops, step = self._ops[block.window], steps[block.window]
-            qkv_NX, total_NE = adapters.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv, layer, "qkv")
+            products = self._plain[block.window] if adapters is None else adapters
+            qkv_NX, total_NE = products.norm_product(x_NE, residual_NE, block.input_norm_E, block.qkv, layer, "qkv")
             x_NX = ops.attend(qkv_NX, block.q_norm_D, block.k_norm_D, step, kv, layer)
-            x_NE, residual_NE = adapters.add_product(x_NX, block.o, total_NE, block.post_norm_E, layer, "o")
-            x_NF, total_NE = adapters.norm_feed(x_NE, residual_NE, block.post_norm_E, block.gate_up, layer, "gate_up")
+            x_NE, residual_NE = products.add_product(x_NX, block.o, total_NE, block.post_norm_E, layer, "o")
+            x_NF, total_NE = products.norm_feed(x_NE, residual_NE, block.post_norm_E, block.gate_up, layer, "gate_up")
             next_norm_E = self._blocks[layer + 1].input_norm_E if layer + 1 < len(self._blocks) else None
-            x_NE, residual_NE = adapters.add_product(x_NF, block.down, total_NE, next_norm_E, layer, "down")
+            x_NE, residual_NE = products.add_product(x_NF, block.down, total_NE, next_norm_E, layer, "down")
         return x_NE, residual_NE
