@@ -6,9 +6,8 @@ steps; never decides who wears what, and never reads a file. Next to read: ../..
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, ModelShape, module_row
 from headrace.adapters.loaded import LoadedAdapter
 from headrace.adapters.stored import DTYPES, PIECE_BYTES, Stored
+from headrace.engine.model.compiling import compiles
 from headrace.engine.model.decoder import AdapterOps
 from headrace.engine.model.memory import borrow_stream, return_stream
 from headrace.engine.scheduling.plan import Work
@@ -34,8 +34,6 @@ from headrace.ops.cuda_worn import CudaWornOps
 from headrace.ops.host_memory import PiecePool
 
 __all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
-
-logger = logging.getLogger(__name__)
 
 # Measured on an H200: reading an adapter once for several rows pays where many rows wear few, or all wear one.
 _MANY_ROWS = 128
@@ -273,13 +271,8 @@ def _products(shape: ModelShape, ops: CudaOps) -> EvenLinear | None:
     )  # fmt: skip
     if ops.even is None or not all(EvenLinear.fits(2, *sizes) for sizes in products):
         return None
-    try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda kind: kind.build(worn=True), (EvenLinear, EvenHeads)))
-    except (RuntimeError, OSError) as error:
-        logger.warning("adapters are left to Triton, which is slower: a kernel was not compiled: %s", error)
-        return None
-    return ops.even
+    builds = [partial(kind.build, worn=True) for kind in (EvenLinear, EvenHeads)]
+    return ops.even if compiles(builds, "adapters are left to Triton, which is slower") else None
 
 
 def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:

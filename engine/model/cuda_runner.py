@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.engine.model.compiling import compiles
 from headrace.engine.model.cuda_adapters import CudaBank
 from headrace.engine.model.cuda_decodes import Decodes, Ordering
 from headrace.engine.model.cuda_moves import PageMoves
@@ -53,8 +52,6 @@ from headrace.ops.paged import KvScales
 
 __all__ = ["CudaRunner", "cuda_ops"]
 
-logger = logging.getLogger("headrace.engine")
-
 _RESULTS = 16  # more than any launch_ahead
 _USUAL_CONTEXT = 1024  # tokens
 _FEW_TOKENS = 20  # of a prefill that small products compute
@@ -81,7 +78,8 @@ def cuda_ops(
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
     scratch, has_heads = LinearScratch(device), EvenHeads.supports(dtype, spec.head_dim, device)
     kinds = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
-    built = has_wgmma(dtype, device) and _built(*kinds)
+    without = "products are left to Triton and cuBLAS, which are slower"
+    built = has_wgmma(dtype, device) and compiles([kind.build for kind in kinds], without)
     return {
         window: CudaOps(
             HeadShape(
@@ -103,17 +101,6 @@ def cuda_ops(
         )
         for window in dict.fromkeys(spec.windows)
     }
-
-
-def _built(*kinds: type[EvenHeads | EvenLinear | TileLinear]) -> bool:
-    """Whether the products of our own can be compiled: wheels of compiled kernels lack them."""
-    try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda products: products.build(), kinds))
-    except (RuntimeError, OSError) as error:
-        logger.warning("products are left to Triton and cuBLAS, which are slower: a kernel was not compiled: %s", error)
-        return False
-    return True
 
 
 class CudaRunner:

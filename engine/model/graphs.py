@@ -9,8 +9,8 @@ a choice waits for the host's masks it is a graph of its own, behind that of the
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.garbage import not_collected
+from headrace.engine.model.compiling import compiles
 from headrace.engine.model.cuda_adapters import BARE, CudaBank, Worn
 from headrace.engine.model.cuda_decodes import Decodes
 from headrace.engine.model.cuda_rows import DeviceRows
@@ -32,8 +33,6 @@ from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_fused import DecodeInputs, prepare_decode
 
 __all__ = ["DecodeGraphs", "Key", "buckets"]
-
-logger = logging.getLogger("headrace.engine")
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 _STRIDE = 64
@@ -50,12 +49,7 @@ def _can_be_even(shape: HeadShape, device: torch.device) -> bool:
     """Whether decodes may attend by equal shares of pages: FlashInfer's wheels of compiled kernels lack that one."""
     if not EvenDecode.supports(shape, device):
         return False
-    try:
-        EvenDecode.build(shape)
-    except (RuntimeError, OSError) as error:
-        logger.warning("decodes attend through FlashInfer, which is slower: a kernel was not compiled: %s", error)
-        return False
-    return True
+    return compiles([partial(EvenDecode.build, shape)], "decodes attend through FlashInfer, which is slower")
 
 
 class Key(NamedTuple):
