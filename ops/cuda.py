@@ -31,6 +31,7 @@ from headrace.ops.paged import UNSCALED, KvScales
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.cuda_arch import Arch
     from headrace.ops.cuda_fused import DecodeInputs
     from headrace.ops.cuda_lora import WornSite
 
@@ -98,6 +99,7 @@ class CudaOps:
     def __init__(
         self,
         shape: HeadShape,
+        arch: Arch,
         *,
         eps: float,
         cos_sin_PD: Tensor,
@@ -111,6 +113,7 @@ class CudaOps:
 
         Args:
             shape: Heads, window, cache dtype.
+            arch: What the GPU can run.
             eps: Of the norms.
             cos_sin_PD: float32 [positions, D]: D/2 cosines, then D/2 sines.
             scratch: Of the one stream on which this runs.
@@ -119,14 +122,14 @@ class CudaOps:
             tile: Likewise, for many rows.
             kv_scales: Of layers whose 8-bit keys and values have any; those of 16 bits have none.
         """
-        self.shape = shape
+        self.shape, self.arch = shape, arch
         self.eps = eps
         self.device = cos_sin_PD.device
         self._cos_sin_PD = cos_sin_PD
         self._scratch, self._even, self._even_heads, self._tile = scratch, even, even_heads, tile
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
-        self.pdl = torch.cuda.get_device_capability(cos_sin_PD.device) >= (9, 0)
-        """Whether kernels may be launched dependently: a feature of Hopper and newer."""
+        self.pdl = arch.has("dependent_launch")
+        """Whether a kernel may be launched while the one before it still runs."""
 
     @property
     def even(self) -> EvenLinear | None:

@@ -15,6 +15,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.xqa import xqa
 
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class XqaDecode:
         self._semaphores = torch.zeros(
             max(_SEMAPHORES, 4 * max_rows * shape.kv_heads), dtype=torch.uint8, device=device
         )
-        self._sms = spread * torch.cuda.get_device_properties(device).multi_processor_count
+        self._sms = spread * Arch.of(device).processors
         # Partial results of every split: rows * kv heads * splits is about the number of multiprocessors.
         group = max(32, shape.heads // shape.kv_heads)
         splits = 2 * self._sms + max_rows * shape.kv_heads
@@ -163,7 +164,7 @@ class PlannedDecode:
     @staticmethod
     def workspace_bytes(shape: HeadShape, max_rows: int, device: torch.device) -> int:
         """Bytes of float workspace that any plan of up to `max_rows` rows can need."""
-        parts = 2 * torch.cuda.get_device_properties(device).multi_processor_count // shape.kv_heads
+        parts = 2 * Arch.of(device).processors // shape.kv_heads
         group = shape.heads // shape.kv_heads
         tile = 16 if group <= 16 else 64
         parts = max(parts, -(-max_rows * group // tile) + max_rows)
@@ -302,10 +303,11 @@ class PrefillAttention:
         self._wrapper.run(q_NHD, kv_layer, out=out_NHD, k_scale=scales.k, v_scale=scales.v)
 
 
-def choose(rows: int, context: int, *, fp8: bool = False, even: bool = False) -> str:
+def choose(rows: int, context: int, *, fp8: bool = False, even: bool = False, xqa: bool = True) -> str:
     """`"fused"`, `"even"`, `"xqa"` or `"fa2"` for a batch of rows and their mean context in tokens.
 
-    `"fused"` is `cuda_decode.FusedDecode`, `"even"` is `cuda_even.EvenDecode`, if the caller says that it can run.
+    `"fused"` is `cuda_decode.FusedDecode`, `"even"` is `cuda_even.EvenDecode`; it and XQA are chosen where the caller
+    says that they can run.
     Measured on an H200 in whole chains of layers, where FA2 overlaps with its neighbours and XQA does not: apart from
     them XQA looks better than it is.
     """
@@ -313,4 +315,4 @@ def choose(rows: int, context: int, *, fp8: bool = False, even: bool = False) ->
         return "fused"
     if even and rows >= (8 if fp8 else 4):
         return "even"
-    return "xqa" if fp8 or rows < 4 else "fa2"
+    return "xqa" if xqa and (fp8 or rows < 4) else "fa2"

@@ -221,7 +221,14 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
 class FusedDecode:
     """One token of a few rows: q/k norm, rotary, KV write, attention. No plan: splits follow the device's lengths."""
 
-    HEAD_DIMS = (64, 128, 256)
+    _HEAD_DIMS = (64, 128, 256)
+
+    @classmethod
+    def refuses(cls, shape: HeadShape) -> str | None:
+        """Say why the kernel cannot run for heads of `shape` on any GPU; None where it can."""
+        if shape.head_dim in cls._HEAD_DIMS:
+            return None
+        return f"heads are of {shape.head_dim}, the kernel takes {cls._HEAD_DIMS}"
 
     def __init__(
         self,

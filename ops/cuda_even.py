@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_source import compiled
 from headrace.ops.paged import UNSCALED, KvScales
 
@@ -24,9 +25,24 @@ if TYPE_CHECKING:
 __all__ = ["EvenDecode"]
 
 _TILE = 16  # tokens
-_MOST_PAGE_BYTES = 64 << 10  # keys and values: the ring holds three halves
 _MOST_KV_HEADS = 8
-_HOPPER = 9
+_MOST_PAGE_BYTES = 64 << 10  # the keys and values of one layer: a ring has room for three halves
+_RING_BYTES = 96 << 10
+_MOST_SLOTS = 32
+_BARRIER_BYTES = 16  # two barriers for each slot
+
+
+def _page_bytes(shape: HeadShape) -> int:
+    return 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
+
+
+def _shared_bytes(shape: HeadShape) -> int:
+    """Shared memory of a block, in bytes: the ring of csrc/even_decode.cu, which checks this number, and its barriers."""
+    piece = _page_bytes(shape) // 2
+    warps = max(1, _MOST_KV_HEADS // shape.kv_heads)
+    turns = 1 if warps == 1 else 2 * warps
+    slots = -(-min(_RING_BYTES // piece, _MOST_SLOTS) // turns) * turns
+    return slots * (piece + _BARRIER_BYTES)
 
 
 class EvenDecode:
@@ -39,7 +55,7 @@ class EvenDecode:
         `prepare_decode` before it there must be a kernel that was launched without.
         """
         self._shape, self._pdl = shape, pdl
-        self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self._blocks = Arch.of(device).processors
         self._module = self.build(shape)
         parts, heads = self._module.most_parts(self._blocks, max_rows), shape.heads
         words = self._module.plan_words(self._blocks, max_rows)
@@ -59,24 +75,29 @@ class EvenDecode:
         return compiled(
             "even_decode",
             HEAD_DIM=shape.head_dim, KV_HEADS=shape.kv_heads, GROUP=shape.heads // shape.kv_heads,
-            PAGE=shape.page_size, KV_FP8=int(shape.kv_dtype != shape.dtype),
+            PAGE=shape.page_size, KV_FP8=int(shape.kv_dtype != shape.dtype), SHARED_BYTES=_shared_bytes(shape),
         )  # fmt: skip
 
     @staticmethod
-    def supports(shape: HeadShape, device: torch.device) -> bool:
-        """Whether the kernel can be compiled for heads of `shape` on `device`."""
-        page_bytes = 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
+    def refuses(shape: HeadShape, arch: Arch) -> str | None:
+        """Say why the kernel cannot run for heads of `shape` on a GPU; None where it can."""
         fp8 = shape.kv_dtype == torch.float8_e4m3fn
-        return (
-            torch.cuda.get_device_capability(device)[0] >= _HOPPER
-            and shape.dtype == torch.bfloat16
-            and (fp8 or shape.kv_dtype == shape.dtype)
-            and shape.head_dim in ((128,) if fp8 else (64, 128))
-            and shape.kv_heads <= _MOST_KV_HEADS
-            and shape.heads // shape.kv_heads <= _TILE
-            and shape.page_size % _TILE == 0
-            and page_bytes <= _MOST_PAGE_BYTES
-        )
+        if shape.dtype != torch.bfloat16 or not (fp8 or shape.kv_dtype == shape.dtype):
+            return f"the kernel takes bfloat16 and caches of 16 bits or of 8-bit floats, not {shape.kv_dtype}"
+        if shape.head_dim not in ((128,) if fp8 else (64, 128)):
+            return f"heads are of {shape.head_dim}, the kernel takes 128, and 64 with a cache of 16 bits"
+        group = shape.heads // shape.kv_heads
+        if shape.kv_heads > _MOST_KV_HEADS or group > _TILE:
+            return (
+                f"{shape.kv_heads} key heads of {group} query heads each, the kernel takes {_MOST_KV_HEADS} of {_TILE}"
+            )
+        if shape.page_size % _TILE:
+            return f"pages are of {shape.page_size} tokens, the kernel takes multiples of {_TILE}"
+        if _page_bytes(shape) > _MOST_PAGE_BYTES:
+            return f"a page of a layer has {_page_bytes(shape)} bytes, the kernel takes {_MOST_PAGE_BYTES}"
+        if (wanted := _shared_bytes(shape)) > arch.shared_bytes:
+            return f"a block wants {wanted} bytes of shared memory, {arch.name} has {arch.shared_bytes}"
+        return arch.lacks("bulk_copy")
 
     def plan(self, seq_lens: Sequence[int]) -> None:
         """Nothing to do: see `deal`."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.ops.cuda_source import MOST_ROWS, build_for_rows, compiled_for, has_wgmma
+from headrace.ops.cuda_source import MOST_ROWS, build_for_rows, compiled_for, lacks_wgmma
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from headrace.ops.cuda_arch import Arch
     from headrace.ops.cuda_even_linear import Squares
     from headrace.ops.cuda_lora import WornSite
 
@@ -61,9 +62,11 @@ class EvenHeads:
         build_for_rows("even_heads", worn=worn)
 
     @staticmethod
-    def supports(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-        """Whether the kernels can be compiled."""
-        return has_wgmma(dtype, device) and head_dim == _HEAD
+    def refuses(dtype: torch.dtype, head_dim: int, arch: Arch) -> str | None:
+        """Say why the kernels cannot run for such heads on a GPU; None where they can."""
+        if head_dim != _HEAD:
+            return f"heads are of {head_dim}, the kernel takes {_HEAD}"
+        return lacks_wgmma(dtype, arch)
 
     @staticmethod
     def fits(rows: int, size_in: int) -> bool:

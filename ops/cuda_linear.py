@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.ops.cuda_arch import Arch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,6 +24,7 @@ __all__ = ["MAX_ROWS", "LinearScratch", "Tiling", "linear", "linear_silu_mul", "
 MAX_ROWS = 64
 # Measured: an early first tile pays where gate and up share an input of few rows, and costs elsewhere.
 _EARLY_ROWS = 16
+_FIVE_STAGES_BYTES = 160 << 10
 
 
 class Tiling(NamedTuple):
@@ -37,7 +40,11 @@ class Tiling(NamedTuple):
 class LinearScratch:
     """Partial sums and counters of split products; shared by all products of one stream."""
 
-    def __init__(self, device: torch.device | str, *, floats: int = 4 << 20, tiles: int = 4096) -> None:
+    def __init__(
+        self, device: torch.device | str, arch: Arch | None = None, *, floats: int = 4 << 20, tiles: int = 4096
+    ) -> None:
+        """Allocate on `device`, for tilings that fit `arch`: None asks the device."""
+        self.arch = Arch.of(device) if arch is None else arch
         self.planes = torch.empty(floats, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
 
@@ -142,7 +149,7 @@ def linear(
     """
     size_out, size_in = weight_OI.shape
     rows = x_NI.shape[0]
-    how = tiling(rows, size_out, size_in) if how is None else how
+    how = tiling(rows, size_out, size_in, shared_bytes=scratch.arch.shared_bytes) if how is None else how
     _linear_kernel[(triton.cdiv(size_out, how.block_out), how.splits)](
         x_NI,
         weight_OI,
@@ -206,9 +213,14 @@ def linear_silu_mul(
     )
 
 
-def tiling(rows: int, size_out: int, size_in: int, *, gated: bool = False) -> Tiling:
-    """The division that was fastest on an H200 for projections of 1,024 to 28,672 features."""
-    block_in, stages = (256, 3) if rows <= 32 else (128, 5)
+def tiling(
+    rows: int, size_out: int, size_in: int, *, gated: bool = False, shared_bytes: int = _FIVE_STAGES_BYTES
+) -> Tiling:
+    """The division that was fastest on an H200 for projections of 1,024 to 28,672 features.
+
+    Where a block may have less than `_FIVE_STAGES_BYTES` of shared memory, it has a stage less.
+    """
+    block_in, stages = (256, 3) if rows <= 32 else (128, 5 if shared_bytes >= _FIVE_STAGES_BYTES else 4)
     if gated:
         return Tiling(64, 128, 1, 4, 3)
     tiles, splits = triton.cdiv(size_out, 64), 1

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from flashinfer.jit.core import gen_jit_spec
 
-__all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for", "has_wgmma"]
+from headrace.ops.cuda_arch import Arch
+
+__all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for", "lacks_wgmma"]
 
 _FOLDER = Path(__file__).parent / "csrc"
-_HOPPER = 9
 _ROWS = (16, 32, 64)
 """That few_rows.cuh is compiled for."""
 MOST_ROWS = _ROWS[-1]
@@ -54,6 +55,8 @@ def build_for_rows(name: str, *, worn: bool = False) -> None:
         list(pool.map(lambda rows: compiled_for(rows, name, worn=worn), _ROWS))
 
 
-def has_wgmma(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether sources that include wgmma.cuh can be compiled: they need Hopper for copies, clusters and products."""
-    return torch.cuda.get_device_capability(device)[0] == _HOPPER and dtype == torch.bfloat16
+def lacks_wgmma(dtype: torch.dtype, arch: Arch) -> str | None:
+    """Say why sources that include wgmma.cuh cannot run on a GPU for this dtype; None where they can."""
+    if dtype != torch.bfloat16:
+        return f"the kernel takes bfloat16, not {dtype}"
+    return arch.lacks("wgmma")

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from headrace.ops.cuda_source import compiled, has_wgmma
+from headrace.ops.cuda_source import compiled, lacks_wgmma
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.cuda_arch import Arch
     from headrace.ops.cuda_attention import HeadShape
 
 __all__ = ["TileAttention"]
@@ -53,15 +54,17 @@ class TileAttention:
         return compiled("tile_attention", KV_HEADS=shape.kv_heads, GROUP=group, PAGE=shape.page_size)
 
     @staticmethod
-    def supports(shape: HeadShape, device: torch.device) -> bool:
-        """Whether the kernel can be compiled for heads of `shape` on `device`."""
-        return (
-            has_wgmma(shape.dtype, device)
-            and shape.kv_dtype == shape.dtype
-            and shape.head_dim == _HEAD
-            and shape.page_size in _PAGE_SIZES
-            and shape.window is None
-        )
+    def refuses(shape: HeadShape, arch: Arch) -> str | None:
+        """Say why the kernel cannot run for heads of `shape` on a GPU; None where it can."""
+        if shape.head_dim != _HEAD:
+            return f"heads are of {shape.head_dim}, the kernel takes {_HEAD}"
+        if shape.kv_dtype != shape.dtype:
+            return f"the cache is {shape.kv_dtype}, the kernel takes {shape.dtype}"
+        if shape.page_size not in _PAGE_SIZES:
+            return f"pages are of {shape.page_size} tokens, the kernel takes {_PAGE_SIZES}"
+        if shape.window is not None:
+            return "the kernel has no sliding window"
+        return lacks_wgmma(shape.dtype, arch)
 
     def plan(self, counts: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         """Plan a step on the current stream.

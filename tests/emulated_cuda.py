@@ -44,6 +44,15 @@ __all__ = ["Gpu", "emulated"]
 
 NONSENSE = -0x5A5A5A5A
 PROCESSORS = 132
+CHIPS = {
+    (7, 5): ("NVIDIA T4", 64 << 10),
+    (8, 0): ("NVIDIA A100-SXM4-80GB", 163 << 10),
+    (8, 6): ("NVIDIA RTX A6000", 99 << 10),
+    (8, 9): ("NVIDIA L4", 99 << 10),
+    (9, 0): ("NVIDIA H200", 227 << 10),
+    (12, 0): ("NVIDIA GeForce RTX 5090", 99 << 10),
+}
+"""By compute capability: a GPU's name, and the most shared memory of one of its blocks."""
 BUILT_ON = ("headrace.ops.cuda", "headrace.engine.model.cuda_", "headrace.engine.model.graphs",
             "headrace.engine.model.prefills", "headrace.engine.model.open_cuda")  # fmt: skip
 HERE = threading.local()
@@ -53,7 +62,8 @@ HERE = threading.local()
 class Gpu:
     """The emulated device: one line of work, however many streams, and what went wrong on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+        self.capability = capability
         self.faults: list[str] = []
         """What a real GPU might have survived by luck, or would not have survived."""
         self.launches: dict[str, int] = {}
@@ -394,6 +404,8 @@ class Kernel:
         def launch(*values: Any, **meta: Any) -> None:
             if 0 in grid:  # Triton launches nothing then
                 return
+            if meta.get("launch_pdl") and self.gpu.capability < (9, 0):
+                raise Misuse(f"{self._name}: launched dependently on a GPU that cannot")
             meta = {name: value for name, value in meta.items() if name in self._signature.parameters}
             at = SimpleNamespace(**self._signature.bind(*values, **meta).arguments)
             self.gpu.launch(self._name, lambda: KERNELS[self._name](at))
@@ -522,6 +534,8 @@ def xqa(
     sm_count: int,
 ) -> None:  # fmt: skip
     """As `flashinfer.xqa.xqa`."""
+    if Kernel.gpu.capability[0] not in (9, 10, 12):
+        raise RuntimeError("XQA is only supported on SM90, SM100, SM120/SM121 GPUs")
 
     def work() -> None:
         for row, length in enumerate(lengths.view(torch.int32)[:, 0].tolist()):
@@ -690,6 +704,9 @@ class TileLinearModule:
 
 def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) -> SimpleNamespace:
     """As `flashinfer.jit.core.gen_jit_spec`, for the sources of ours."""
+    major = Kernel.gpu.capability[0]
+    if major < 9 or (major > 9 and sources[0].name != "even_decode.cu"):
+        raise Misuse(f"{sources[0].name} cannot be compiled for a GPU of {Kernel.gpu.capability}")
     defines = dict(flag.removeprefix("-D").split("=") for flag in extra_cuda_cflags)
     makes: dict[str, Callable[[], Any]] = {
         "even_decode.cu": lambda: EvenModule(int(defines["PAGE"])),
@@ -752,8 +769,13 @@ def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         "current_stream": lambda device=None: [default, *getattr(HERE, "streams", [])][-1],
         "device": lambda device: contextlib.nullcontext(),
         "device_count": lambda: 1,
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=PROCESSORS),
+        "get_device_name": lambda device=None: CHIPS[gpu.capability][0],
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            major=gpu.capability[0],
+            minor=gpu.capability[1],
+            multi_processor_count=PROCESSORS,
+            shared_memory_per_block_optin=CHIPS[gpu.capability][1],
+        ),
         "mem_get_info": lambda device=None: (gpu.free_bytes, 2 * gpu.free_bytes),
         "memory_allocated": lambda device=None: gpu.allocated,
         "max_memory_allocated": lambda device=None: gpu.allocated,
@@ -765,13 +787,16 @@ def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[Gpu]:
+def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
     """While it lasts, `Engine(folder, device="cuda")` runs on the emulated device, whose tensors are the CPU's.
+
+    Args:
+        capability: What it can run: a key of `CHIPS`.
 
     Raises:
         AssertionError: At its end: something happened that a GPU might not survive.
     """
-    gpu = Gpu()
+    gpu = Gpu(capability)
     with Recorder():  # torch imports more of itself at the first one, and must not find this triton then
         torch.ones(1).add(1)
     ours = [name for name in sys.modules if name.split(".")[0] in ("triton", "flashinfer") or name.startswith(BUILT_ON)]

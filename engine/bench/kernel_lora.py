@@ -87,7 +87,7 @@ class _Layers:
         scratch = LinearScratch("cuda")
         self.even = even = EvenLinear(scratch, eps=_EPS, pdl=True)
         heads = EvenHeads(eps=_EPS, pdl=True)
-        self.ops = CudaOps(head, eps=_EPS, cos_sin_PD=table, scratch=scratch, even=even, even_heads=heads)
+        self.ops = CudaOps(head, scratch.arch, eps=_EPS, cos_sin_PD=table, scratch=scratch, even=even, even_heads=heads)
         used = rows * -(-_CONTEXT // PAGE)
         self.kv = torch.zeros(s.layers, used + 1, 2, PAGE, s.kv_heads, s.head_dim, dtype=torch.bfloat16, device="cuda")
         small = rows <= 8

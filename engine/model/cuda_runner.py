@@ -42,15 +42,16 @@ from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOption
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.ops.cuda import CudaOps
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_even_heads import EvenHeads
 from headrace.ops.cuda_even_linear import EvenLinear
 from headrace.ops.cuda_linear import LinearScratch
-from headrace.ops.cuda_source import has_wgmma
+from headrace.ops.cuda_source import lacks_wgmma
 from headrace.ops.cuda_tile_linear import TileLinear
 from headrace.ops.paged import KvScales
 
-__all__ = ["CudaRunner", "cuda_ops"]
+__all__ = ["CudaRunner", "cuda_ops", "head_shape"]
 
 _RESULTS = 16  # more than any launch_ahead
 _USUAL_CONTEXT = 1024  # tokens
@@ -62,6 +63,21 @@ _ALL_REPORTS = Reporting(completion=1, prompt=1)
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
 
 
+def head_shape(
+    spec: DecoderSpec, window: int | None, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> HeadShape:
+    """The heads of the layers of `spec` that share an attention window."""
+    return HeadShape(
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        window=window,
+    )
+
+
 def cuda_ops(
     spec: DecoderSpec,
     *,
@@ -71,26 +87,20 @@ def cuda_ops(
     kv_dtype: torch.dtype,
     kv_scales: Mapping[int, KvScales],
     device: torch.device,
+    arch: Arch,
 ) -> dict[int | None, CudaOps]:
     """The operations of each kind of layer that `spec` has: one for each attention window."""
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
-    scratch, has_heads = LinearScratch(device), EvenHeads.supports(dtype, spec.head_dim, device)
+    scratch, has_heads = LinearScratch(device, arch), EvenHeads.refuses(dtype, spec.head_dim, arch) is None
     kinds = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
     without = "products are left to Triton and cuBLAS, which are slower"
-    built = has_wgmma(dtype, device) and compiles([kind.build for kind in kinds], without)
+    built = lacks_wgmma(dtype, arch) is None and compiles([kind.build for kind in kinds], without)
     return {
         window: CudaOps(
-            HeadShape(
-                heads=spec.num_heads,
-                kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                page_size=page_size,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                window=window,
-            ),
+            head_shape(spec, window, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
+            arch=arch,
             eps=spec.norm_eps,
             cos_sin_PD=cos_sin_PD,
             scratch=scratch,

@@ -27,6 +27,7 @@ from headrace.engine.model.cuda_rows import DeviceRows
 from headrace.engine.model.cuda_sampling import RowSampler, Variant
 from headrace.engine.model.decoder import Decoder
 from headrace.ops.cuda import CudaOps, DecodeStep
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_attention import HeadShape, PlannedDecode, XqaDecode, choose
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even import EvenDecode
@@ -45,9 +46,9 @@ def buckets(max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
-def _can_be_even(shape: HeadShape, device: torch.device) -> bool:
+def _can_be_even(shape: HeadShape, arch: Arch) -> bool:
     """Whether decodes may attend by equal shares of pages: FlashInfer's wheels of compiled kernels lack that one."""
-    if not EvenDecode.supports(shape, device):
+    if EvenDecode.refuses(shape, arch) is not None:
         return False
     return compiles([partial(EvenDecode.build, shape)], "decodes attend through FlashInfer, which is slower")
 
@@ -125,8 +126,8 @@ class DecodeGraphs:
         self._bucket_of = [next(size for size in self._buckets if size >= rows) for rows in range(max_rows + 1)]
         """By the rows that run."""
         self._device = kv.device
-        self._pdl = next(iter(ops.values())).pdl
-        self._shape = next(iter(ops.values())).shape
+        any_ops = next(iter(ops.values()))
+        self._pdl, self._arch, self._shape = any_ops.pdl, any_ops.arch, any_ops.shape
         self._is_fp8 = self._shape.kv_dtype != self._shape.dtype
         self._inputs = self._allocate(max_rows)
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
@@ -139,7 +140,7 @@ class DecodeGraphs:
         self._workspace: Tensor | None = None
         self._int_workspaces: dict[int | None, Tensor] = {}
         self._even: dict[int | None, EvenDecode] = {}
-        self._is_even = attention == "auto" and _can_be_even(self._shape, self._device)
+        self._is_even = attention == "auto" and _can_be_even(self._shape, self._arch)
 
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
         """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
@@ -200,8 +201,8 @@ class DecodeGraphs:
     def _way(self, bucket: int, context: int) -> str:
         if self._choice != "auto":
             return self._choice
-        way = choose(bucket, context, fp8=self._is_fp8, even=self._is_even)
-        return "fa2" if way == "fused" and self._shape.head_dim not in FusedDecode.HEAD_DIMS else way
+        way = choose(bucket, context, fp8=self._is_fp8, even=self._is_even, xqa=self._arch.has("xqa"))
+        return "fa2" if way == "fused" and FusedDecode.refuses(self._shape) is not None else way
 
     def _graph(self, key: Key) -> torch.cuda.CUDAGraph:
         graph = self._graphs.get(key)

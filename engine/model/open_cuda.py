@@ -23,10 +23,12 @@ from headrace.engine.scheduling.plan import Capacity
 
 try:
     from headrace.engine.model.cuda_adapters import CudaBank
-    from headrace.engine.model.cuda_runner import CudaRunner, cuda_ops
+    from headrace.engine.model.cuda_runner import CudaRunner, cuda_ops, head_shape
     from headrace.engine.model.cuda_sleep import Weights
     from headrace.ops.cuda import CudaOps
+    from headrace.ops.cuda_arch import Arch
     from headrace.ops.cuda_cache import keep_compiled, use_cache
+    from headrace.ops.cuda_decode import FusedDecode
     from headrace.ops.cuda_even import EvenDecode
     from headrace.ops.cuda_weights import WeightMemory
     from headrace.ops.host_memory import PiecePool
@@ -40,6 +42,7 @@ _BATCHED_TOKENS = 8192
 _FREE_SHARE = 0.9  # of what is free once weights and activations have their place
 _GRAPH_BYTES = 1 << 30
 _PAGE_SIZE = 16
+_DTYPE = torch.bfloat16
 _opening = threading.Lock()
 """One engine of a process opens at a time: each measures what the one before has left, and what opening calls, such as
 loading a kernel, may end the capture of a graph in another thread."""
@@ -54,6 +57,8 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
         InvalidParams: An option does not fit the model or the device.
     """
     device = _find(config.device)
+    arch = _arch(config, device)
+    _check_attention(config, spec, arch)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, _PAGE_SIZE)):
         if value not in ("auto", limit):
             raise InvalidParams(f"{field}: a GPU takes {limit}, got {value}", field=field, value=value, limit=limit)
@@ -62,7 +67,7 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
     failure = ""
     try:
         with _opening, torch.cuda.device(device), torch.inference_mode():
-            return _open(config, spec, source, device)
+            return _open(config, spec, source, device, arch)
     except torch.OutOfMemoryError as error:
         failure = str(error)
         traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
@@ -70,8 +75,8 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
     raise DeviceUnavailable(f"device: {device} has too little memory for this model and its pages: {failure}")
 
 
-def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device) -> Device:
-    dtype = torch.bfloat16
+def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, arch: Arch) -> Device:
+    dtype = _DTYPE
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
     memory = WeightMemory(device)
     dropped = source.path if isinstance(source, GgufFile) else source  # an open file is closed by then
@@ -82,11 +87,11 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
         page_size=config.page_size,
         max_positions=limits.context,
         dtype=dtype,
-        kv_dtype=torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype,
+        kv_dtype=_kv_dtype(config),
         kv_scales=weights.kv_scales,
         device=device,
+        arch=arch,
     )
-    _check_attention(config, ops[spec.windows[0]], device)
     decoder = Decoder(spec, weights, ops)
     bank = _make_bank(config, spec, ops[spec.windows[0]], limits)
     page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
@@ -173,12 +178,46 @@ def _find(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_attention(config: EngineConfig, ops: CudaOps, device: torch.device) -> None:
-    if config.decode_attention == "even" and not EvenDecode.supports(ops.shape, device):
+def _kv_dtype(config: EngineConfig) -> torch.dtype:
+    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else _DTYPE
+
+
+def _arch(config: EngineConfig, device: torch.device) -> Arch:
+    """What the GPU can run; refuses one that cannot run the engine at all, and caches that it cannot convert."""
+    try:
+        arch, name = Arch.of(device), torch.cuda.get_device_name(device)
+    except ValueError as error:
+        raise DeviceUnavailable(f"device: {error}") from None
+    if (why := arch.lacks("bf16")) is not None:
+        raise DeviceUnavailable(
+            f"device: {name} cannot run this engine: {why}; "
+            "take a GPU of compute capability 8.0 or newer (A100, RTX 30 series, L4, H100), or device='cpu'"
+        )
+    if config.kv_dtype == "fp8" and (why := arch.lacks("fp8")) is not None:
         raise InvalidParams(
-            "decode_attention: even needs Hopper, and heads of 128 (or 64, in 16 bits) in up to 8 groups of 16",
+            f"kv_dtype: fp8 cannot run on {name}: {why}; auto keeps keys and values in 16 bits",
+            field="kv_dtype",
+            value="fp8",
+            limit="auto",
+        )
+    return arch
+
+
+def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> None:
+    """Refuse a way to attend that the GPU or the model's heads rule out."""
+    way, why = config.decode_attention, None
+    shape = head_shape(spec, spec.windows[0], page_size=_PAGE_SIZE, dtype=_DTYPE, kv_dtype=_kv_dtype(config))
+    if way == "even":
+        why = EvenDecode.refuses(shape, arch)
+    elif way == "xqa":
+        why = arch.lacks("xqa")
+    elif way == "fused":
+        why = FusedDecode.refuses(shape)
+    if why is not None:
+        raise InvalidParams(
+            f"decode_attention: {way} cannot run here: {why}; auto picks one that can",
             field="decode_attention",
-            value="even",
+            value=way,
             limit="auto",
         )
 

@@ -24,6 +24,7 @@ from headrace.engine.model.pools import Pools, PoolSpan
 from headrace.engine.scheduling.plan import Capacity, Work
 from headrace.ops.cuda import CudaOps, PrefillStep
 from headrace.ops.cuda_adapters import CudaAdapterOps
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_attention import HeadShape, PrefillAttention
 from headrace.ops.cuda_tile_attention import TileAttention
 
@@ -31,8 +32,6 @@ __all__ = ["Prefills"]
 
 _RING = 4
 logger = logging.getLogger("headrace.engine")
-
-_HOPPER = 9
 
 
 class _Batch(NamedTuple):
@@ -76,15 +75,14 @@ class _Wearing(NamedTuple):
         return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.ends else None
 
 
-def _attention(shape: HeadShape, device: torch.device) -> PrefillAttention | TileAttention:
+def _attention(shape: HeadShape, device: torch.device, arch: Arch) -> PrefillAttention | TileAttention:
     """The fastest that there is for heads of `shape`: wheels of FlashInfer's kernels lack that of our own."""
-    if TileAttention.supports(shape, device):
+    if TileAttention.refuses(shape, arch) is None:
         try:
             return TileAttention(shape, device, pdl=True)
         except (RuntimeError, OSError) as error:
             logger.warning("prefills attend through FlashInfer, which is slower: a kernel was not compiled: %s", error)
-    backend = "fa3" if torch.cuda.get_device_capability(device)[0] == _HOPPER else "fa2"
-    return PrefillAttention(shape, device, backend=backend)
+    return PrefillAttention(shape, device, backend="fa3" if arch.has("wgmma") else "fa2")
 
 
 class Prefills:
@@ -114,7 +112,7 @@ class Prefills:
         self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
         self._bank = bank
         self._device, self._page_size = kv.device, capacity.page_size
-        self._attention = {window: _attention(each.shape, kv.device) for window, each in ops.items()}
+        self._attention = {window: _attention(each.shape, kv.device, each.arch) for window, each in ops.items()}
         self.pools = Pools()
         """The rows whose hidden states are wanted; the runner tells it of new ones."""
         words = 7 * capacity.max_batched_tokens + 8 * capacity.max_rows

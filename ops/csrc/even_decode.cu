@@ -1,8 +1,8 @@
 // Decode attention that deals out the pages of all rows in equal parts among multiprocessors (sm_90).
 //
 // Owns two launches, the division of a step's pages and each layer's attention; never writes keys or values. Compiled once
-// for each shape of heads: HEAD_DIM, KV_HEADS, GROUP (query heads of a kv head), PAGE (tokens) and KV_FP8 (keys and
-// values; 0: bf16, 1: e4m3, multiplied as fp16).
+// for each shape of heads: HEAD_DIM, KV_HEADS, GROUP (query heads of a kv head), PAGE (tokens), KV_FP8 (keys and values;
+// 0: bf16, 1: e4m3, multiplied as fp16) and SHARED_BYTES (of a block, as the caller found that they fit).
 //
 // A page's keys, and likewise its values, of all heads are one contiguous piece of memory. One warp streams these pieces
 // into a ring in shared memory with bulk copies; every other warp takes one kv head of each piece. Rows that no single
@@ -49,7 +49,7 @@ constexpr float kLowest = -1e30f;  // below any score; unlike infinity it can be
 
 static_assert(HEAD_DIM == 128 || (HEAD_DIM == 64 && !KV_FP8));
 static_assert(PAGE % kTile == 0 && KV_HEADS <= 8 && GROUP <= 16 && kSlots >= 3);
-static_assert(kSlots * kPieceBytes <= 224 * 1024, "few heads and large pages: a ring for which there is no room");
+static_assert(kSlots * (kPieceBytes + 16) == SHARED_BYTES, "cuda_even.py reckons with another ring");
 
 // One block's pages [first, last), counted over the pages of all rows; the row of the first, and where that row begins.
 struct Share {

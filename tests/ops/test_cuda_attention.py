@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_attention import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write, prepare_decode
@@ -18,6 +19,7 @@ from headrace.ops.cuda_tile_attention import TileAttention
 from headrace.ops.paged import UNSCALED, KvScales
 
 GPU = torch.device("cuda")
+ARCH = Arch.of(GPU)
 PAGE = 16
 
 
@@ -84,6 +86,8 @@ SHAPES = {
 @pytest.mark.parametrize("name", ["llama", "qwen", "window", "scaled", "fp8"])
 @pytest.mark.parametrize("kind", ["xqa", "xqa-spread", "fa2"])
 def test_decode_in_a_graph_follows_lengths_on_the_device(name: str, kind: str) -> None:
+    if kind != "fa2" and not ARCH.has("xqa"):
+        pytest.skip("needs a GPU that runs XQA")
     if name == "fp8" and kind == "fa2":
         pytest.skip("one kernel build less: FA2 with an fp8 cache is the same call")
     shape = HeadShape(**SHAPES[name])
@@ -184,6 +188,8 @@ def test_fused_decode_is_norm_rope_write_then_attention(name: str, splits: int |
     ],
 )
 def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
+    if backend == "fa3" and not ARCH.has("wgmma"):
+        pytest.skip("needs Hopper")
     shape = HeadShape(**SHAPES.get(name, {"heads": 3, "kv_heads": 1, "head_dim": 128}))
     counts, lengths = [1, 16, 200, 333, 64], [1, 40, 200, 1000, 65]
     paged = Paged(shape, lengths, 80)
@@ -192,7 +198,7 @@ def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
     )
     q = packed[:, : shape.heads * shape.head_dim].unflatten(1, (shape.heads, shape.head_dim))
     out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=GPU)
-    if backend == "own" and not TileAttention.supports(shape, GPU):
+    if backend == "own" and TileAttention.refuses(shape, ARCH) is not None:
         pytest.skip("needs Hopper")
     own = backend == "own"
     attention = TileAttention(shape, GPU, pdl=True) if own else PrefillAttention(shape, GPU, backend=backend)
@@ -210,7 +216,7 @@ def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
 def test_blocks_of_a_cluster_wait_for_each_other_at_the_end() -> None:
     """Tiles of one token end at once; each launch begins while the one before ends."""
     shape = HeadShape(**SHAPES["qwen"])
-    if not TileAttention.supports(shape, GPU):
+    if TileAttention.refuses(shape, ARCH) is not None:
         pytest.skip("needs Hopper")
     lengths = [1 + 7 * at % 150 for at in range(100)]
     paged = Paged(shape, lengths, 16)

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_even import EvenDecode
 from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write
@@ -19,7 +20,7 @@ from headrace.ops.paged import UNSCALED, KvScales
 GPU = torch.device("cuda")
 PAGE = 16
 FP8 = torch.float8_e4m3fn
-if torch.cuda.get_device_capability(GPU)[0] < 9:
+if not Arch.of(GPU).has("bulk_copy"):
     pytest.skip("needs Hopper or newer", allow_module_level=True)
 
 SHAPES = {
@@ -177,5 +178,5 @@ def test_a_row_of_no_numbers_stays_alone() -> None:
     ids=["narrow in 8 bits", "too many kv heads", "wide", "too large a group", "small pages"],
 )
 def test_shapes_without_a_kernel_are_known(shape: HeadShape) -> None:
-    assert not EvenDecode.supports(shape, GPU)
-    assert all(EvenDecode.supports(known, GPU) for known in SHAPES.values())
+    assert EvenDecode.refuses(shape, Arch.of(GPU)) is not None
+    assert all(EvenDecode.refuses(known, Arch.of(GPU)) is None for known in SHAPES.values())

@@ -7,6 +7,7 @@ import torch
 from gpu_tensors import error, random
 
 from headrace.ops import reference
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.paged import KvScales
 
 if not torch.cuda.is_available():
@@ -21,7 +22,7 @@ EPS = 1e-5
 HEAD = 128
 PAGE = 16
 POSITIONS = 200
-if torch.cuda.get_device_capability(GPU)[0] != 9:
+if not Arch.of(GPU).has("wgmma"):
     pytest.skip("needs Hopper", allow_module_level=True)
 
 SIZES = [(4096, 32, 8), (1024, 16, 8), (448, 3, 2), (64, 1, 1), (256, 100, 20)]
@@ -121,4 +122,5 @@ def test_other_shapes_are_refused_before_a_launch() -> None:
 def test_what_fits() -> None:
     assert EvenHeads.fits(2, 64) and EvenHeads.fits(64, 8192)
     assert not EvenHeads.fits(1, 64) and not EvenHeads.fits(65, 64) and not EvenHeads.fits(2, 96)
-    assert EvenHeads.supports(torch.bfloat16, 128, GPU) and not EvenHeads.supports(torch.bfloat16, 64, GPU)
+    assert EvenHeads.refuses(torch.bfloat16, 128, Arch.of(GPU)) is None
+    assert EvenHeads.refuses(torch.bfloat16, 64, Arch.of(GPU)) == "heads are of 64, the kernel takes 128"

@@ -12,12 +12,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_even_linear import EvenLinear, Squares
 from headrace.ops.cuda_linear import LinearScratch
 
 GPU = torch.device("cuda")
 EPS = 1e-5
-if torch.cuda.get_device_capability(GPU)[0] != 9:
+if not Arch.of(GPU).has("wgmma"):
     pytest.skip("needs Hopper", allow_module_level=True)
 
 SCRATCH = LinearScratch(GPU)

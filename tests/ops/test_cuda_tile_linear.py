@@ -12,10 +12,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_tile_linear import TileLinear
 
 GPU = torch.device("cuda")
-if torch.cuda.get_device_capability(GPU)[0] != 9:
+if not Arch.of(GPU).has("wgmma"):
     pytest.skip("needs Hopper", allow_module_level=True)
 
 ROWS = [1, 65, 300, 2048, 8192]

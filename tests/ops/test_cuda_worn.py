@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_even_heads import EvenHeads, HeadTargets
 from headrace.ops.cuda_even_linear import EvenLinear, Squares
 from headrace.ops.cuda_linear import LinearScratch
@@ -20,7 +21,7 @@ from headrace.ops.cuda_lora import ALIKE, UNIT, LoraBatch, WornSite, group_rows,
 GPU = torch.device("cuda")
 EPS = 1e-5
 HEAD, PAGE, POSITIONS = 128, 16, 200
-if torch.cuda.get_device_capability(GPU)[0] != 9:
+if not Arch.of(GPU).has("wgmma"):
     pytest.skip("needs Hopper", allow_module_level=True)
 
 SCRATCH = LinearScratch(GPU)

@@ -239,7 +239,7 @@ def test_sampled_tokens_are_those_of_the_cpu(
         monkeypatch.setattr(importlib.import_module(f"headrace.{name}"), "_RING", 1)
     monkeypatch.setattr(importlib.import_module("headrace.engine.model.cuda_exchange"), "_TURNS", launch_ahead)
     choice = graphs.choose
-    monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8, even: choice(rows, 20 * context, fp8=fp8))
+    monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8, even, xqa: choice(rows, 20 * context, fp8=fp8))
     generator = random.Random(launch_ahead)
     asked = [(draw(generator.randrange(1, 90), generator.random()), random_sampling(generator)) for _ in range(40)]
     options = {"max_rows": 12, "max_batched_tokens": 40, "max_context": 128, "launch_ahead": launch_ahead}
@@ -763,7 +763,7 @@ def test_a_plan_that_was_made_for_nothing_serves_no_batch(
     graphs = importlib.import_module("headrace.engine.model.graphs")
     runner = importlib.import_module("headrace.engine.model.cuda_runner")
     monkeypatch.setattr(
-        graphs, "choose", lambda rows, context, fp8, even: "fa2" if rows > 4 or context > 60 else "fused"
+        graphs, "choose", lambda rows, context, fp8, even, xqa: "fa2" if rows > 4 or context > 60 else "fused"
     )
     monkeypatch.setattr(runner, "_USUAL_CONTEXT", 1)
     real, made = graphs.PlannedDecode, []
