@@ -37,7 +37,7 @@ def _page_bytes(shape: HeadShape) -> int:
 
 
 def _shared_bytes(shape: HeadShape) -> int:
-    """Shared memory of a block, in bytes: the ring of csrc/even_decode.cu, which checks this number, and its barriers."""
+    """Bytes of shared memory of a block: the ring and barriers of csrc/even_decode.cu, which checks this number."""
     piece = _page_bytes(shape) // 2
     warps = max(1, _MOST_KV_HEADS // shape.kv_heads)
     turns = 1 if warps == 1 else 2 * warps

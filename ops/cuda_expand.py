@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["expand", "expand_add_norm", "expand_silu_mul", "expand_tiling"]
 
 _PROGRAMS = 528
+_STAGES = 3
 
 
 @triton.jit
@@ -343,8 +344,14 @@ def _expand(
     else:
         _expand_group_kernel[(min(tiles * entries, _PROGRAMS),)](
             y_NO, out_NO, *where, batch.counts, batch.order_N, planes, *common, tiles, *size_012,
-            ROWS=batch.rows, **options,
+            ROWS=batch.rows, num_stages=_stages(batch, how, len(planes), gated=gated), **options,
         )  # fmt: skip
+
+
+def _stages(batch: LoraBatch, how: Tiling, splits: int, *, gated: bool) -> int:
+    """Steps over ranks whose loads are on their way at once: three, or as many as shared memory has room for."""
+    step_bytes = how.rank * (4 * splits * batch.rows + 2 * how.block) * (2 if gated else 1)
+    return max(1, min(_STAGES, batch.shared_bytes // step_bytes))
 
 
 def expand_tiling(batch: LoraBatch, site: LoraSite, *, gated: bool) -> Tiling:

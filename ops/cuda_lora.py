@@ -85,6 +85,8 @@ class LoraBatch:
     rows: int
     """Tokens of an entry at most: 1, `GROUP`, `ALIKE` or `SEGMENT`."""
     max_rank: int
+    shared_bytes: int
+    """The most shared memory that one block may have on the GPU that holds all this."""
 
 
 class WornSite(NamedTuple):

@@ -64,7 +64,8 @@ class _Adapters:
         entries = torch.zeros(rows, 4, dtype=torch.int32, device="cuda")
         order, slots = (torch.zeros(rows, dtype=torch.int32, device="cuda") for _ in range(2))
         counts = torch.zeros(2, dtype=torch.int32, device="cuda")
-        return LoraBatch(self.arena, self.table, entries, counts, order, slots, group, self.rank)
+        shared_bytes = self.ops.arch.shared_bytes
+        return LoraBatch(self.arena, self.table, entries, counts, order, slots, group, self.rank, shared_bytes)
 
 
 class _Layers:

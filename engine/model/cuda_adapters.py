@@ -240,7 +240,8 @@ class CudaBank:
     def _batch(
         self, entries: Tensor, counts: Tensor, order: Tensor, slots: Tensor, rows: int, max_rank: int
     ) -> LoraBatch:
-        return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, max_rank)
+        shared_bytes = self._ops.arch.shared_bytes
+        return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, max_rank, shared_bytes)
 
     def _wear(
         self,

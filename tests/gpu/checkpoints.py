@@ -22,7 +22,18 @@ from torch import Tensor
 
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
 
-__all__ = ["CONTEXT", "EXACT", "FAMILIES", "MAKERS", "POISON", "SCALED", "VOCABULARY", "exact_logits", "kv_bytes"]
+__all__ = [
+    "CONTEXT",
+    "EXACT",
+    "FAMILIES",
+    "MAKERS",
+    "POISON",
+    "SCALED",
+    "VOCABULARY",
+    "exact_logits",
+    "kv_bytes",
+    "make_exact",
+]
 
 VOCABULARY = 512
 CONTEXT = 512

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from headrace.ops.cuda_alike import expand_alike, shrink_alike
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
 from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
 from headrace.ops.cuda_shrink import shrink
@@ -23,6 +24,7 @@ from headrace.ops.cuda_vector_shrink import vector_linear_shrink
 GPU = torch.device("cuda")
 EPS = 1e-5
 MAX_RANK = 64
+SHARED_BYTES = Arch.of(GPU).shared_bytes
 QKV, OUT, GATE_UP, DOWN = SITES = [
     LoraSite(0, 1024, (1024, 256, 256)),
     LoraSite(3, 1024, (1024,)),
@@ -93,7 +95,7 @@ def decode_batch(adapters: Adapters, slots: list[int], rows: int) -> LoraBatch:
     empty = torch.full((len(slots), 6), -9, dtype=torch.int32, device=GPU)
     entries, order_N, slots_N = empty[:, :4].clone(), empty[:, 4].clone(), empty[:, 5].clone()
     counts = torch.full((2,), -9, dtype=torch.int32, device=GPU)
-    batch = LoraBatch(adapters.arena, adapters.table, entries, counts, order_N, slots_N, rows, MAX_RANK)
+    batch = LoraBatch(adapters.arena, adapters.table, entries, counts, order_N, slots_N, rows, MAX_RANK, SHARED_BYTES)
     group_rows(table.to(GPU), order.to(GPU), batch)
     return batch
 
@@ -108,7 +110,7 @@ def prefill_batch(adapters: Adapters, slots: list[int]) -> LoraBatch:
     worn = torch.tensor(slots, dtype=torch.int32, device=GPU)
     lines = torch.tensor(entries, dtype=torch.int32, device=GPU)
     counts = torch.full((2,), len(entries), dtype=torch.int32, device=GPU)
-    return LoraBatch(adapters.arena, adapters.table, lines, counts, order, worn, SEGMENT, MAX_RANK)
+    return LoraBatch(adapters.arena, adapters.table, lines, counts, order, worn, SEGMENT, MAX_RANK, SHARED_BYTES)
 
 
 def batches(adapters: Adapters) -> list[tuple[str, list[int], LoraBatch]]:

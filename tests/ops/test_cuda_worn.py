@@ -75,7 +75,7 @@ class Adapter:
         entries, order = torch.zeros(rows, 4, dtype=torch.int32, device=GPU), torch.zeros_like(slots)
         batch = LoraBatch(
             self.arena, self.table, entries, torch.zeros(2, dtype=torch.int32, device=GPU), order,
-            torch.zeros_like(slots), ALIKE, 16,
+            torch.zeros_like(slots), ALIKE, 16, Arch.of(GPU).shared_bytes,
         )  # fmt: skip
         group_rows(slots, torch.arange(rows, dtype=torch.int32, device=GPU), batch)
         own = torch.full_like(self.table[0], -9)

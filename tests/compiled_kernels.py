@@ -1,0 +1,81 @@
+"""Triton's kernels compiled for a GPU that is not there, as the code that launches them asks; holds no tests.
+
+`compiling_for("sm_89")` makes every launch a compilation: for tensors without memory (device "meta"), for the named
+target, down to machine code. What a launch wants of a block is kept, to be compared with what the GPU has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from emulated_cuda import BUILT_ON, modules
+
+__all__ = ["Launch", "compiling_for"]
+
+OURS = (*BUILT_ON, "headrace.ops.cuda_")
+
+
+class Launch(NamedTuple):
+    """One kernel as it was compiled."""
+
+    kernel: str
+    shared_bytes: int
+    """Of a block."""
+
+
+class Target:
+    """A driver without a device, which Triton asks what to compile for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
+    """While it lasts, launches of Triton's kernels compile for `arch`, into the folder `cache`; what was compiled."""
+    launches: set[Launch] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith(OURS)]:
+            patch.delitem(sys.modules, name)
+        for name, module in modules().items():
+            if name.startswith("flashinfer"):
+                patch.setitem(sys.modules, name, module)
+        triton = importlib.import_module("triton")
+        jit = importlib.import_module("triton.runtime.jit").JITFunction
+        run = jit.run
+
+        def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+            launches.add(Launch(self.fn.__name__, kernel.metadata.shared))
+
+        patch.setattr(jit, "run", compile_only)
+        patch.setattr(triton.knobs.cache, "dir", str(cache))
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        patch.setattr(torch.cuda, "current_stream", lambda: stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        driver = triton.runtime.driver
+        before = driver._active
+        driver.set_active(Target(int(arch.removeprefix("sm_"))))
+        try:
+            yield launches
+        finally:
+            driver._active = before
+            for name in [name for name in sys.modules if name.startswith(OURS)]:
+                del sys.modules[name]

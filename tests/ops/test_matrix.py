@@ -1,0 +1,246 @@
+"""Every kernel and tiling, compiled for every kind of GPU that the engine runs on, without one of them.
+
+The launches are those of the engine's own code, for the sizes of real models, so a tiling is the one that would be
+chosen there. What a kernel wants of a block's shared memory must be what the GPU has. HEADRACE_MATRIX=all takes many
+sizes of models and batches, where one of each kind is the usual.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from compiled_kernels import Launch, compiling_for
+
+pytest.importorskip("triton", reason="needs triton, which `make test` installs")
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+POSITIONS, PAGES, SLOTS, RANK = 4096, 64, 4, 16
+EVERYTHING = os.environ.get("HEADRACE_MATRIX") == "all"
+USUAL = "llama-3.1-8b"
+
+
+class Model(NamedTuple):
+    """The sizes of a model."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    has_head_norms: bool = False
+
+
+MODELS = {
+    "smollm2-135m": Model(576, 9, 3, 64, 1536, 49152),
+    "qwen3-0.6b": Model(1024, 16, 8, 128, 3072, 151936, has_head_norms=True),
+    "llama-3.1-8b": Model(4096, 32, 8, 128, 14336, 128256),
+    "qwen2.5-32b": Model(5120, 40, 8, 128, 27648, 152064),
+}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def words(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+class Chip:
+    """The engine's operations on one GPU, with as little memory as it has."""
+
+    def __init__(self, arch: str, model: Model, *, fp8: bool = False) -> None:
+        from headrace.ops.cuda import CudaOps
+        from headrace.ops.cuda_arch import Arch
+        from headrace.ops.cuda_attention import HeadShape
+        from headrace.ops.cuda_linear import LinearScratch
+
+        self.arch, self.model = Arch.named(arch), model
+        shape = HeadShape(
+            heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
+            kv_dtype=torch.float8_e4m3fn if fp8 else None,
+        )  # fmt: skip
+        self.ops = CudaOps(
+            shape, self.arch, eps=1e-6, cos_sin_PD=empty(POSITIONS, model.head_dim, dtype=torch.float32),
+            scratch=LinearScratch("meta", self.arch),
+        )  # fmt: skip
+        self.kv = empty(1, PAGES, 2, 16, model.kv_heads, model.head_dim, dtype=shape.kv_dtype)
+        width = (model.heads + 2 * model.kv_heads) * model.head_dim
+        self.norm, self.head_norm = empty(model.hidden), empty(model.head_dim) if model.has_head_norms else None
+        self.qkv = self.ops.pack(empty(width, model.hidden), None)
+        self.out = self.ops.pack(empty(model.hidden, model.heads * model.head_dim), None)
+        self.gate_up = self.ops.pack(empty(2 * model.ffn, model.hidden), None)
+        self.down = self.ops.pack(empty(model.hidden, model.ffn), None)
+        self.head = self.ops.pack(empty(model.vocabulary, model.hidden), None)
+        self.pdl = self.ops.pdl
+
+    def inputs(self, rows: int) -> Any:
+        from headrace.ops.cuda_fused import DecodeInputs
+
+        slots = empty(rows, dtype=torch.int64)
+        return DecodeInputs(words(rows), words(rows), slots, words(rows), words(rows, PAGES), words(rows))
+
+
+def decode(chip: Chip, rows: int) -> None:
+    """A layer, as graphs run it: with the attention of few rows, whose other kernels are the same for all."""
+    from headrace.ops.cuda import DecodeStep
+    from headrace.ops.cuda_decode import FusedDecode
+    from headrace.ops.cuda_fused import prepare_decode
+
+    ops, inputs = chip.ops, chip.inputs(rows)
+    state = words(rows), words(9, POSITIONS), words(9), words(9, PAGES)
+    prepare_decode(*state, inputs, page_size=16)
+    step = DecodeStep(inputs, FusedDecode(ops.shape, torch.device("meta"), max_rows=rows))
+    x, total = ops.norm_product(empty(rows, chip.model.hidden), None, chip.norm, chip.qkv)
+    x = ops.attend(x, chip.head_norm, chip.head_norm, step, chip.kv, 0)
+    layer(chip, x, total)
+
+
+def layer(chip: Chip, x: torch.Tensor, total: torch.Tensor) -> None:
+    """What follows attention, and the head."""
+    ops = chip.ops
+    x, residual = ops.add_product(x, chip.out, total, chip.norm)
+    x, residual = ops.norm_feed(x, residual, chip.norm, chip.gate_up)
+    x, residual = ops.add_product(x, chip.down, residual, chip.norm)
+    x, residual = ops.norm_product(x, residual, chip.norm, chip.qkv)
+    ops.product(ops.norm(empty(len(x), chip.model.hidden), empty(len(x), chip.model.hidden), chip.norm), chip.head)
+
+
+def prefill(chip: Chip, tokens: int) -> None:
+    """A layer of a prefill but its attention, which FlashInfer compiles, or csrc/."""
+    from headrace.ops.cuda import PrefillStep
+
+    class Attention:
+        def run(self, *given: Any) -> None:
+            pass
+
+    ops, attention = chip.ops, Attention()
+    step = PrefillStep(empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.int64), attention)
+    x, total = ops.norm_product(empty(tokens, chip.model.hidden), None, chip.norm, chip.qkv)
+    layer(chip, ops.attend(x, chip.head_norm, chip.head_norm, step, chip.kv, 0), total)
+
+
+def choose(chip: Chip, rows: int) -> None:
+    """From logits to tokens: shaped, filtered, drawn, reported."""
+    from headrace.ops import cuda_logprobs
+    from headrace.ops.cuda_sample import SampleScratch, sample
+    from headrace.ops.cuda_shape import ShapeArrays, count_chosen, count_known, shape
+
+    size = chip.model.vocabulary
+    numbers, whole = [empty(9, dtype=torch.float32) for _ in range(3)], [words(9) for _ in range(3)]
+    for logits in (empty(rows, size), empty(rows, size, dtype=torch.float32)):
+        arrays = ShapeArrays(8, size, 64, "meta")
+        shape(logits, words(rows), words(rows), words(9, POSITIONS), arrays, pdl=chip.pdl)
+        count_chosen(words(rows), words(rows), arrays, pdl=chip.pdl)
+        count_known(words(9, POSITIONS), 1, 5, 100, arrays)
+        scratch = SampleScratch(rows, size, "meta", dtype=logits.dtype)
+        for filtered in (False, True):
+            sample(
+                logits, words(rows), numbers[0], whole[0], numbers[1], numbers[2], empty(9, dtype=torch.int64),
+                words(rows), words(9, POSITIONS), words(9), words(rows), scratch,
+                stops_RS=words(9, 8), stopped_R=words(9), filtered=filtered, pdl=chip.pdl,
+            )  # fmt: skip
+        listed = cuda_logprobs.ListScratch(rows, size, 20, "meta")
+        out = words(rows, cuda_logprobs.HEAD + 40)
+        cuda_logprobs.logprobs(logits, words(rows), words(9), words(rows), out, listed, pdl=chip.pdl)
+
+
+def exchange(chip: Chip, rows: int) -> None:
+    """What crosses between host and device within a step."""
+    from headrace.ops.cuda_scatter import Batch, Turns, apply_words, leave_ids, scatter_words
+
+    turns = Turns(words(2), words(4, 64), words(4, 64))
+    apply_words(words(512), turns)
+    apply_words(words(512), turns, Batch(words(rows), words(9), words(rows), 8))
+    leave_ids(words(rows), turns, pdl=chip.pdl)
+    scatter_words(words(512), words(2, 64), 64)
+
+
+def adapted(chip: Chip, rows: int) -> None:
+    """A layer whose rows use adapters: each its own, few among many, one for all, and in a prefill."""
+    from headrace.ops.cuda_adapters import CudaAdapterOps
+    from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, LoraBatch, LoraSite, group_rows, pick
+
+    model = chip.model
+    width, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    sites = {
+        (0, "qkv"): LoraSite(0, model.hidden, (width, keys, keys)),
+        (0, "o"): LoraSite(3, width, (model.hidden,)),
+        (0, "gate_up"): LoraSite(4, model.hidden, (model.ffn, model.ffn)),
+        (0, "down"): LoraSite(6, model.ffn, (model.hidden,)),
+        (-1, "embed"): LoraSite(7, model.vocabulary, (model.hidden,)),
+        (-1, "head"): LoraSite(8, model.hidden, (model.vocabulary,)),
+    }
+    for group in (1, GROUP, ALIKE, SEGMENT):
+        if group == ALIKE and not 1 < rows <= 64:
+            continue
+        entries = words(rows, 4)
+        batch = LoraBatch(
+            empty(1 << 20),
+            words(SLOTS, 9, 4),
+            entries,
+            words(2),
+            words(rows),
+            words(rows),
+            group,
+            RANK,
+            chip.arch.shared_bytes,
+        )
+        if group != SEGMENT:
+            group_rows(words(9), words(rows), batch)
+        if group == ALIKE:
+            pick(batch, words(9, 4))
+        side = None if group == SEGMENT else torch.cuda.current_stream()
+        ops = CudaAdapterOps(chip.ops, batch, sites, 2, ends=group != ALIKE, side=side)
+        x = ops.embed(empty(rows, model.hidden), words(rows))
+        x, total = ops.norm_product(x, None, chip.norm, chip.qkv, 0, "qkv")
+        x, residual = ops.add_product(empty(rows, width), chip.out, total, chip.norm, 0, "o")
+        x, residual = ops.norm_feed(x, residual, chip.norm, chip.gate_up, 0, "gate_up")
+        x, residual = ops.add_product(x, chip.down, residual, chip.norm, 0, "down")
+        x, residual = ops.norm_product(x, residual, chip.norm, chip.qkv, 0, "qkv")
+        ops.head(empty(rows, model.vocabulary), empty(rows, model.hidden))
+
+
+def unpack(chip: Chip, rows: int) -> None:
+    """Adapters' files become blocks of the arena."""
+    from headrace.adapters.stored import DTYPES
+    from headrace.ops.cuda_unpack import Unpacker
+
+    Unpacker(empty(1 << 20), DTYPES, 1 << 16)
+
+
+def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip, int], None], Chip, int]]:
+    """What is compiled: its name, the call, and the arguments of that."""
+    for name in MODELS if everything else (USUAL,):
+        model = MODELS[name]
+        chip = Chip(arch, model)
+        for rows in (1, 2, 32, 64, 256) if everything else (1, 64):
+            yield f"{name}, decode of {rows}", decode, chip, rows
+        for rows in (1, 8, 64, 256) if everything else (64,):
+            yield f"{name}, adapters of {rows}", adapted, chip, rows
+        for tokens in (65, 2048) if everything else (2048,):
+            yield f"{name}, prefill of {tokens}", prefill, chip, tokens
+        yield f"{name}, choice", choose, chip, 64
+        if chip.arch.has("fp8"):
+            yield f"{name}, 8 bits", decode, Chip(arch, model, fp8=True), 4
+            yield f"{name}, 8 bits, prefill", prefill, Chip(arch, model, fp8=True), 128
+    yield "exchange", exchange, chip, 64
+    yield "adapters' files", unpack, chip, 1
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
+    unfit: list[tuple[str, Launch]] = []
+    with compiling_for(arch, tmp_path) as launches:
+        for what, call, chip, rows in cases(arch, everything=EVERYTHING):
+            before = set(launches)
+            call(chip, rows)
+            unfit += [(what, launch) for launch in launches - before if launch.shared_bytes > chip.arch.shared_bytes]
+    assert not unfit, f"{arch} has {chip.arch.shared_bytes} bytes"
+    assert len({launch.kernel for launch in launches}) >= 30
