@@ -22,18 +22,7 @@ from torch import Tensor
 
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
 
-__all__ = [
-    "CONTEXT",
-    "EXACT",
-    "FAMILIES",
-    "MAKERS",
-    "POISON",
-    "SCALED",
-    "VOCABULARY",
-    "exact_logits",
-    "kv_bytes",
-    "make_exact",
-]
+__all__ = ["CONTEXT", "EXACT", "FAMILIES", "MAKERS", "POISON", "SCALED", "VOCABULARY", "exact_logits", "kv_bytes"]
 
 VOCABULARY = 512
 CONTEXT = 512

@@ -5,13 +5,12 @@ The emulation fails a kernel that its chip cannot run; whether kernels compile f
 
 from __future__ import annotations
 
-from pathlib import Path
+import importlib
 from typing import Any
 
 import anyio
 import pytest
 from emulated_cuda import CHIPS, emulated
-from gpu.checkpoints import kv_bytes, make_exact
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
@@ -49,15 +48,17 @@ def test_tokens_are_right_on_other_gpus(zoo: Zoo, capability: tuple[int, int]) -
     assert not gpu.launches.get("even linear") and not gpu.launches.get("tile attention")
 
 
-def test_a_lone_request_goes_on_past_4096_tokens_where_there_is_no_xqa(tmp_path: Path) -> None:
-    make_exact(tmp_path, max_position_embeddings=4200)
-    options = {"max_context": 4200, "max_batched_tokens": 4200, "max_rows": 1, "kv_memory": kv_bytes(tmp_path, 280)}
+def test_a_lone_request_outgrows_few_tokens_where_there_is_no_xqa(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at token 4,097: contexts count a hundredfold here."""
 
     async def run() -> list[Output]:
-        async with open_engine(tmp_path, "cuda", **options) as engine:
-            return await one_by_one(engine, [draw(4094, 1)], 8)
+        async with open_engine(zoo.folder("exact"), "cuda", **SMALL | {"max_rows": 1}) as engine:
+            return await one_by_one(engine, [draw(38, 1)], 8)
 
     with emulated((8, 0)) as gpu:
+        graphs = importlib.import_module("headrace.engine.model.graphs")
+        choose = graphs.choose
+        monkeypatch.setattr(graphs, "choose", lambda rows, context, **can: choose(rows, 100 * context, **can))
         (output,) = anyio.run(run)
     assert len(output.tokens) == 8
     assert gpu.launches["fa2 decode"] and gpu.launches["_fused_decode_kernel"]
