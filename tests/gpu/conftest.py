@@ -13,6 +13,8 @@ import torch
 from gpu.checkpoints import MAKERS
 from gpu.judge import Judge
 
+from headrace.ops.cuda_arch import Arch
+
 NAMED = os.environ.get("HEADRACE_TEST_DEVICE")
 NO_GPU = "needs a CUDA GPU and torch sees none here; HEADRACE_TEST_DEVICE=cpu runs these tests on the CPU engine"
 HERE = Path(__file__).parent
@@ -43,6 +45,14 @@ def cuda(device: str) -> str:
     if device != "cuda":
         pytest.skip("speaks of a GPU's memory or numbers")
     return device
+
+
+@pytest.fixture
+def cuda_8_bits(cuda: str) -> str:
+    """The device, for tests of keys and values in 8 bits, which older GPUs cannot convert."""
+    if not Arch.of(cuda).has("fp8"):
+        pytest.skip("needs a GPU with 8-bit floats")
+    return cuda
 
 
 class Zoo:
