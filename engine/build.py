@@ -129,20 +129,23 @@ def _info(device: Device, model: str, architecture: str, embedding: Embedding | 
     )
 
 
-def build_kernels(config: EngineConfig, folder: str) -> int:
-    """Compile the GPU kernels of the model that `config` names into `folder`, without loading it; how many there are.
+def build_kernels(config: EngineConfig) -> tuple[Path, int]:
+    """Compile the GPU kernels of the model that `config` names, without loading it.
+
+    Returns:
+        The folder that keeps them, in `config.kernel_cache`, and how many kernels it holds.
 
     Raises:
         ModelRejected: The model's description cannot be used.
-        DeviceUnavailable: There is no such GPU.
+        DeviceUnavailable: There is no such GPU, or a kernel cannot be compiled.
     """
     from headrace.engine.model.open_cuda import build_kernels
 
     path = _locate(config)
     if path.suffix != ".gguf":
-        return build_kernels(config, from_hf(read_hf_config(path)), folder)
+        return build_kernels(config, from_hf(read_hf_config(path)))
     with GgufFile(path) as gguf:
-        return build_kernels(config, gguf.spec(), folder)
+        return build_kernels(config, gguf.spec())
 
 
 def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:

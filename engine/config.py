@@ -107,7 +107,7 @@ class EngineConfig(BaseModel):
     decode_attention: Literal["auto", "fused", "even", "fa2", "xqa"] = "auto"
     """Kernel of decode attention on a GPU; `auto` chooses by batch and context, as measured."""
     kernel_cache: Annotated[str, BeforeValidator(_as_text)] | None = None
-    """Folder that `headrace kernels build` filled: GPU kernels found there need no compiler."""
+    """Folder that keeps compiled GPU kernels; None is one in the user's cache. docs/kernels.md says more."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of a CPU step; None takes one less than torch would, so that a core is left to the event loop."""
     adapter_slots: Annotated[int, Field(ge=0, le=1024)] = 0

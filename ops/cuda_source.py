@@ -12,6 +12,7 @@ import torch
 from flashinfer.jit.core import gen_jit_spec
 
 from headrace.ops.cuda_arch import Arch
+from headrace.ops.cuda_cache import cache
 
 __all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for", "lacks_wgmma"]
 
@@ -32,9 +33,10 @@ def compiled(name: str, **sizes: int) -> Any:
         sizes: Values of the source's macros.
 
     Raises:
-        RuntimeError: They cannot be compiled.
-        OSError: There is nothing to compile them with.
+        CannotCompile: They are not kept, and they or what compiles them cannot be had.
+        OSError: The folder of kernels cannot be written.
     """
+    cache()
     source = _FOLDER / f"{name}.cu"
     parts = [source, *sorted(_FOLDER.glob("*.cuh"))]
     version = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:8]  # caches hold older ones

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -22,20 +26,49 @@ def group() -> None:
 
 @kernels.command("build")
 def build(
-    model: Annotated[str, typer.Argument(help="A model folder (its config.json is enough) or a .gguf file.")],
-    cache: Annotated[str, typer.Option(help="Where they go; open engines with kernel_cache=FOLDER.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Model folders (config.json is enough) or .gguf files.")
+    ],
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where to keep the kernels, for engines that open with kernel_cache=FOLDER. Default: the user's cache "
+            "folder, where every engine looks, or with --wheel none.",
+        ),
+    ] = None,
+    wheel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where to write a wheel of all kernels of this machine's kind that the cache then holds. Engines find "
+            "it when pip has installed it.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
     kv_dtype: Annotated[str, typer.Option(help="auto or fp8, as the engines that will use them.")] = "auto",
     max_rows: Annotated[int | None, typer.Option(help="Requests in one step, if not the default.", min=1)] = None,
+    adapter_slots: Annotated[int, typer.Option(help="More than 0 for engines that take adapters.", min=0)] = 0,
 ) -> None:
-    """Compile all that engines of a model need on this GPU."""
+    """Compile all that engines of some models need on this GPU.
+
+    A wheel is for machines with the same GPU and the same versions of Python, torch, Triton and FlashInfer: there no
+    kernel is compiled, and neither nvcc nor a C compiler is needed.
+    """
     from headrace.engine.build import build_kernels
+    from headrace.ops.cuda_wheel import write_wheel
 
     console = Console()
     started = time.perf_counter()
-    config = EngineConfig(
-        model=model, device=device, kv_dtype=kv_dtype, max_rows=max_rows, load_format="random", kv_memory="256MiB"
-    )
-    with console.status("compiling: up to a few minutes the first time"):
-        count = build_kernels(config, cache)
-    console.print(f"{count} kernels in {cache} after {time.perf_counter() - started:.0f} s")
+    with ExitStack() as stack:
+        if wheel is not None and cache is None:
+            cache = stack.enter_context(TemporaryDirectory(prefix="headrace-kernels-"))
+        for model in models:
+            config = EngineConfig(
+                model=model, device=device, kv_dtype=kv_dtype, max_rows=max_rows, adapter_slots=adapter_slots,
+                load_format="random", kv_memory="256MiB", kernel_cache=cache,
+            )  # fmt: skip
+            with console.status(f"compiling kernels of {model}: up to a few minutes the first time"):
+                folder, count = build_kernels(config)
+        place = folder if wheel is None else write_wheel(folder, folder.name, version("headrace"), Path(wheel))
+    console.print(f"{count} kernels in {place} after {time.perf_counter() - started:.0f} s", soft_wrap=True)

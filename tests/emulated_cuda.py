@@ -22,10 +22,12 @@ import importlib.machinery
 import inspect
 import mmap
 import sys
+import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -718,6 +720,12 @@ def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) ->
     return SimpleNamespace(build_and_load=makes[sources[0].name])
 
 
+class CompilationContext:
+    """As FlashInfer's: the GPUs that it compiles for."""
+
+    TARGET_CUDA_ARCHS = frozenset({(9, "0a")})
+
+
 # -- putting it in place --------------------------------------------------------------------------------------------
 
 
@@ -728,21 +736,33 @@ def modules() -> dict[str, ModuleType]:
             "jit": jit,
             "cdiv": lambda a, b: -(-a // b),
             "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
-            "knobs": SimpleNamespace(cache=SimpleNamespace(dir="")),
+            "knobs": SimpleNamespace(
+                cache=SimpleNamespace(manager_class=None), build=SimpleNamespace(impl=None, backend_dirs=set())
+            ),
+            "__version__": "3.6.0",
         },
+        "triton.runtime": {},
+        "triton.runtime.cache": {"FileCacheManager": object},
         "triton.language": {},
         "triton.language.extra": {},
         "triton.language.extra.cuda": {"gdc_launch_dependents": None, "gdc_wait": None},
         "flashinfer": {
             "BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper,
             "BatchPrefillWithPagedKVCacheWrapper": PrefillWrapper,
+            "__version__": "0.6.16",
         },
+        "flashinfer.compilation_context": {"CompilationContext": CompilationContext},
         "flashinfer.xqa": {"xqa": xqa},
-        "flashinfer.jit": {"env": SimpleNamespace(FLASHINFER_AOT_DIR=None)},
+        "flashinfer.jit": {
+            "env": SimpleNamespace(FLASHINFER_GEN_SRC_DIR=None, has_flashinfer_jit_cache=lambda: False),
+            "cpp_ext": SimpleNamespace(get_cuda_version=cache(lambda: None)),
+        },
         "flashinfer.jit.core": {
             "gen_jit_spec": gen_jit_spec,
-            "jit_spec_registry": SimpleNamespace(get_all_specs=dict),
+            "JitSpecNvcc": type("JitSpecNvcc", (), {"build_and_load": None}),
+            "current_compilation_context": CompilationContext(),
         },
+        "tvm_ffi": {"__version__": "0.1.9"},
     }
     made = {}
     for name, values in contents.items():
@@ -799,8 +819,10 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
     gpu = Gpu(capability)
     with Recorder():  # torch imports more of itself at the first one, and must not find this triton then
         torch.ones(1).add(1)
-    ours = [name for name in sys.modules if name.split(".")[0] in ("triton", "flashinfer") or name.startswith(BUILT_ON)]
-    with pytest.MonkeyPatch.context() as patch:
+    replaced = ("flashinfer", "triton", "tvm_ffi")
+    ours = [name for name in sys.modules if name.split(".")[0] in replaced or name.startswith(BUILT_ON)]
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("XDG_CACHE_HOME", folder)
         for name in ours:
             patch.delitem(sys.modules, name)
         for name, module in modules().items():
@@ -815,6 +837,7 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
                 self._device = device
 
         patch.setattr(open_cuda, "_find", lambda name: torch.device("cpu"))
+        patch.setattr(open_cuda, "check_compilers", lambda: None)  # nothing is compiled here
         patch.setattr(weights, "_Staging", Staging)
         try:
             yield gpu

@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -27,9 +28,10 @@ try:
     from headrace.engine.model.cuda_sleep import Weights
     from headrace.ops.cuda import CudaOps
     from headrace.ops.cuda_arch import Arch
-    from headrace.ops.cuda_cache import keep_compiled, use_cache
+    from headrace.ops.cuda_cache import cache, check_compilers, count_kernels, use_cache
     from headrace.ops.cuda_decode import FusedDecode
     from headrace.ops.cuda_even import EvenDecode
+    from headrace.ops.cuda_toolkit import CannotCompile
     from headrace.ops.cuda_weights import WeightMemory
     from headrace.ops.host_memory import PiecePool
 except ImportError as error:
@@ -48,12 +50,15 @@ _opening = threading.Lock()
 loading a kernel, may end the capture of a graph in another thread."""
 
 
-def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
+def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source, *, installed_kernels: bool = True) -> Device:
     """Load the weights, measure what is left, and make a runner that has captured its graphs.
+
+    Kernels are compiled unless `config.kernel_cache` keeps them, or a wheel, unless `installed_kernels` is False.
 
     Raises:
         ModelRejected: The weights cannot be used.
-        DeviceUnavailable: There is no such GPU, or it has too little memory for the model.
+        DeviceUnavailable: There is no such GPU, it has too little memory for the model, or a kernel that is not
+            compiled yet cannot be.
         InvalidParams: An option does not fit the model or the device.
     """
     device = _find(config.device)
@@ -62,17 +67,18 @@ def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, _PAGE_SIZE)):
         if value not in ("auto", limit):
             raise InvalidParams(f"{field}: a GPU takes {limit}, got {value}", field=field, value=value, limit=limit)
-    if config.kernel_cache is not None:
-        use_cache(config.kernel_cache)
-    failure = ""
     try:
         with _opening, torch.cuda.device(device), torch.inference_mode():
+            use_cache(config.kernel_cache, installed=installed_kernels)
+            check_compilers()
             return _open(config, spec, source, device, arch)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, CannotCompile) as error:
         failure = str(error)
+        if not isinstance(error, CannotCompile):
+            failure = f"{device} has too little memory for this model and its pages: {failure}"
         traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
     return_device_memory()
-    raise DeviceUnavailable(f"device: {device} has too little memory for this model and its pages: {failure}")
+    raise DeviceUnavailable(f"device: {failure}")
 
 
 def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, arch: Arch) -> Device:
@@ -153,20 +159,22 @@ def _host_memory(config: EngineConfig) -> PiecePool:
         ) from None
 
 
-def build_kernels(config: EngineConfig, spec: DecoderSpec, folder: str) -> int:
-    """Compile every kernel that an engine of `config` may use into `folder`; how many it then holds.
+def build_kernels(config: EngineConfig, spec: DecoderSpec) -> tuple[Path, int]:
+    """Compile every kernel that an engine of `config` may use; the folder that keeps them, and how many it holds.
 
     Raises:
-        DeviceUnavailable: There is no such GPU.
+        DeviceUnavailable: There is no such GPU, or a kernel cannot be compiled.
     """
-    config = config.model_copy(update={"kernel_cache": folder})
-    device = open_cuda(config, spec, "random")
+    device = open_cuda(config, spec, "random", installed_kernels=False)
     try:
         assert isinstance(device.runner, CudaRunner)
         device.runner.warm_up(everything=True)
-        return keep_compiled(folder)
+    except CannotCompile as error:
+        raise DeviceUnavailable(f"device: {error}") from error
     finally:
         device.runner.close()
+    folder = cache().own
+    return folder, count_kernels(folder)
 
 
 def _find(name: str) -> torch.device:

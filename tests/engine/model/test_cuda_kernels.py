@@ -1,0 +1,120 @@
+"""What an engine on a GPU says where kernels cannot be compiled, and what `headrace kernels build` makes.
+
+The GPU is emulated (tests/emulated_cuda.py), so that nothing is compiled; files stand in for what would have been.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulated_cuda import Gpu, emulated
+
+from headrace.engine import DeviceUnavailable
+from headrace.engine.build import open_engine
+from headrace.engine.config import EngineConfig
+from headrace.server.cli import main
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 256,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True,
+    "hidden_act": "silu", "eos_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with emulated() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    return tmp_path
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        model=folder,
+        device="cuda",
+        load_format="random",
+        kv_memory="1MiB",
+        max_rows=2,
+        max_batched_tokens=64,
+        **options,
+    )
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install_before_weights_are_read(
+    gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
+    cuda_cache = importlib.import_module("headrace.ops.cuda_cache")
+    monkeypatch.setattr(open_cuda, "check_compilers", cuda_cache.check_compilers)
+    monkeypatch.setattr(open_cuda, "load_weights", None)
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(DeviceUnavailable, match=r"^device: compiling kernels needs a C\+\+ compiler.*apt-get install"):
+        open_engine(config(folder))
+    monkeypatch.setattr(cuda_cache, "find_host_compilers", lambda: None)
+    with pytest.raises(DeviceUnavailable, match="^device: this torch was built without CUDA"):
+        open_engine(config(folder))
+
+
+def test_a_kernel_that_fails_while_an_engine_opens_is_a_typed_error(
+    gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "compiling xqa failed: error: no such thing (the whole log is x.log)"
+
+    def fail(*values: Any, **options: Any) -> None:
+        raise importlib.import_module("headrace.ops.cuda_toolkit").CannotCompile(message)
+
+    monkeypatch.setattr(importlib.import_module("headrace.engine.model.prefills"), "_attention", fail)
+    with pytest.raises(DeviceUnavailable) as caught:
+        open_engine(config(folder))
+    assert str(caught.value) == f"device: {message}"
+
+
+def test_kernels_of_several_models_become_one_wheel(
+    gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda_cache = importlib.import_module("headrace.ops.cuda_cache")
+    runner = importlib.import_module("headrace.engine.model.cuda_runner").CudaRunner
+    warm_up, warmed = runner.warm_up, []
+
+    def keep_one(self: Any, *, everything: bool = False) -> None:
+        warm_up(self)
+        if everything:
+            kept = cuda_cache.cache().own / "flashinfer" / f"module{len(warmed)}"
+            kept.mkdir(parents=True)
+            (kept / f"{kept.name}.so").write_bytes(b"code")
+            (kept / "lock").touch()
+            warmed.append(kept)
+
+    monkeypatch.setattr(runner, "warm_up", keep_one)
+    command = [
+        "headrace",
+        "kernels",
+        "build",
+        str(folder),
+        str(folder / "config.json"),
+        "--wheel",
+        str(folder / "dist"),
+    ]
+    monkeypatch.setattr(sys, "argv", [*command, "--max-rows", "2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    (wheel,) = (folder / "dist").iterdir()
+    assert f"2 kernels in {wheel}" in capsys.readouterr().out
+    names = zipfile.ZipFile(wheel).namelist()
+    libraries = [f"headrace_kernels_sm90a/flashinfer/module{index}/module{index}.so" for index in range(2)]
+    assert [name for name in names if "flashinfer" in name] == libraries
+    assert not warmed[0].exists(), "a folder that nobody asked for was left"
