@@ -208,6 +208,9 @@ def _libraries(toolkit: Toolkit) -> list[str]:
 class _TritonCache(FileCacheManager):
     """Triton's files of one kernel in our folder; what is not there is looked for where else kernels are."""
 
+    cache_dir: str
+    _places: tuple[Path, ...]
+
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         if override or dump:
             super().__init__(key, override, dump)

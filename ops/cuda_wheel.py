@@ -55,7 +55,9 @@ def write_wheel(kernels: Path, label: str, version: str, out: Path) -> Path:
     name = f"headrace_kernels_{re.split('[^a-z0-9_]', label, maxsplit=1)[0]}"
     tag = _tag()
     about = f"{name}-{version}.dist-info"
-    files = {f"{name}/__init__.py": f'"""GPU kernels of headrace, compiled for {label}."""\n'.encode()}
+    files: dict[str, bytes | Path] = {
+        f"{name}/__init__.py": f'"""GPU kernels of headrace, compiled for {label}."""\n'.encode()
+    }
     files |= {f"{name}/{file.relative_to(kernels).as_posix()}": file for file in sorted(_kept(kernels))}
     files |= {
         f"{about}/METADATA": (
