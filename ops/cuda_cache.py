@@ -35,7 +35,7 @@ from headrace.ops.cuda_compile import PROGRESS, compile_library, run_compiler
 from headrace.ops.cuda_toolkit import Toolkit, find_host_compilers, find_toolkit
 from headrace.ops.cuda_wheel import installed_kernels
 
-__all__ = ["cache", "check_compilers", "count_kernels", "default_folder", "label", "use_cache"]
+__all__ = ["cache", "check_compilers", "count_kernels", "use_cache"]
 
 logger = logging.getLogger("headrace.ops")
 
@@ -53,7 +53,7 @@ _folders: _Folders | None = None
 """What `use_cache` chose last."""
 
 
-def label() -> str:
+def _label() -> str:
     """What kernels of this process are made for: its GPUs, and versions; a folder's name."""
     archs = "_".join(f"{major}{minor}" for major, minor in sorted(CompilationContext().TARGET_CUDA_ARCHS))
     versions = {"torch": torch, "triton": triton, "flashinfer": flashinfer, "ffi": tvm_ffi}
@@ -61,8 +61,8 @@ def label() -> str:
     return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 
-def default_folder() -> Path:
-    """Of the user's cache: `$XDG_CACHE_HOME/headrace/kernels`, or ~/.cache/headrace/kernels."""
+def _default_folder() -> Path:
+    """The folder of kernels in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headrace" / "kernels"
 
 
@@ -70,7 +70,7 @@ def use_cache(folder: str | os.PathLike[str] | None = None, *, installed: bool =
     """Find and keep compiled kernels in `folder`, in this process from now on.
 
     Args:
-        folder: None is `default_folder`.
+        folder: None is $XDG_CACHE_HOME/headrace/kernels, or ~/.cache/headrace/kernels.
         installed: Whether kernels that came as a wheel are used too.
 
     Returns:
@@ -82,8 +82,8 @@ def use_cache(folder: str | os.PathLike[str] | None = None, *, installed: bool =
     cpp_ext.get_cuda_version.cache_clear()
     # FlashInfer asked the first nvcc of the PATH when it was imported, which may be too old for the GPU.
     core.current_compilation_context.TARGET_CUDA_ARCHS = CompilationContext().TARGET_CUDA_ARCHS
-    name = label()
-    own = (default_folder() if folder is None else Path(folder).expanduser()) / name
+    name = _label()
+    own = (_default_folder() if folder is None else Path(folder).expanduser()) / name
     others = tuple(installed_kernels(name)) if installed else ()
     try:
         own.mkdir(parents=True, exist_ok=True)

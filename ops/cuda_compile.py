@@ -29,7 +29,8 @@ __all__ = ["PROGRESS", "Progress", "compile_library", "run_compiler"]
 logger = logging.getLogger("headrace.ops")
 
 _SECONDS_BETWEEN_LINES = 5.0
-_WORKERS = len(os.sched_getaffinity(0))
+_jobs = os.environ.get("MAX_JOBS", "")  # as torch and FlashInfer read it
+_WORKERS = int(_jobs) if _jobs.isdigit() and int(_jobs) else len(os.sched_getaffinity(0))
 _compilers = threading.BoundedSemaphore(_WORKERS)
 """Compilers that run at a time, of all libraries: each takes a core, and up to 2 GB of memory."""
 _ERROR = re.compile(r"\b(?:fatal|error|undefined reference|cannot find|not found|no such file|killed)\b", re.IGNORECASE)

@@ -1,7 +1,7 @@
 """Compiled kernels as a wheel: written once, installed by pip on every machine of a fleet; never compiles or loads one.
 
-Such a wheel has an entry point in the group `headrace.kernels`, whose name says what its kernels are made for (`label`
-in cuda_cache.py) and whose value names the package that holds them.
+Such a wheel has an entry point in the group `headrace.kernels`, whose name says what its kernels are made for (GPUs and
+versions, as cuda_cache.py writes them) and whose value names the package that holds them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib import metadata
 from pathlib import Path
 
 __all__ = ["installed_kernels", "write_wheel"]
@@ -31,7 +31,7 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 def installed_kernels(label: str) -> Iterator[Path]:
     """The folders of installed kernels that are made for `label`; what else is installed is told in the log."""
-    for entry in entry_points(group=_GROUP):
+    for entry in metadata.entry_points(group=_GROUP):
         if entry.name != label:
             logger.info(
                 "the kernels in %s are not used: they are made for %s, and this is %s", entry.value, entry.name, label
@@ -43,22 +43,26 @@ def installed_kernels(label: str) -> Iterator[Path]:
             yield Path(folder)
 
 
-def write_wheel(kernels: Path, label: str, version: str, out: Path) -> Path:
+def write_wheel(kernels: Path, out: Path) -> Path:
     """Pack the kernels that a folder keeps; where the wheel is.
 
+    The wheel is named after the GPUs, and its version is headrace's with a digest of the kernels: pip replaces one that
+    is installed by another.
+
     Args:
-        kernels: The folder that `use_cache` returned.
-        label: What they are made for; the wheel is named after its first part, the GPUs.
-        version: Of the wheel.
+        kernels: The folder that `use_cache` returned, whose name says what they are made for.
         out: The folder to write to.
     """
+    label, tag = kernels.name, _tag()
     name = f"headrace_kernels_{re.split('[^a-z0-9_]', label, maxsplit=1)[0]}"
-    tag = _tag()
+    kept = sorted(_kept(kernels))
+    digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in kept)).hexdigest()[:8]
+    version = f"{_version()}+k{digest}"
     about = f"{name}-{version}.dist-info"
     files: dict[str, bytes | Path] = {
         f"{name}/__init__.py": f'"""GPU kernels of headrace, compiled for {label}."""\n'.encode()
     }
-    files |= {f"{name}/{file.relative_to(kernels).as_posix()}": file for file in sorted(_kept(kernels))}
+    files |= {f"{name}/{file.relative_to(kernels).as_posix()}": file for file in kept}
     files |= {
         f"{about}/METADATA": (
             f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
@@ -75,8 +79,8 @@ def write_wheel(kernels: Path, label: str, version: str, out: Path) -> Path:
         for place, content in files.items():
             data = content.read_bytes() if isinstance(content, Path) else content
             _add(archive, place, data)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            record.append(f"{place},sha256={digest},{len(data)}\n")
+            checksum = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            record.append(f"{place},sha256={checksum},{len(data)}\n")
         record.append(f"{about}/RECORD,,\n")
         _add(archive, f"{about}/RECORD", "".join(record).encode())
     os.replace(part, wheel)
@@ -94,6 +98,13 @@ def _add(archive: zipfile.ZipFile, place: str, data: bytes) -> None:
     member.compress_type = zipfile.ZIP_DEFLATED
     member.external_attr = (0o100755 if place.endswith(".so") else 0o100644) << 16
     archive.writestr(member, data)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("headrace")
+    except metadata.PackageNotFoundError:  # run from its folders
+        return "0"
 
 
 def _tag() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -70,5 +69,5 @@ def build(
             )  # fmt: skip
             with console.status(f"compiling kernels of {model}: up to a few minutes the first time"):
                 folder, count = build_kernels(config)
-        place = folder if wheel is None else write_wheel(folder, folder.name, version("headrace"), Path(wheel))
+        place = folder if wheel is None else write_wheel(folder, Path(wheel))
     console.print(f"{count} kernels in {place} after {time.perf_counter() - started:.0f} s", soft_wrap=True)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -264,9 +265,9 @@ def test_a_wheel_of_kernels_serves_where_it_is_installed(
     cuda_cache._build_and_load(module)
     kernel = cuda_cache._TritonCache("KEY")
     kernel.put_group("kernel.json", {"kernel.cubin": kernel.put(b"code", "kernel.cubin")})
-    wheel = write_wheel(folder, folder.name, "1.2", tmp_path / "dist")
-    assert wheel.name.startswith("headrace_kernels_sm90a-1.2-cp3")
-    assert write_wheel(folder, folder.name, "1.2", tmp_path / "again").read_bytes() == wheel.read_bytes()
+    wheel = write_wheel(folder, tmp_path / "dist")
+    assert wheel.name.startswith(f"headrace_kernels_sm90a-{metadata.version('headrace')}+")
+    assert write_wheel(folder, tmp_path / "again").read_bytes() == wheel.read_bytes()
     install(wheel, tmp_path / "installed")
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     (tmp_path / "built").rename(tmp_path / "moved")
@@ -294,7 +295,7 @@ def test_a_builder_of_kernels_takes_none_that_are_installed(
     module, calls = spec()
     folder = cuda_cache.use_cache(tmp_path / "built")
     cuda_cache._build_and_load(module)
-    install(write_wheel(folder, folder.name, "1.2", tmp_path / "dist"), tmp_path / "installed")
+    install(write_wheel(folder, tmp_path / "dist"), tmp_path / "installed")
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     own = cuda_cache.use_cache(tmp_path / "new", installed=False)
     assert cuda_cache._build_and_load(module).path.is_relative_to(own)
