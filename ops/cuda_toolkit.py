@@ -8,11 +8,11 @@ libraries.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,9 +123,8 @@ def _homes(packages: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _nvidia_packages() -> list[Path]:
-    """The folders of the package `nvidia`, one for each place that pip installs to."""
-    spec = importlib.util.find_spec("nvidia")
-    return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    """The folders of the package `nvidia`, of which each place that pip installs to may have a part."""
+    return [folder for place in sys.path if (folder := Path(place) / "nvidia").is_dir()]
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from fake_toolkit import make_toolkit
 from headrace.ops import cuda_toolkit
 from headrace.ops.cuda_toolkit import CannotCompile, find_host_compilers, find_toolkit
 
+NVIDIA_PACKAGES = cuda_toolkit._nvidia_packages
+
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,6 +36,16 @@ def test_the_toolkit_that_pip_installed_is_found(tmp_path: Path) -> None:
     found = find_toolkit("13.0")
     assert (found.home, found.includes) == (tmp_path / "site" / "nvidia" / "cu13", ())
     assert found.nvcc.exists()
+
+
+def test_every_place_that_pip_installs_to_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_toolkit, "_nvidia_packages", NVIDIA_PACKAGES)
+    make_toolkit(tmp_path / "user" / "nvidia" / "cu13")
+    (tmp_path / "system" / "nvidia").mkdir(parents=True)
+    (tmp_path / "system" / "nvidia" / "__init__.py").touch()  # some of NVIDIA's packages have one, which hides others
+    for site in ("user", "system"):
+        monkeypatch.syspath_prepend(str(tmp_path / site))
+    assert find_toolkit("13.0").home == tmp_path / "user" / "nvidia" / "cu13"
 
 
 def test_headers_that_pip_put_elsewhere_are_found_too(tmp_path: Path) -> None:
