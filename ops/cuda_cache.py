@@ -29,6 +29,7 @@ from flashinfer.compilation_context import CompilationContext
 from flashinfer.jit import core, cpp_ext
 from flashinfer.jit import env as flashinfer_env
 from triton import knobs
+from triton.runtime import build as triton_build
 from triton.runtime.cache import FileCacheManager
 
 from headrace.ops.cuda_compile import PROGRESS, compile_library, run_compiler
@@ -96,6 +97,8 @@ def use_cache(folder: str | os.PathLike[str] | None = None, *, installed: bool =
     flashinfer_env.FLASHINFER_GEN_SRC_DIR = _scratch() / "generated"
     knobs.cache.manager_class = _TritonCache
     knobs.build.impl = _build_launcher
+    # Triton's own asks the program `file`, and then finds no launcher on a machine that lacks it.
+    triton_build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
     return own
 
 

@@ -742,6 +742,7 @@ def modules() -> dict[str, ModuleType]:
             "__version__": "3.6.0",
         },
         "triton.runtime": {},
+        "triton.runtime.build": {"platform_key": None},
         "triton.runtime.cache": {"FileCacheManager": object},
         "triton.language": {},
         "triton.language.extra": {},

@@ -316,6 +316,16 @@ def test_tritons_files_are_found_after_their_folder_has_moved(cuda_cache: Module
     assert cuda_cache._TritonCache("OTHER").get_group("kernel.json") is None
 
 
+def test_tritons_launchers_are_found_by_the_same_name_without_the_program_file(
+    cuda_cache: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_cache.use_cache()
+    key = sys.modules["triton.runtime.build"].platform_key
+    before = key()
+    monkeypatch.setenv("PATH", "")
+    assert key() == before
+
+
 def test_tritons_launcher_is_compiled_or_its_error_is_told(cuda_cache: ModuleType, tmp_path: Path) -> None:
     folder = cuda_cache.use_cache()
     source = tmp_path / "launcher.c"
