@@ -56,6 +56,8 @@ soak: export OMP_NUM_THREADS = 1
 soak: $(TEST_READY) ## every planted bug, many simulated lives, an hour of simulated chaos, ten minutes of real load
 	$(say) 'the mutation gate: which seed finds which planted bug'
 	@HEADRACE_MUTATIONS=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 -rP tests/simulation/test_mutations.py
+	$(say) 'every kernel and tiling for every kind of GPU, compiled without one'
+	@HEADRACE_MATRIX=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/ops/test_matrix.py
 	$(say) 'simulation: $(SEEDS) seeds of schedulers, and as many of engines'
 	@HEADRACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -x -n logical --maxprocesses=8 \
 		tests/simulation/test_simulation.py tests/simulation/test_engine_simulation.py

@@ -7,7 +7,10 @@ sizes of models and batches, where one of each kind is the usual.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,3 +247,65 @@ def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
             unfit += [(what, launch) for launch in launches - before if launch.shared_bytes > chip.arch.shared_bytes]
     assert not unfit, f"{arch} has {chip.arch.shared_bytes} bytes"
     assert len({launch.kernel for launch in launches}) >= 30
+
+
+SHAPES = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (8, 1, 128), (9, 3, 64), (14, 2, 64)]
+"""Query heads, key heads and head size of models that csrc/even_decode.cu is compiled for."""
+
+
+def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, int]]]:
+    """The sources of csrc/ that an engine on `arch` may compile, with the values of their macros."""
+    from headrace.ops import cuda_even, cuda_source, cuda_tile_attention, cuda_tile_linear
+    from headrace.ops.cuda_arch import Arch
+    from headrace.ops.cuda_attention import HeadShape
+    from headrace.ops.cuda_even_heads import EvenHeads
+    from headrace.ops.cuda_even_linear import EvenLinear
+
+    asked: list[tuple[str, dict[str, int]]] = []
+    chip = Arch.named(arch)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (cuda_even, cuda_source, cuda_tile_attention, cuda_tile_linear):
+            patch.setattr(module, "compiled", lambda name, **sizes: asked.append((name, sizes)))
+        for heads, kv_heads, head_dim in SHAPES if everything else SHAPES[:1] + SHAPES[3:4]:
+            for kv_dtype in (None, torch.float8_e4m3fn):
+                shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
+                if cuda_even.EvenDecode.refuses(shape, chip) is None:
+                    cuda_even.EvenDecode.build(shape)
+                if cuda_tile_attention.TileAttention.refuses(shape, chip) is None:
+                    cuda_tile_attention.TileAttention.build(shape)
+        if cuda_source.lacks_wgmma(torch.bfloat16, chip) is None:
+            cuda_tile_linear.TileLinear.build()
+            for kind in (EvenLinear, EvenHeads):
+                if everything:
+                    kind.build(worn=False)
+                kind.build(worn=True)
+    widest = max((sizes["ROWS"] for _, sizes in asked if "ROWS" in sizes), default=0)
+    return [(name, sizes) for name, sizes in asked if everything or sizes.get("ROWS", widest) == widest]
+
+
+@pytest.mark.parametrize(("arch", "target"), [("sm_90", "90a"), ("sm_100", "100a"), ("sm_120", "120a")])
+def test_kernels_of_csrc_compile_and_fit(arch: str, target: str, tmp_path: Path) -> None:
+    """What shared memory a launch asks for is known to the launcher, which the sources check as they compile."""
+    with compiling_for(arch, tmp_path):
+        from headrace.ops.cuda_arch import Arch
+        from headrace.ops.cuda_toolkit import find_toolkit
+
+        asked, chip = asked_of_nvcc(arch, everything=EVERYTHING), Arch.named(arch)
+        toolkit = find_toolkit("13.0")
+        sources = Path(importlib.import_module("headrace.ops.cuda_source").__file__ or "").parent / "csrc"
+    ffi = Path((importlib.util.find_spec("tvm_ffi") or pytest.fail("needs apache-tvm-ffi")).origin or "").parent
+    includes = [f"-I{folder}" for folder in (*toolkit.includes, ffi / "include", ffi / "3rdparty/dlpack/include")]
+    assert {name for name, _ in asked} >= ({"even_decode", "even_linear"} if arch == "sm_90" else {"even_decode"})
+    for number, (name, sizes) in enumerate(asked):
+        macros = [f"-D{macro}={value}" for macro, value in sizes.items()]
+        code = f"-gencode=arch=compute_{target},code=sm_{target}"
+        output = ["-cubin", "-Xptxas", "-v", "-o", str(tmp_path / f"{number}.cubin")]
+        done = subprocess.run(
+            [toolkit.nvcc, "-std=c++17", "-O3", code, *macros, *includes, *output, sources / f"{name}.cu"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert not done.returncode, f"{name} {sizes} for {arch}: {done.stderr}"
+        for report in done.stderr.split("Compiling entry function")[1:]:
+            static = re.search(r"(\d+) bytes smem", report)
+            dynamic = sizes.get("SHARED_BYTES", 0) if "attend" in report else 0
+            assert (int(static[1]) if static else 0) + dynamic <= chip.shared_bytes, (name, sizes, report)
