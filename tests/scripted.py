@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 from anyio.lowlevel import checkpoint, current_token
+from leftovers import Threads
 
 from headrace.engine import EngineStats, SamplingParams, Token, TokenStream
 from headrace.engine.scheduling.plan import Capacity
@@ -135,7 +136,7 @@ async def serving(
 @asynccontextmanager
 async def no_leaks() -> AsyncIterator[None]:
     """Fail if threads or tasks outlive the block, or if an error in one of them was never looked at."""
-    threads = set(threading.enumerate())
+    threads = Threads()
     tasks = _tasks()
     complaints: list[dict[str, Any]] = []
     loop: Any = current_token().native_token
@@ -152,17 +153,24 @@ async def no_leaks() -> AsyncIterator[None]:
         if watched:
             loop.set_exception_handler(handler)
     assert not complaints
-    assert _tasks() == tasks, "tasks were left behind"
-    left = [thread for thread in threading.enumerate() if thread not in threads and thread.name.startswith("headrace")]
-    assert not left, f"threads were left behind: {left}"
+    assert not _tasks() - tasks, "tasks were left behind"
+    await until(lambda: not threads.running(), f"the end of the threads {threads.running()}")
 
 
-def _tasks() -> object:
+def _tasks() -> set[object]:
+    """Return the tasks of this event loop, each by its identity."""
     if isinstance(current_token().native_token, asyncio.AbstractEventLoop):
-        return asyncio.all_tasks()
+        return set(asyncio.all_tasks())
     import trio
 
-    return trio.lowlevel.current_statistics().tasks_living
+    root = trio.lowlevel.current_root_task()
+    found: set[object] = set()
+    waiting = [] if root is None else [root]
+    while waiting:
+        task = waiting.pop()
+        found.add(task)
+        waiting += [child for nursery in task.child_nurseries for child in nursery.child_tasks]
+    return found
 
 
 async def until(condition: Callable[[], object], what: str = "what the test waits for") -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import pytest
+from leftovers import Threads
 from scripted import CAPACITY, capacity, check_serving, expected_ids, greedy, no_leaks, read, returned, serving, until
 
 from headrace.engine import EngineCrashed, SamplingParams
@@ -138,11 +139,11 @@ def test_two_event_loops_in_two_threads(first: tuple[str, Any], second: tuple[st
             errors.append(error)
             both_open.abort()
 
-    before = threading.active_count()
+    started = Threads("")
     hosts = [threading.Thread(target=host, args=item) for item in (("first", first), ("second", second))]
     for thread in hosts:
         thread.start()
     for thread in hosts:
         thread.join(30)
     assert not errors
-    assert threading.active_count() <= before
+    started.check_ended()

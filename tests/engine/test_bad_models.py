@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 import tokenizer_files
+from leftovers import Threads, open_files
 
 from headrace.engine import Engine, EngineStopped, HeadraceError, InvalidParams, ModelRejected, SamplingParams
 
@@ -43,24 +43,13 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    """Threads and open files are as before each test."""
-    before, files = set(threading.enumerate()), open_files()
+def nothing_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No thread outlives its test, and no file of a model stays open."""
+    models = tmp_path_factory.getbasetemp()
+    threads, files = Threads(), open_files(models)
     yield
-    assert set(threading.enumerate()) <= before
-    assert open_files() <= files
-
-
-def open_files() -> set[str]:
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except FileNotFoundError:  # the listing's own descriptor
-            continue
-        if target.endswith((".safetensors", ".gguf", ".json")):
-            found.add(target)
-    return found
+    threads.check_ended()
+    assert open_files(models) <= files
 
 
 async def refused(model: Path | str, kind: type[HeadraceError] = ModelRejected, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import tiny_models
+from leftovers import Threads
 from scripted import Gate, capacity, expected_ids, greedy, no_leaks, read, serving, until
 
 from headrace.engine import (
@@ -264,7 +265,7 @@ async def test_a_change_that_hangs_is_given_up(what: str, seconds: float, caplog
         def wake(self, num_pages: int) -> None:
             self.resize(num_pages)
 
-    runner = Hanging(sizes)
+    runner, threads = Hanging(sizes), Threads()
     async with no_leaks():
         with pytest.raises(EngineCrashed):
             async with ScriptedEngine(sizes, lambda: runner, hang_seconds=0.05) as engine:
@@ -280,7 +281,7 @@ async def test_a_change_that_hangs_is_given_up(what: str, seconds: float, caplog
                 assert seconds <= anyio.current_time() - began < seconds + 1
         release.set()
         await until(lambda: runner.closed)
-        await until(lambda: not any(thread.name.startswith("headrace") for thread in threading.enumerate()))
+        await until(lambda: not threads.running())
     assert "the stacks of all threads follow" in caplog.text
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from leftovers import Threads
 from scripted import (
     CAPACITY,
     Gate,
@@ -483,9 +484,9 @@ def test_an_event_loop_that_ends_under_an_open_engine_is_not_held_up() -> None:
         main.task = asyncio.create_task(background())  # type: ignore[attr-defined]
         await asyncio.sleep(0.05)
 
-    threads = threading.active_count()
+    threads = Threads("")
     asyncio.run(main())
-    assert threading.active_count() == threads
+    threads.check_ended()
     watch.check()
 
 
@@ -554,7 +555,7 @@ async def test_a_step_that_hangs_ends_the_engine_and_returns_what_it_held_if_it_
             release.wait(20)
             super().close()
 
-    runner = Runner(CAPACITY, gate=hang_here)
+    runner, threads = Runner(CAPACITY, gate=hang_here), Threads()
     async with no_leaks():
         with pytest.raises(EngineCrashed, match="a step is not done after 0.2 seconds: the device hangs"):
             async with ScriptedEngine(CAPACITY, lambda: runner, hang_seconds=0.2) as engine:
@@ -567,6 +568,6 @@ async def test_a_step_that_hangs_ends_the_engine_and_returns_what_it_held_if_it_
         assert not runner.closed
         release.set()
         await until(lambda: runner.closed)
-        await until(lambda: not any(thread.name.startswith("headrace") for thread in threading.enumerate()))
+        await until(lambda: not threads.running())
     (told,) = [record.getMessage() for record in caplog.records]
     assert "in hang_here" in told and "thread MainThread" not in told and "thread headrace-waiter" in told

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from leftovers import Threads
 
 from headrace.engine import Completion, Engine, HookFailed, InvalidParams, RequestFailed, SamplingParams
 from headrace.engine.engine import Prompt
@@ -203,7 +204,7 @@ def test_other_rows_do_not_wait_for_it(folder: Path) -> None:
 
 def test_an_engine_closes_while_hooks_run_and_are_queued(folder: Path) -> None:
     """It waits for the one that runs, not for the others, and the event loop goes on meanwhile."""
-    entered = threading.Event()
+    entered, threads = threading.Event(), Threads()
 
     def blocking(tokens: list[int], logits: Any) -> Any:
         entered.set()
@@ -230,7 +231,7 @@ def test_an_engine_closes_while_hooks_run_and_are_queued(folder: Path) -> None:
             tasks.cancel_scope.cancel()
         pauses = [after - before for before, after in zip(beats, beats[1:], strict=False) if before > closing]
         assert max(pauses) < 0.3
-        assert not [thread for thread in threading.enumerate() if "hook" in thread.name]
+        assert not [thread for thread in threads.running() if "hook" in thread.name]
 
     anyio.run(run)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from adapter_folders import lora_folder
+from leftovers import Threads, wait_until
 from scripted import CAPACITY, Gate, capacity, expected_ids, greedy
 from tiny_models import whole_folder
 
@@ -37,21 +38,14 @@ from headrace.engine.testing import ScriptedEngine, ScriptedRunner
 PATIENCE = 20.0
 
 
-def ours() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("headrace")}
-
-
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
+    wait_until(condition, lambda: "it never came")
 
 
 @contextmanager
 def scripted(gate: Gate | None = None, **sizes: int) -> Iterator[LLM]:
     """An open LLM that must leave no thread behind."""
-    before = ours()
+    threads = Threads()
     place = capacity(**sizes)
     llm = LLM(ScriptedEngine(place, lambda: ScriptedRunner(place, gate=gate)))
     try:
@@ -60,7 +54,7 @@ def scripted(gate: Gate | None = None, **sizes: int) -> Iterator[LLM]:
     finally:
         if gate is not None:
             gate.release()
-    assert ours() == before
+    threads.check_ended()
 
 
 def ids_of(answer: object) -> list[int]:
@@ -106,7 +100,7 @@ def test_one_prompt_one_answer_and_many_prompts_a_list() -> None:
 
 
 def test_it_loads_what_its_prompts_wear(tmp_path: Path) -> None:
-    before = ours()
+    threads = Threads()
     adapter = lora_folder(tmp_path / "a", 1)
     with LLM(whole_folder(tmp_path / "model"), kv_memory="4MiB", dtype="float32", adapter_slots=1) as llm:
         with pytest.raises(UnknownAdapter):
@@ -117,18 +111,18 @@ def test_it_loads_what_its_prompts_wear(tmp_path: Path) -> None:
         assert ids_of(llm.generate([3, 14, 15], greedy(8), adapter="a")) != ids_of(llm.generate([3, 14, 15], greedy(8)))
     with pytest.raises(EngineStopped):
         llm.load_adapter("a", adapter)
-    assert ours() == before
+    threads.check_ended()
 
 
 def test_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = ours()
+    threads = Threads()
     params = SamplingParams(temperature=0, max_tokens=4)
     with LLM(smollm2, kv_memory="32MiB") as llm:
         chat = [{"role": "user", "content": "Name a colour."}]
         answers = llm.generate(["The sea is", chat], params)
         assert all(answer.choices[0].text for answer in answers)
         assert ids_of(llm.generate("The sea is", params)) == ids_of(answers[0])
-    assert ours() == before
+    threads.check_ended()
     assert "2/2" in capsys.readouterr().err
 
 
@@ -206,7 +200,7 @@ def test_an_error_of_the_iterable_cancels_the_rest() -> None:
 
 
 def test_what_does_not_open_leaves_no_thread(tmp_path: Path) -> None:
-    before = ours()
+    threads = Threads()
     with pytest.raises(InvalidParams, match="^colour"):
         LLM("model", colour="red")
     with pytest.raises(InvalidParams, match="^seed: an engine has its own options"):
@@ -216,11 +210,11 @@ def test_what_does_not_open_leaves_no_thread(tmp_path: Path) -> None:
     engine = ScriptedEngine(CAPACITY)
     with LLM(engine), pytest.raises(RuntimeError, match="opened once"):
         LLM(engine)
-    assert ours() == before
+    threads.check_ended()
 
 
 def test_a_dead_engine_says_so_and_closes() -> None:
-    before = ours()
+    threads = Threads()
     engine = ScriptedEngine(CAPACITY)
     llm = LLM(engine)
     assert engine._loop is not None
@@ -231,7 +225,7 @@ def test_a_dead_engine_says_so_and_closes() -> None:
     with pytest.raises(EngineCrashed):
         llm.close()
     llm.close()
-    assert ours() == before
+    threads.check_ended()
 
 
 # -- threads and loops ---------------------------------------------------------------------------------------------
@@ -324,18 +318,18 @@ def test_an_error_of_the_block_goes_before_one_of_closing() -> None:
 
 
 def test_dropping_the_last_reference_closes() -> None:
-    before = ours()
+    threads = Threads()
     llm = LLM(ScriptedEngine(CAPACITY))
     engine = weakref.ref(llm._host._engine)
     check_serving(llm)
     del llm
-    until(lambda: ours() == before)
+    threads.check_ended()
     gc.collect()
     assert engine() is None
 
 
 def test_a_collector_does_not_wait_for_the_device() -> None:
-    before = ours()
+    threads = Threads()
     gate = Gate()
     llm = LLM(ScriptedEngine(CAPACITY, lambda: ScriptedRunner(CAPACITY, gate=gate)))
     gate.hold()
@@ -344,14 +338,14 @@ def test_a_collector_does_not_wait_for_the_device() -> None:
     until(lambda: gate.holds)
     del llm
     gc.collect()
-    assert ours() > before  # here at once, although a step hangs
+    assert threads.running()  # here at once, although a step hangs
     gate.release()
-    until(lambda: ours() == before)
+    threads.check_ended()
     assert streams[0]._generation.finished
 
 
 def test_a_collector_may_run_in_the_thread_that_is_to_end() -> None:
-    before = ours()
+    threads = Threads()
     gc.disable()
     try:
         llm = LLM(ScriptedEngine(CAPACITY))
@@ -359,9 +353,9 @@ def test_a_collector_may_run_in_the_thread_that_is_to_end() -> None:
         cycle.append(cycle)
         host = llm._host
         del llm, cycle
-        assert ours() > before
+        assert threads.running()
         host._send(gc.collect)
-        until(lambda: ours() == before)
+        threads.check_ended()
     finally:
         gc.enable()
 

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import os
 import random
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+from leftovers import Threads
 from scripted import no_leaks, until
 
 from headrace.engine import Engine, RequestFailed, SamplingParams
@@ -143,7 +143,7 @@ async def _serve(model: Path) -> Load:
 
 @pytest.mark.skipif(not _MINUTES, reason="HEADRACE_SOAK_MINUTES says for how long; make soak does")
 def test_memory_is_flat_under_minutes_of_load(smollm2: Path) -> None:
-    threads = threading.active_count()
+    threads = Threads()
     load = anyio.run(_serve, smollm2)
     (resident, objects), (resident_then, objects_then) = load.held
     series = load.resident[:: max(1, len(load.resident) // 10)]
@@ -154,5 +154,5 @@ def test_memory_is_flat_under_minutes_of_load(smollm2: Path) -> None:
         f"{resident_then >> 20} MiB, {objects} and {objects_then} Python objects"
     )
     assert resident_then - resident < _MOST_GROWTH and objects_then - objects < 10_000
-    assert threading.active_count() <= threads + 2, "threads were left behind"
+    threads.check_ended()
     assert load.reached["preemptions"] or _MINUTES < 5, "the load was too small to preempt anybody"

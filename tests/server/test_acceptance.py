@@ -27,6 +27,7 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
+from leftovers import settle
 from serving import CAPACITY, Process, Serving, check_error, events_of, scripted, serving, until
 
 from headrace.engine.fake_device import FakeEngine
@@ -115,6 +116,7 @@ def test_03_another_type_of_body(server: Serving, headers: dict[str, str]) -> No
 
 def test_04_a_body_that_is_too_large(server: Serving) -> None:
     limit = server.service.settings.max_body_bytes
+    settle()
     before = psutil.Process().memory_info().rss
     announced = server.raw(head(b"", b"Content-Length: %d" % (limit + 1), length=False))
     assert status_of(announced) == 413 and b"connection: close" in announced.lower()

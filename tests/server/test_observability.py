@@ -21,6 +21,7 @@ import tiny_models
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from leftovers import Threads
 from prometheus_client.parser import text_string_to_metric_families
 from serving import CAPACITY, Serving, check_error, events_of, scripted, serving, until
 from starlette.testclient import TestClient
@@ -595,13 +596,10 @@ def test_an_event_loop_that_is_held_is_logged(
 
 
 def test_the_watchdog_ends_with_the_application() -> None:
-    def watching() -> int:
-        return sum(thread.name == "headrace-watchdog" for thread in threading.enumerate())
-
-    before = watching()
+    threads = Threads("headrace-watchdog")
     with TestClient(create_app(FakeEngine()), base_url="http://localhost"):
-        assert watching() == before + 1
-    assert watching() == before
+        assert len(threads.running()) == 1
+    threads.check_ended()
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import tiny_models
 import torch
 from gpu.conftest import Zoo
 from gpu.test_stops import check_stops
+from leftovers import Threads
 from model_driver import request
 
 from headrace.engine import Engine, EngineStats, InvalidParams, RequestFailed, SamplingParams
@@ -223,9 +224,9 @@ def test_a_failed_step_ends_its_own_requests_alone_and_none_if_it_found_no_memor
 
 
 def test_closing_joins_the_thread_and_drops_model_and_cache(folder: Path) -> None:
-    before = set(threading.enumerate())
+    threads = Threads()
     opened = open_engine(EngineConfig(model=folder, **OPTIONS))
-    started = set(threading.enumerate()) - before
+    started = threads.running()
     assert [thread.name for thread in started] == ["headrace-cpu"]
     runner: Any = opened.runner
     held = [weakref.ref(runner._decoder), weakref.ref(runner._kv.pages_LPsKTD)]

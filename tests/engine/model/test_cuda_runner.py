@@ -33,6 +33,7 @@ from gpu.test_options import mixed
 from gpu.test_resize import check_resizing, opened_on
 from gpu.test_soak import soak
 from gpu.test_stops import check_stops
+from leftovers import Threads
 from numpy.typing import NDArray
 
 from headrace.engine import (
@@ -522,6 +523,8 @@ def test_nobody_waits_for_masks_of_others(
 
 
 def test_a_device_that_is_lost_while_masks_are_awaited_ends_everything(zoo: Zoo, gpu: Gpu) -> None:
+    threads = Threads()
+
     async def run() -> None:
         async with engine_on(zoo, "speaking", launch_ahead=2) as engine:
             with anyio.fail_after(60):
@@ -530,7 +533,7 @@ def test_a_device_that_is_lost_while_masks_are_awaited_ends_everything(zoo: Zoo,
 
     with pytest.raises(EngineCrashed):
         anyio.run(run)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace")]
+    threads.check_ended()
 
 
 @pytest.mark.parametrize("fails", ["_count_known_kernel", "_shape_kernel", "memory"])
@@ -803,6 +806,7 @@ FAULTS = {
 @pytest.mark.parametrize("how", ["unseen", *FAULTS])
 def test_a_lost_device_ends_everything_as_engine_crashed(zoo: Zoo, gpu: Gpu, how: str) -> None:
     """And closing raises nothing else, joins all threads and frees no pinned memory, which would end the process."""
+    threads = Threads()
     asked = [(ids, Sampling()) for ids in prompts(16, 40, 7, 33, 90, 12)]
     found: list[list[int] | type[HeadraceError]] = []
     later: list[Exception] = []
@@ -831,4 +835,4 @@ def test_a_lost_device_ends_everything_as_engine_crashed(zoo: Zoo, gpu: Gpu, how
     with pytest.raises(EngineCrashed):
         anyio.run(run)
     assert all(each is EngineCrashed for each in found) and len(later) == 2, found
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace")]
+    threads.check_ended()

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leftovers import settle
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.gguf import GgufFile
@@ -256,6 +257,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 def test_hostile_headers_are_refused_in_little_memory(data: bytes, word: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
+    settle()
     tracemalloc.start()
     try:
         with pytest.raises(ModelRejected) as caught:

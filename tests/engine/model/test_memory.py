@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from leftovers import settle
 
 from headrace.engine.model import memory
 
@@ -46,6 +47,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
         [ctypes.c_void_p],
     )
     process, size = psutil.Process(), 1 << 14
+    settle()
     blocks = [libc.malloc(size) for _ in range(8000)]
     for block in blocks:
         ctypes.memset(block, 1, size)
