@@ -1,14 +1,17 @@
 """The simulation finds bugs that other engines had: each is planted, and some seed of the first 500 must break.
 
-A handful a day, in turn; `HEADRACE_MUTATIONS=all` plants all of them, and prints which seed found which.
+A handful for each commit, chosen by its hash, so that a commit gives the same answer every day and on every machine.
+`HEADRACE_MUTATIONS=all`, as in `make soak`, plants all of them, and prints which seed found which.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from datetime import date
+import subprocess
+from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 
 import pytest
 from simulation.engine_mutations import ENGINE_MUTATIONS
@@ -31,20 +34,47 @@ PLAYS: dict[str, Callable[[int], object]] = {
 """Name of a bug -> plays a seed with it."""
 
 
-def todays() -> list[str]:
-    """The mutations to plant."""
-    names = sorted(PLAYS)
+def handful(names: Sequence[str], commit: str) -> list[str]:
+    """Return the mutations that a commit plants: another commit, as good as surely, plants others."""
+    return sorted(names, key=lambda name: sha256(f"{commit} {name}".encode()).digest())[:_HANDFUL]
+
+
+def head(folder: Path) -> str:
+    """Return the hash of the commit that is checked out in `folder`; empty in a copy without git."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def planted() -> list[str]:
+    """Return the mutations of this run."""
     if os.environ.get("HEADRACE_MUTATIONS") == "all":
-        return names
-    first = date.today().toordinal() * _HANDFUL
-    return [names[(first + place) % len(names)] for place in range(_HANDFUL)]
+        return sorted(PLAYS)
+    return handful(list(PLAYS), head(Path(__file__).parent))
 
 
 def test_there_are_enough_of_them() -> None:
     assert len(MUTATIONS) >= 20 and len(ENGINE_MUTATIONS) >= 20
 
 
-@pytest.mark.parametrize("name", todays())
+def test_a_commit_chooses_them_and_nothing_else_does(tmp_path: Path) -> None:
+    names = [str(number) for number in range(60)]
+    assert handful(names, "a") == handful(names[::-1], "a") != handful(names, "b")
+    assert len(set(handful(names, "a"))) == _HANDFUL
+    assert {name for commit in range(100) for name in handful(names, str(commit))} == set(names)
+    assert head(tmp_path) == "", "a folder without git"
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True, env=environment)
+    assert len(head(tmp_path)) >= 40
+
+
+@pytest.mark.parametrize("name", planted())
 def test_a_planted_bug_is_found(name: str) -> None:
     for seed in range(SEEDS):
         try:
