@@ -6,12 +6,13 @@ the table here; a name that is not in it is refused, since a wrong split gives w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from headrace.engine.errors import ModelRejected
 
-__all__ = ["BYTE_OF_CHAR", "build_gguf_tokenizer", "gguf_eos_ids"]
+__all__ = ["BYTE_OF_CHAR", "GgufBackend", "build_gguf_tokenizer", "gguf_eos_ids"]
 
 _PREFIX: Final = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
@@ -76,15 +77,33 @@ class _Vocabulary(NamedTuple):
     ids: dict[str, int]
 
 
-def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """Return a `transformers.PreTrainedTokenizerFast` for GGUF metadata given as plain values.
+@dataclass(frozen=True)
+class GgufBackend:
+    """What `Tokenizer` asks of a `transformers.PreTrainedTokenizerFast`, whose import takes longer than the opening."""
+
+    backend_tokenizer: Any
+    """A `tokenizers.Tokenizer`."""
+    chat_template: str | None
+    special_tokens_map: Mapping[str, str]
+    """The text of the file's special tokens by their names, such as `bos_token`."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end of a sequence."""
+        token = self.special_tokens_map.get("eos_token")
+        return None if token is None else self.backend_tokenizer.token_to_id(token)
+
+    def get_chat_template(self, *, tools: object = None) -> str:
+        """Return the one chat template that a GGUF file holds; empty where it holds none."""
+        return self.chat_template or ""
+
+
+def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufBackend:
+    """Return the tokenizer for GGUF metadata given as plain values.
 
     Raises:
         ModelRejected: A field is missing, damaged, out of range, or names a kind that is not known here.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    wrap: Any = PreTrainedTokenizerFast  # its constructor has no types
     kind = metadata.get(_PREFIX + "model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if not isinstance(kind, str) or kind not in builders:
@@ -94,23 +113,18 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Any:
     if template is not None and not isinstance(template, str):
         raise ModelRejected("tokenizer.chat_template: must be a string", field="tokenizer.chat_template")
     roles = {
-        role: vocabulary.tokens[index]
+        f"{role}_token": vocabulary.tokens[index]
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (index := _id(metadata, f"{key}_token_id", len(vocabulary.tokens))) is not None
     }
     try:
         core = builders[kind](metadata, vocabulary)
-        _add_special_tokens(core, vocabulary)
-        return wrap(
-            tokenizer_object=core,
-            chat_template=template,
-            clean_up_tokenization_spaces=False,
-            **{f"{role}_token": token for role, token in roles.items()},
-        )
+        _add_special_tokens(core, vocabulary, roles.values())
     except ModelRejected:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a vocabulary that contradicts its merges
         raise ModelRejected(f"{_PREFIX}*: no tokenizer could be built: {error}", field=_PREFIX + "tokens") from error
+    return GgufBackend(core, template, roles)
 
 
 def gguf_eos_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -196,9 +210,11 @@ def _frame(metadata: Mapping[str, Any], vocabulary: _Vocabulary, *, bos: bool) -
     )
 
 
-def _add_special_tokens(core: Any, vocabulary: _Vocabulary) -> None:
+def _add_special_tokens(core: Any, vocabulary: _Vocabulary, roles: Iterable[str]) -> None:
+    """Take control tokens, tokens of the user and those that have a role as a whole wherever they occur."""
     from tokenizers import AddedToken
 
+    added: set[str] = set()
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         tokens = [
             AddedToken(token, normalized=False, special=special)
@@ -206,6 +222,10 @@ def _add_special_tokens(core: Any, vocabulary: _Vocabulary) -> None:
             if its_kind == kind and token
         ]
         (core.add_special_tokens if special else core.add_tokens)(tokens)
+        added.update(token.content for token in tokens)
+    core.add_special_tokens(
+        [AddedToken(token, special=True) for token in dict.fromkeys(roles) if token and token not in added]
+    )
 
 
 def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:

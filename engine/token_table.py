@@ -5,6 +5,7 @@ Next to read: text.py, which turns ids into text with them.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from headrace.engine.text import TokenTable
 
 __all__ = ["token_table"]
 
+_BYTES = {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Per-token steps, then byte fallback, then steps on the joined text; other orders give texts that no table can give.
 _PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fuse (?:Strip )?)?")
@@ -83,6 +85,6 @@ def _word_piece(token: str, prefix: str) -> bytes:
 def _byte_level_piece(token: str) -> bytes:
     """A byte-level token spells its bytes in 256 printable characters; any other is itself."""
     try:
-        return bytes([BYTE_OF_CHAR[char] for char in token])
-    except KeyError:
+        return codecs.charmap_encode(token, "strict", _BYTES)[0]
+    except UnicodeEncodeError:
         return token.encode()

@@ -12,6 +12,7 @@ from headrace.engine.text import Detokenizer
 from headrace.engine.tokenizer import Tokenizer
 
 __all__ = [
+    "as_transformers",
     "byte_metadata",
     "piece_metadata",
     "pieces",
@@ -49,6 +50,21 @@ def smollm2() -> Tokenizer:
 def pieces() -> Tokenizer:
     """A small SentencePiece vocabulary with byte fallback, from GGUF metadata."""
     return Tokenizer.from_gguf(piece_metadata())
+
+
+@cache
+def as_transformers(tokenizer: Tokenizer) -> Any:
+    """Return the tokenizer of a GGUF file as transformers' own class, with the special tokens that this class adds."""
+    from transformers import PreTrainedTokenizerFast
+
+    wrap: Any = PreTrainedTokenizerFast  # its constructor has no types
+    backend = tokenizer._hf
+    return wrap(
+        tokenizer_object=backend.backend_tokenizer,
+        chat_template=backend.chat_template,
+        clean_up_tokenization_spaces=False,
+        **backend.special_tokens_map,
+    )
 
 
 def piece_metadata(**changes: Any) -> dict[str, Any]:

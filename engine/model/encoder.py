@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 from headrace.engine.model.encoder_spec import EncoderSpec
 from headrace.engine.model.encoder_weights import Affine, EncoderLayer, EncoderWeights
@@ -122,6 +122,11 @@ class Encoder:
         half = weights.words_VE.is_cuda and weights.words_VE.dtype in (torch.float16, torch.bfloat16)
         self.pads = not half or (spec.hidden_size // spec.num_heads) % _EVEN != 0
         """Whether attention pads texts."""
+        self._varlen_attn: Any = None
+        if not self.pads:  # else not imported: it brings torch's compiler, whose import takes longer than all others
+            from torch.nn.attention.varlen import varlen_attn
+
+            self._varlen_attn = varlen_attn
 
     def hidden(self, texts: Texts) -> Tensor:
         """Run all blocks: [N, E]."""
@@ -153,7 +158,7 @@ class Encoder:
         if not self.pads:
             q_NHD, k_NHD, v_NHD = qkv_NX.unflatten(-1, (3, heads, -1)).unbind(1)
             bounds_C, longest = texts.bounds_C, texts.longest
-            found_NHD = varlen_attn(q_NHD, k_NHD, v_NHD, bounds_C, bounds_C, longest, longest)
+            found_NHD = self._varlen_attn(q_NHD, k_NHD, v_NHD, bounds_C, bounds_C, longest, longest)
             assert isinstance(found_NHD, Tensor)
             return found_NHD.flatten(1)
         out_NE = torch.zeros(len(qkv_NX), hidden, dtype=qkv_NX.dtype, device=qkv_NX.device)

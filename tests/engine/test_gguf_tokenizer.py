@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_files import byte_metadata, piece_metadata, pieces, text_of, tokens_of
+from tokenizer_files import as_transformers, byte_metadata, piece_metadata, pieces, text_of, tokens_of
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.tokenizer import Tokenizer
@@ -18,7 +21,7 @@ from headrace.engine.tokenizer import Tokenizer
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """Build the shared tokenizer outside the time limit of any one example."""
-    pieces()
+    as_transformers(pieces())
 
 
 # --- SentencePiece vocabularies
@@ -35,7 +38,9 @@ def test_pieces_merge_by_score_and_fall_back_to_bytes() -> None:
 @given(st.lists(st.integers(0, 300)))
 def test_a_completion_continues_its_prompt(completion: list[int]) -> None:
     prompt = pieces().encode("hello")
-    whole = pieces()._hf.decode([*prompt, *completion], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    whole = as_transformers(pieces()).decode(
+        [*prompt, *completion], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     assert text_of(pieces(), completion) == whole[len("hello") :]
 
 
@@ -78,7 +83,7 @@ def test_a_space_at_the_start_is_kept_without_a_space_prefix() -> None:
 )
 def test_known_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
     tokenizer = Tokenizer.from_gguf(byte_metadata(pre=pre))
-    tokens = tokenizer._hf.convert_ids_to_tokens(tokenizer.encode(text))
+    tokens = as_transformers(tokenizer).convert_ids_to_tokens(tokenizer.encode(text))
     assert [token.replace("Ġ", " ") for token in tokens] == expected
 
 
@@ -135,6 +140,39 @@ def test_damaged_metadata_names_the_field(changes: dict[str, Any], field: str) -
     assert caught.value.field == f"tokenizer.ggml.{field}"
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        byte_metadata(),
+        byte_metadata(bos_token_id=97, padding_token_id=98, unknown_token_id=97),
+        piece_metadata(),
+        piece_metadata(padding_token_id=40, token_type=None),
+    ],
+)
+def test_special_tokens_are_those_that_transformers_would_know(metadata: dict[str, Any]) -> None:
+    """Among them are tokens that have a role and that the file takes for plain ones."""
+    tokenizer = Tokenizer.from_gguf(metadata)
+    other = as_transformers(tokenizer)
+    assert json.loads(tokenizer._core.to_str()) == json.loads(other.backend_tokenizer.to_str())
+    assert tokenizer._hf.special_tokens_map == other.special_tokens_map
+    assert tokenizer._hf.eos_token_id == other.eos_token_id
+
+
+def test_opening_a_gguf_file_imports_neither_transformers_nor_the_compiler_of_torch(tmp_path: Path) -> None:
+    """Their imports take longer than all else that opening does."""
+    (tmp_path / "metadata.json").write_text(json.dumps(byte_metadata()))
+    program = (
+        "import json, pathlib, sys, headrace.engine.build\n"
+        "from headrace.engine.tokenizer import Tokenizer\n"
+        "tokenizer = Tokenizer.from_gguf(json.loads(pathlib.Path(sys.argv[1]).read_text()))\n"
+        "assert tokenizer.encode('hell')\n"
+        "print([name for name in ('transformers', 'torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "metadata.json")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("scores", [None, [0.0], ["a"] * 282])
 def test_damaged_scores_are_refused(scores: Any) -> None:
     with pytest.raises(ModelRejected):
@@ -154,6 +192,6 @@ def test_a_large_vocabulary_looks_nothing_up(monkeypatch: pytest.MonkeyPatch, tm
     small = byte_metadata(pre="qwen2")["tokenizer.ggml.tokens"]
     tokens = small + [f"<{index}>" for index in range(100_001)]
     metadata = byte_metadata(pre="qwen2", tokens=tokens, token_type=[1] * 260 + [3] + [1] * 100_001)
-    Tokenizer.from_gguf(metadata)._hf.save_pretrained(tmp_path)
+    as_transformers(Tokenizer.from_gguf(metadata)).save_pretrained(tmp_path)
     assert Tokenizer.from_folder(tmp_path).vocab_size == len(tokens)
     assert looked_up == []
