@@ -31,7 +31,9 @@ GROUP = 32
 # Measured on two cores with AVX-512: the 4-bit kernel works in blocks of four tokens, and its second block loses.
 _INT4_TOKENS = 4
 _INT4_OUT_MULTIPLE = 16
+_INT4_BLOCK_OUTS = 64  # of the packed layout, in which blocks lie one after the other
 _INT4_ZERO = 8
+_BLOCK_ELEMENTS = 1 << 18
 _STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of them is padding
 
 
@@ -72,10 +74,20 @@ class GroupQuantised:
         )
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a float matrix `[out, in]`, computed in float32 and rounded once."""
-        values_OGg = self.values_OI.view(*self.scale_OG.shape, GROUP).float()
-        weight_OGg: Tensor = values_OGg.mul_(self.scale_OG.unsqueeze(-1)).add_(self.minimum_OG.unsqueeze(-1))
-        return weight_OGg.flatten(1).to(dtype)
+        """Return the weight as a float matrix `[out, in]`, computed in float32 and rounded once."""
+        dense_OI = torch.empty(self.values_OI.shape, dtype=dtype)
+        for rows in _row_blocks(self.values_OI):
+            values_OGg = self.values_OI[rows].view(-1, self.scale_OG.shape[1], GROUP).float()
+            values_OGg.mul_(self.scale_OG[rows].unsqueeze(-1)).add_(self.minimum_OG[rows].unsqueeze(-1))
+            dense_OI[rows] = values_OGg.flatten(1)
+        return dense_OI
+
+
+def _row_blocks(weight_OI: Tensor) -> list[slice]:
+    """Return parts of a matrix of which a core caches whatever is computed of one before it goes on to the next."""
+    outs, ins = weight_OI.shape
+    rows = -(-_BLOCK_ELEMENTS // (ins * _INT4_BLOCK_OUTS)) * _INT4_BLOCK_OUTS
+    return [slice(first, first + rows) for first in range(0, outs, rows)]
 
 
 def linear(weight: Tensor | GroupQuantised, bias_O: Tensor | None, *, dtype: torch.dtype) -> CpuLinear:
@@ -130,7 +142,9 @@ class _Int4:
     """4-bit products for a few tokens; more go to the dense layer."""
 
     def __init__(self, weight: GroupQuantised, bias_O: Tensor | None, many: CpuLinear) -> None:
-        self._packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.values_OI.int(), 1)
+        values_OI = weight.values_OI
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
+        self._packed = torch.cat([pack(values_OI[rows].int(), 1) for rows in _row_blocks(values_OI)])
         # The kernel computes (q - 8) * scale + zero.
         zero_OG = weight.minimum_OG + _INT4_ZERO * weight.scale_OG
         pairs_GO2 = torch.stack((weight.scale_OG, zero_OG), dim=-1).transpose(0, 1)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headrace.engine.model.load_threads import Each
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import DecoderWeights, LayerWeights, Weight
 
@@ -137,27 +138,31 @@ class _Block:
 class Decoder:
     """Embeddings, blocks and output head of one model."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Mapping[int | None, DecoderOps]) -> None:
+    def __init__(
+        self, spec: DecoderSpec, weights: DecoderWeights, ops: Mapping[int | None, DecoderOps], each: Each = map
+    ) -> None:
         """Take `weights` over in the form that the device wants; the caller may drop them afterwards.
 
         Args:
             spec: What the model looks like.
             weights: Its parameters.
             ops: The device's operations for each attention window of `spec`.
+            each: Packs the layers, as `map` does, one after the other or several at a time.
         """
         self.spec = spec
         self._ops = ops
         self._plain = {window: PlainProducts(each) for window, each in ops.items()}
         self._embedding_VE = weights.embedding_VE
-        self._blocks = [
-            self._block(layer, window, ops[window]) for layer, window in zip(weights.layers, spec.windows, strict=True)
-        ]
+        windows = spec.windows
+        blocks = each(lambda layer: self._block(weights.layers[layer], windows[layer], ops), range(len(windows)))
+        self._blocks = list(blocks)
         self._final_norm_E = weights.final_norm_E
         self._top = ops[spec.windows[0]]
         self._head = self._top.pack(weights.head, None)
 
     @staticmethod
-    def _block(layer: LayerWeights, window: int | None, ops: DecoderOps) -> _Block:
+    def _block(layer: LayerWeights, window: int | None, windows: Mapping[int | None, DecoderOps]) -> _Block:
+        ops = windows[window]
         return _Block(
             window=window,
             input_norm_E=layer.input_norm_E,

@@ -7,6 +7,7 @@ with plain reads, not a mapping: a file that shrinks under us is an error instea
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -29,7 +30,7 @@ from headrace.engine.model.spec import DecoderSpec
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["SERIAL_ELEMENTS", "GgufFile", "GgufTensor"]
+__all__ = ["GgufFile", "GgufTensor"]
 
 _KINDS = (
     Kind.F32,
@@ -47,6 +48,7 @@ _KINDS = (
 _GROUPED = (Kind.Q4_0, Kind.Q4_1)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+_LENGTH = struct.Struct("<Q")
 _MAX_TENSORS = 1 << 16
 _MAX_KEYS = 1 << 16
 _MAX_NAME_BYTES = 1 << 10
@@ -56,8 +58,7 @@ _MAX_VALUES = 1 << 23
 """All array elements of the metadata together: the largest vocabularies with their merges need about a million."""
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 16
-SERIAL_ELEMENTS = (1 << 15) - 1
-"""The most elements that torch handles without its thread pool, which stalls where the host's own work shares cores."""
+_BLOCK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +130,26 @@ class _Header:
         count = self.count("Q", f"the length of {field}", self.values_left)
         self.values_left -= count
         if kind == _STRING:
-            return [self.text(field, _MAX_STRING_BYTES) for _ in range(count)]
+            return self._texts(count, field)
         form = f"<{count}{_SCALARS[kind]}"
         start = self.skip(struct.calcsize(form), field)
         return list(struct.unpack_from(form, self.data, start))
+
+    def _texts(self, count: int, field: str) -> list[str]:
+        """Read strings as `text` does, which is left to refuse the first that is not as it should be."""
+        data, at = self.data, self.at
+        end = min(len(data), _MAX_METADATA_BYTES)
+        found: list[str] = []
+        with contextlib.suppress(struct.error, UnicodeDecodeError):
+            for _ in range(count):
+                (length,) = _LENGTH.unpack_from(data, at)
+                start, stop = at + 8, at + 8 + length
+                if length > _MAX_STRING_BYTES or stop > end:
+                    break
+                found.append(str(data[start:stop], "utf-8"))
+                at = stop
+        self.at = at
+        return found + [self.text(field, _MAX_STRING_BYTES) for _ in range(count - len(found))]
 
 
 def _metadata(header: _Header, count: int) -> dict[str, object]:
@@ -208,7 +225,8 @@ def _parse(data: mmap.mmap, name: str) -> tuple[dict[str, object], dict[str, Ggu
 class GgufFile:
     """An open GGUF file whose header has been checked: `metadata` as plain Python values, tensors on demand.
 
-    Close it, or leave its `with` block, when the weights are loaded; the metadata stays readable.
+    Close it, or leave its `with` block, when the weights are loaded; the metadata stays readable. Several threads may
+    read tensors at a time.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -278,7 +296,7 @@ class GgufFile:
         """Return whether `groups` can hand the tensor out."""
         return self.tensors[name].kind in _GROUPED and len(self.tensors[name].shape) == 2
 
-    def blocks(self, name: str, elements: int = SERIAL_ELEMENTS) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, name: str, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a tensor's rows in order, dequantised, as (first row, float32 [rows, inner] or [elements]).
 
         Args:
@@ -294,7 +312,7 @@ class GgufFile:
             yield first, values.reshape(-1) if len(tensor.shape) == 1 else values
 
     def groups(
-        self, name: str, elements: int = SERIAL_ELEMENTS
+        self, name: str, elements: int = _BLOCK_ELEMENTS
     ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
         """Yield the rows of a Q4_0 or Q4_1 matrix in order as (first row, (quants, scales, minima)).
 
@@ -318,10 +336,9 @@ class GgufFile:
         for first in range(0, rows, step):
             data = bytearray(min(step, rows - first) * row_bytes)
             view = memoryview(data)
-            self._file.seek(tensor.offset + first * row_bytes)
-            done = 0
+            start, done = tensor.offset + first * row_bytes, 0
             while done < len(view):
-                got = self._file.readinto(view[done:])
+                got = os.preadv(self._file.fileno(), [view[done:]], start + done)
                 if not got:
                     raise ModelRejected(f"{self.name}: the file ends inside {name}", field=name)
                 done += got

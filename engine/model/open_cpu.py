@@ -14,9 +14,11 @@ from headrace.engine.model.cpu_runner import CpuRunner, cpu_ops
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
 from headrace.engine.model.gguf import GgufFile
+from headrace.engine.model.load_threads import load_threads
 from headrace.engine.model.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.model.weights import Source, load_weights
+from headrace.engine.model.weights import Source, open_weights
+from headrace.engine.progress import LoggedProgress, weights_read
 from headrace.engine.scheduling.plan import Capacity
 from headrace.ops.cpu import CpuOps
 
@@ -87,16 +89,24 @@ def _make_runner(
     dropped = source.path if isinstance(source, GgufFile) else source  # an open file is closed by then
     sources = iter([source])
 
+    threads = config.cpu_threads or _default_threads()
+
     def load() -> Decoder:
         packed = config.dtype == "auto"
         read_from = next(sources, dropped)
-        weights = load_weights(read_from, spec, dtype=dtype, device="cpu", keep_packed=packed, seed=config.seed)
-        decoder = Decoder(spec, weights, ops)
+        progress = LoggedProgress(weights_read)
+        with (
+            load_threads(threads) as each,
+            open_weights(
+                read_from, spec, dtype=dtype, keep_packed=packed, seed=config.seed, progress=progress
+            ) as weights,
+        ):
+            decoder = Decoder(spec, weights, ops, each)
         del weights  # packed by now; loading passed through more than it keeps
         return_freed_memory()
         return decoder
 
-    return CpuRunner(load, ops, capacity, config.cpu_threads or _default_threads(), bank)
+    return CpuRunner(load, ops, capacity, threads, bank)
 
 
 def _default_threads() -> int:

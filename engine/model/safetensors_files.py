@@ -35,8 +35,12 @@ def _allocate(count: int) -> torch.Tensor:
 
 def _read_into(raw: torch.Tensor, file: BinaryIO, offset: int, name: str) -> None:
     """Fill `raw` from `offset`, with no copy in between."""
-    file.seek(offset)
-    count = file.readinto(raw.numpy().data)  # type: ignore[attr-defined]
+    view, count = raw.numpy().data, 0
+    while count < len(view):
+        got = os.preadv(file.fileno(), [view[count:]], offset + count)
+        if not got:
+            break
+        count += got
     if count != len(raw):
         refuse_file(name, "the file's size", offset + count, f"at least {offset + len(raw)} bytes")
 
@@ -44,7 +48,7 @@ def _read_into(raw: torch.Tensor, file: BinaryIO, offset: int, name: str) -> Non
 class SafetensorsFolder:
     """The open safetensors files of a Hugging Face folder, with every header checked.
 
-    Close it, or leave its `with` block, when the weights are loaded.
+    Close it, or leave its `with` block, when the weights are loaded. Several threads may read tensors at a time.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

@@ -1,0 +1,41 @@
+"""`LoggedProgress`: tells the log now and then how far something long has come; never knows what that is."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+__all__ = ["LoggedProgress", "weights_read"]
+
+logger = logging.getLogger("headrace.engine")
+
+
+class LoggedProgress:
+    """Is called with how much is done and how much there is in all, and logs that at most every few seconds.
+
+    What is done before the first of those seconds are over leaves no line.
+    """
+
+    def __init__(self, describe: Callable[[int, int], str], *, seconds: float = 3.0) -> None:
+        """Begin to count the time.
+
+        Args:
+            describe: Makes a line of what is done and what there is in all.
+            seconds: The least time between two lines, and before the first.
+        """
+        self._describe, self._seconds = describe, seconds
+        self._told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Log a line if it is time for one."""
+        now = time.monotonic()
+        if now - self._told >= self._seconds:
+            self._told = now
+            logger.info("%s", self._describe(done, total))
+
+
+def weights_read(done: int, total: int) -> str:
+    """Return "loading weights: 40 % of 15.2 GB" for numbers of bytes."""
+    size = f"{total / 1e9:.1f} GB" if total >= 1e9 else f"{total / 1e6:.0f} MB"
+    return f"loading weights: {100 * done // max(total, 1)} % of {size}"
