@@ -18,6 +18,7 @@ from headrace.engine.messages import Message
 from headrace.engine.model.device import Device
 from headrace.engine.model.embedding_files import read_embedding
 from headrace.engine.model.encoder_spec import encoder_from_hf, is_encoder
+from headrace.engine.model.find_gpu import find_gpu
 from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.open_cpu import open_cpu
 from headrace.engine.model.open_encoder import open_encoder
@@ -139,21 +140,23 @@ def build_kernels(config: EngineConfig) -> tuple[Path, int]:
         ModelRejected: The model's description cannot be used.
         DeviceUnavailable: There is no such GPU, or a kernel cannot be compiled.
     """
+    gpu = find_gpu(config.device)
     from headrace.engine.model.open_cuda import build_kernels
 
     path = _locate(config)
     if path.suffix != ".gguf":
-        return build_kernels(config, from_hf(read_hf_config(path)))
+        return build_kernels(config, from_hf(read_hf_config(path)), gpu)
     with GgufFile(path) as gguf:
-        return build_kernels(config, gguf.spec())
+        return build_kernels(config, gguf.spec(), gpu)
 
 
 def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return open_cpu(config, spec, source)
+    gpu = find_gpu(config.device)  # before its extra is missed, which takes several GB and needs a GPU to be of use
     from headrace.engine.model.open_cuda import open_cuda  # needs what only machines with a GPU have installed
 
-    return open_cuda(config, spec, source)
+    return open_cuda(config, spec, source, gpu)
 
 
 def _locate(config: EngineConfig) -> Path:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace.engine.model import weights
+from headrace.engine.model import weight_files
 
 __all__ = ["Gpu", "emulated"]
 
@@ -829,17 +829,16 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)
         replace_torch(patch, gpu)
-        open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
         patch.setattr(importlib.import_module("headrace.ops.cuda_memory"), "_driver", lambda: gpu.addresses)
 
-        class Staging(weights._Staging):
+        class Staging(weight_files._Staging):
             def __init__(self, device: torch.device) -> None:
                 super().__init__(SimpleNamespace(type="cuda"))  # type: ignore[arg-type] # pinned, as on a GPU
                 self._device = device
 
-        patch.setattr(open_cuda, "_find", lambda name: torch.device("cpu"))
+        patch.setattr("headrace.engine.build.find_gpu", lambda name: torch.device("cpu"))
         patch.setattr(open_cuda, "check_compilers", lambda: None)  # nothing is compiled here
-        patch.setattr(weights, "_Staging", Staging)
+        patch.setattr(weight_files, "_Staging", Staging)
         try:
             yield gpu
             assert gpu.lost or not gpu.addresses.backed, "pages outlive their engine"

@@ -19,7 +19,8 @@ from headrace.engine.model.device import Device, Limits, fit
 from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec
-from headrace.engine.model.weights import Source, load_weights
+from headrace.engine.model.weights import DecoderWeights, Source, load_weights
+from headrace.engine.progress import LoggedProgress, weights_read
 from headrace.engine.scheduling.plan import Capacity
 
 try:
@@ -35,7 +36,11 @@ try:
     from headrace.ops.cuda_weights import WeightMemory
     from headrace.ops.host_memory import PiecePool
 except ImportError as error:
-    raise DeviceUnavailable(f"device: CUDA needs headrace's `cuda` extra: {error}") from error
+    raise DeviceUnavailable(
+        f"device: a GPU is there, but not what the extra headrace[cuda] installs for it ({error}); install that, or "
+        "choose device='cpu'",
+        field="device",
+    ) from error
 
 __all__ = ["build_kernels", "open_cuda"]
 
@@ -50,18 +55,19 @@ _opening = threading.Lock()
 loading a kernel, may end the capture of a graph in another thread."""
 
 
-def open_cuda(config: EngineConfig, spec: DecoderSpec, source: Source, *, installed_kernels: bool = True) -> Device:
-    """Load the weights, measure what is left, and make a runner that has captured its graphs.
+def open_cuda(
+    config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, *, installed_kernels: bool = True
+) -> Device:
+    """Load the weights on the GPU `device`, measure what is left, and make a runner that has captured its graphs.
 
     Kernels are compiled unless `config.kernel_cache` keeps them, or a wheel, unless `installed_kernels` is False.
 
     Raises:
         ModelRejected: The weights cannot be used.
-        DeviceUnavailable: There is no such GPU, it has too little memory for the model, or a kernel that is not
-            compiled yet cannot be.
+        DeviceUnavailable: The GPU cannot run the model, has too little memory for it, or lacks a kernel that is not
+            compiled yet and cannot be.
         InvalidParams: An option does not fit the model or the device.
     """
-    device = _find(config.device)
     arch = _arch(config, device)
     _check_attention(config, spec, arch)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, _PAGE_SIZE)):
@@ -86,7 +92,13 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
     memory = WeightMemory(device)
     dropped = source.path if isinstance(source, GgufFile) else source  # an open file is closed by then
-    load = partial(load_weights, spec=spec, dtype=dtype, device=device, seed=config.seed, empty=memory.empty)
+
+    def load(source: Source) -> DecoderWeights:
+        progress = LoggedProgress(weights_read)
+        return load_weights(
+            source, spec, dtype=dtype, device=device, seed=config.seed, progress=progress, empty=memory.empty
+        )
+
     weights = load(source)
     ops = cuda_ops(
         spec,
@@ -159,31 +171,22 @@ def _host_memory(config: EngineConfig) -> PiecePool:
         ) from None
 
 
-def build_kernels(config: EngineConfig, spec: DecoderSpec) -> tuple[Path, int]:
+def build_kernels(config: EngineConfig, spec: DecoderSpec, device: torch.device) -> tuple[Path, int]:
     """Compile every kernel that an engine of `config` may use; the folder that keeps them, and how many it holds.
 
     Raises:
-        DeviceUnavailable: There is no such GPU, or a kernel cannot be compiled.
+        DeviceUnavailable: A kernel cannot be compiled.
     """
-    device = open_cuda(config, spec, "random", installed_kernels=False)
+    opened = open_cuda(config, spec, "random", device, installed_kernels=False)
     try:
-        assert isinstance(device.runner, CudaRunner)
-        device.runner.warm_up(everything=True)
+        assert isinstance(opened.runner, CudaRunner)
+        opened.runner.warm_up(everything=True)
     except CannotCompile as error:
         raise DeviceUnavailable(f"device: {error}") from error
     finally:
-        device.runner.close()
+        opened.runner.close()
     folder = cache().own
     return folder, count_kernels(folder)
-
-
-def _find(name: str) -> torch.device:
-    count = torch.cuda.device_count()
-    device = torch.device("cuda" if name == "auto" else name)
-    index = 0 if device.index is None else device.index
-    if index >= count:
-        raise DeviceUnavailable(f"device: {name} is not there: torch finds {count} GPUs")
-    return torch.device("cuda", index)
 
 
 def _kv_dtype(config: EngineConfig) -> torch.dtype:

@@ -13,6 +13,7 @@ from headrace.engine.model.device import Device
 from headrace.engine.model.encoder_runner import EncoderRunner
 from headrace.engine.model.encoder_spec import EncoderSpec, longest_text
 from headrace.engine.model.encoder_weights import load_encoder
+from headrace.engine.model.find_gpu import find_gpu
 from headrace.engine.scheduling.plan import Capacity
 
 __all__ = ["open_encoder"]
@@ -37,7 +38,8 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
             raise InvalidParams(
                 f"{field}: an encoder takes {limit}, got {value}", field=field, value=value, limit=limit
             )
-    device = _find(config.device)
+    is_on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    device = torch.device("cpu") if is_on_cpu else find_gpu(config.device)
     dtype = _AUTO[device.type] if config.dtype == "auto" else _DTYPES[config.dtype]
     capacity = _capacity(config, spec, folder, device.type)
     threads = config.cpu_threads or max(1, torch.get_num_threads() - 1)
@@ -69,13 +71,3 @@ def _capacity(config: EngineConfig, spec: EncoderSpec, folder: Path, kind: str) 
         max_context=context,
         vocab_size=spec.vocab_size,
     )
-
-
-def _find(name: str) -> torch.device:
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device = torch.device("cuda" if name == "auto" else name)
-    index = 0 if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise DeviceUnavailable(f"device: {name} is not there: torch finds {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
+import sys
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,8 @@ from typing import Any
 import anyio
 import pytest
 import tiny_models
+import torch
+from leftovers import Threads, settle
 
 from headrace.engine import DeviceUnavailable, Engine, InvalidParams, ModelRejected, SamplingParams
 from headrace.engine.build import open_engine
@@ -90,7 +92,7 @@ def test_more_than_the_machine_has_is_refused_before_the_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: 4 * PAGE)
     assert opened(folder, kv_memory=4 * PAGE).capacity.num_pages == 4
-    monkeypatch.delattr("headrace.engine.model.open_cpu.load_weights")
+    monkeypatch.delattr("headrace.engine.model.open_cpu.open_weights")
     with pytest.raises(InvalidParams, match=str(4 * PAGE)) as caught:
         opened(folder, kv_memory=5 * PAGE)
     assert (caught.value.field, caught.value.value, caught.value.limit) == ("kv_memory", 5 * PAGE, 4 * PAGE)
@@ -131,7 +133,8 @@ def test_engines_that_come_and_go_leave_memory_and_threads_as_they_were(smollm2:
             return_freed_memory()  # left from reading the file; what the engine holds is still there
             return anonymous_bytes(), pages * engine.info.page_bytes
 
-    held, closed, kept_by_malloc, threads = [], [], [], [threading.active_count()]
+    settle()
+    held, closed, kept_by_malloc, threads = [], [], [], Threads()
     for _ in range(5):
         opened_bytes, kv_bytes = anyio.run(run)
         gc.collect()
@@ -140,12 +143,47 @@ def test_engines_that_come_and_go_leave_memory_and_threads_as_they_were(smollm2:
         return_freed_memory()
         closed.append(anonymous_bytes())
         kept_by_malloc.append(after_closing - closed[-1])
-        threads.append(threading.active_count())
+        threads.check_ended()
     # The level may jump once, for reasons of the system's. Every opening would leave 32 MiB of cache, or its weights.
     assert median(after - before for before, after in pairwise(closed)) < 16 * 2**20, closed
     # Nor is there one that is kept until the next opens.
     assert held[0] - closed[0] > WEIGHT_BYTES + kv_bytes, (held, closed)
     # Up to 400 MiB if closing leaves them with malloc; the tokenizer goes after that.
     assert sorted(kept_by_malloc)[2] < 96 * 2**20, kept_by_malloc
-    assert max(threads) == threads[0]  # those of earlier tests may end meanwhile
-    assert not any(thread.name.startswith("headrace") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_is_not_there_is_no_matter_of_the_extra(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way to lack a GPU has a sentence of its own, before anything of the extra is imported."""
+
+    def refused() -> str:
+        with pytest.raises(DeviceUnavailable, match=f"^device: {device} is not there: ") as caught:
+            opened(folder, device=device)
+        assert (caught.value.field, caught.value.value) == ("device", device)
+        return str(caught.value)
+
+    def fail_to_start() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system. Please check\nthat you have an NVIDIA GPU.")
+
+    monkeypatch.setitem(sys.modules, "headrace.engine.model.open_cuda", None)  # an import of it would fail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "has no CUDA; install one that has" in refused()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail_to_start)
+    told = refused()
+    assert "torch sees no GPU (Found no NVIDIA driver on your system. Please check)" in told
+    assert "new enough for CUDA 13.0" in told and "headrace[cuda]" not in told
+
+
+def test_a_gpu_without_the_extra_asks_for_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DeviceUnavailable, match="torch finds 1 GPU, counted from cuda:0"):
+        opened(folder, device="cuda:1")
+    monkeypatch.delitem(sys.modules, "headrace.engine.model.open_cuda", raising=False)
+    monkeypatch.setitem(sys.modules, "headrace.engine.model.cuda_runner", None)  # whose imports the extra installs
+    with pytest.raises(DeviceUnavailable, match=r"^device: a GPU is there, but not what the extra headrace\[cuda\]"):
+        opened(folder, device="cuda")
