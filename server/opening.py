@@ -1,9 +1,13 @@
-"""Opens an engine for a command that talks to a person; owns the spinner and names the model where that fails."""
+"""Opens an engine for a command that talks to a person; owns the spinner and names the model where that fails.
+
+What the engine's log says at INFO meanwhile, such as how much of the weights is loaded, stands beside the spinner.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,9 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
         LoadFailed: The model cannot be opened; a note on the error says which model that was.
     """
     async with AsyncExitStack() as stack:
-        with console.status(f"opening {Path(model).name} ..."):
+        opening = f"opening {Path(model).name}"
+        status = console.status(f"{opening} ...")
+        with status, _told_progress(lambda message: status.update(f"{opening}: {message}"), console.is_terminal):
             try:
                 engine = await stack.enter_async_context(Engine(model, **options))
             except LoadFailed as error:
@@ -30,3 +36,33 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
                     error.add_note(f"(opening {model})")
                 raise
         yield engine
+
+
+class _Teller(logging.Handler):
+    """Hands messages of the level INFO to a function."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._tell = tell
+        self.addFilter(lambda record: record.levelno == logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage())
+
+
+@contextmanager
+def _told_progress(tell: Callable[[str], None], wanted: bool) -> Iterator[None]:
+    """Hand what the engine logs at INFO in the block to `tell`, if that is wanted."""
+    if not wanted:
+        yield
+        return
+    logger, teller = logging.getLogger("headrace.engine"), _Teller(tell)
+    level = logger.level
+    logger.addHandler(teller)
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(teller)

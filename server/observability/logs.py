@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import orjson
 
@@ -59,12 +59,23 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+class _CurrentStderr(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at the time: a spinner on the terminal replaces it, so that lines go above it."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def set_up_logs(style: LogFormat) -> None:
     """Send this process' log to stderr; for processes that are servers and nothing else.
 
     `off` leaves out the line of each request.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _CurrentStderr()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if style == "json" else text)
     root = logging.getLogger()
