@@ -837,6 +837,7 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
                 self._device = device
 
         patch.setattr("headrace.engine.build.find_gpu", lambda name: torch.device("cpu"))
+        open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
         patch.setattr(open_cuda, "check_compilers", lambda: None)  # nothing is compiled here
         patch.setattr(weight_files, "_Staging", Staging)
         try:
