@@ -390,3 +390,18 @@ def bench_lag(
     from headrace.engine.bench.lag import run
 
     run(chosen_model(model), streams=streams, json_path=json_path)
+
+
+@bench.command("repeat", short_help="How many greedy answers change when they are asked in another way.")
+def bench_repeat(
+    model: ModelArgument = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1)] = 16,
+    device: DeviceOption = "auto",
+    kv_memory: KvOption = None,
+    more: SetOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Ask 40 chats alone, again behind the prefix cache, and all at once; count the greedy answers that change."""
+    from headrace.engine.bench.repeat import run
+
+    run(_target(model, device, kv_memory, None, None, more), tokens=tokens, json_path=json_path)
