@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from headrace.ops.cpu_head import CpuHead
 from headrace.ops.linear import CpuLinear, GroupQuantised, linear
 from headrace.ops.sizes import padded_size
 
@@ -34,7 +35,7 @@ _GATHER_BYTES = 16 * 1024 * 1024
 # Up to this context one row is faster through torch's fused attention, which costs one call but does less in parallel.
 _FUSED_TOKENS = 384
 # Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square; and scores of more
-# than these leave the processor's caches.
+# than these leave the processor's caches. Blocks begin at multiples of it, wherever a chunk or a cached prefix ends.
 _QUERY_BLOCK = 128
 # Shapes of attention are few (see sizes.py): multiples of so many queries and keys, then steps between powers of two.
 _FEW_QUERIES = 16
@@ -187,15 +188,11 @@ class CpuOps:
         )
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor) -> Tensor:
-        """`x / sqrt(mean(x^2) + eps) * weight` along the last dimension."""
-        norm_N1 = torch.linalg.vector_norm(x_NE, 2, -1, True, dtype=torch.float32)
+        """`x / sqrt(mean(x^2) + eps) * weight` along the last dimension, computed in float32 and rounded once."""
+        x_NE = x_NE.float()
+        norm_N1 = torch.linalg.vector_norm(x_NE, 2, -1, True)
         inverse_N1 = torch.addcmul(self._eps, norm_N1, norm_N1, value=1.0 / x_NE.shape[-1]).rsqrt_()
-        return (x_NE * weight_E).mul_(inverse_N1)
-
-    def add_rms_norm(self, x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `x` to the residual; returns the normed sum and the sum."""
-        total_NE = x_NE + residual_NE
-        return self.rms_norm(total_NE, weight_E), total_NE
+        return (x_NE * inverse_N1).mul_(weight_E).to(self.dtype)
 
     def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
         """`silu(gate) * up` where the input holds gate, then up."""
@@ -252,6 +249,14 @@ class CpuOps:
         """The product itself."""
         return packed(x_NI)
 
+    def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CpuHead:
+        """The output head."""
+        return CpuHead(weight_VE, dtype=self.dtype)
+
+    def logits(self, x_SE: Tensor, packed: CpuHead) -> Tensor:
+        """The head's product, in float32."""
+        return packed(x_SE)
+
     def add_product(
         self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, norm_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -279,14 +284,16 @@ class CpuOps:
     def attend(
         self, qkv_NX: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: CpuStep, kv: CpuKv, layer: int
     ) -> Tensor:
-        """Rotate, store and attend: `rope_and_write`, then `attention`."""
-        return self.attention(self.rope_and_write(qkv_NX, step, kv, layer, q_norm_D, k_norm_D), step, kv, layer)
+        """Rotate, store and attend: `rope_and_write`, then `attention`; rows behind the step's tokens give zeros."""
+        tokens = len(step.cos_N1D)
+        q_NHD = self.rope_and_write(qkv_NX[:tokens], step, kv, layer, q_norm_D, k_norm_D)
+        o_NX = self.attention(q_NHD, step, kv, layer)
+        return o_NX if len(qkv_NX) == tokens else functional.pad(o_NX, (0, 0, 0, len(qkv_NX) - tokens))
 
     def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """(RMS norm of the sum, the sum)."""
-        if residual_NE is None:
-            return self.rms_norm(x_NE, weight_E), x_NE
-        return self.add_rms_norm(x_NE, residual_NE, weight_E)
+        """Return (RMS norm of the sum, the sum). Sums are float32: in bfloat16 each would lose more than a product."""
+        total_NE = x_NE.float() if residual_NE is None else residual_NE.add_(x_NE.float())
+        return self.rms_norm(total_NE, weight_E), total_NE
 
     # --- inside
 
@@ -347,8 +354,10 @@ class CpuOps:
         return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, _NEVER)
 
     def _blocks(self, row: PrefillRow) -> list[_Block]:
-        firsts = range(row.length - row.count, row.length, _QUERY_BLOCK)
-        stops = [min(first + _QUERY_BLOCK, row.length) for first in firsts]
+        begin = row.length - row.count
+        aligned = range(begin // _QUERY_BLOCK * _QUERY_BLOCK, row.length, _QUERY_BLOCK)
+        firsts = [max(begin, first) for first in aligned]
+        stops = [min(first + _QUERY_BLOCK, row.length) for first in aligned]
         starts = [self._first_seen(first + 1) // self.page_size for first in firsts]  # pages
         widths = [self._width(stop - start * self.page_size) for start, stop in zip(starts, stops, strict=True)]
         scratch = self._scratch(max(widths))
@@ -363,9 +372,8 @@ class CpuOps:
             hidden_CS = keys_1S > queries_C1
             if self.window is not None:
                 hidden_CS |= keys_1S <= queries_C1 - self.window
-            begin = row.start + first - firsts.start
-            bias_CS = self._bias(hidden_CS)
-            blocks.append(_Block(begin, begin + stop - first, index, buffer, keys_KSD, values_KSD, bias_CS))
+            at, bias_CS = row.start + first - begin, self._bias(hidden_CS)
+            blocks.append(_Block(at, at + stop - first, index, buffer, keys_KSD, values_KSD, bias_CS))
         return blocks
 
     def _decode_attention(self, q_NHD: Tensor, piece: _Decode) -> Tensor:

@@ -180,6 +180,14 @@ class CudaOps:
             torch.mm(x_NI, weight_OI.t(), out=out_NO)
         return out_NO if bias_O is None else out_NO.add_(bias_O)
 
+    def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CudaProduct:
+        """Return the output head's weight as `logits` takes it."""
+        return self.pack(weight_VE, None)
+
+    def logits(self, x_SE: Tensor, packed: CudaProduct) -> Tensor:
+        """Return the product with the output head in float32."""
+        return self.product(x_SE, packed).float()
+
     def add_product(
         self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, norm_E: Tensor | None
     ) -> tuple[Tensor, Tensor | Squares]:

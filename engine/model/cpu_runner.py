@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_options import prompt_places
@@ -19,7 +20,7 @@ from headrace.engine.model.host_pool import HostPool
 from headrace.engine.model.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.pools import settle
-from headrace.engine.model.rows import CpuRows
+from headrace.engine.model.rows import CpuRows, StepBatch
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import CHOSEN_LATER, Ability, Capacity, StepPlan
 from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
@@ -27,6 +28,10 @@ from headrace.ops.cpu import CpuOps
 from headrace.ops.cpu_lora import CpuAdapterOps, Wearers
 
 __all__ = ["CpuRunner", "cpu_ops"]
+
+# oneDNN sums in another order for fewer rows. With as many, the end of a prompt behind a cached prefix gives the bits
+# that the whole prompt gives.
+_PREFILL_ROWS = 48
 
 
 def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype) -> dict[int | None, CpuOps]:
@@ -143,7 +148,7 @@ class CpuRunner:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
         if batch.pooled:
             last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
-        hidden_SE = decoder.hidden(batch.tokens_N, steps, self._kv, last_S, self._adapters(batch.wearers))
+        hidden_SE = decoder.hidden(_padded(batch), steps, self._kv, last_S, self._adapters(batch.wearers))
         reports: dict[int, Report] = {}
         choices: dict[int, Choice] = {}
         forced: dict[int, Sequence[int]] = {}
@@ -176,3 +181,9 @@ class CpuRunner:
 
     def _adapters(self, wearers: Sequence[Wearers]) -> CpuAdapterOps | None:
         return CpuAdapterOps(self._any, wearers) if wearers else None
+
+
+def _padded(batch: StepBatch) -> Tensor:
+    """The step's tokens, with some added behind the few of a prompt, whose results are dropped."""
+    missing = _PREFILL_ROWS - len(batch.tokens_N) if batch.paged.prefills else 0
+    return functional.pad(batch.tokens_N, (0, missing)) if missing > 0 else batch.tokens_N

@@ -40,6 +40,14 @@ class DecoderOps(Protocol):
         """x W^T + b, [N, O]."""
         ...
 
+    def pack_head(self, weight_VE: Weight) -> Any:
+        """The output head's weight in the form in which this device multiplies by it."""
+        ...
+
+    def logits(self, x_SE: Tensor, packed: Any) -> Tensor:
+        """x W^T of the output head, [S, V], in float32 whatever the dtype of `x_SE`."""
+        ...
+
     def add_product(self, x_NI: Tensor, packed: Any, residual_NE: Tensor, norm_E: Tensor | None) -> tuple[Tensor, Any]:
         """(x_NE, residual_NE) for the norm of weight `norm_E` and the product after it; None: for `norm`."""
         ...
@@ -158,7 +166,7 @@ class Decoder:
         self._blocks = list(blocks)
         self._final_norm_E = weights.final_norm_E
         self._top = ops[spec.windows[0]]
-        self._head = self._top.pack(weights.head, None)
+        self._head = self._top.pack_head(weights.head)
 
     @staticmethod
     def _block(layer: LayerWeights, window: int | None, windows: Mapping[int | None, DecoderOps]) -> _Block:
@@ -204,8 +212,8 @@ class Decoder:
         return self._top.norm(x_NE, residual_NE, self._final_norm_E)
 
     def logits(self, hidden_SE: Tensor, adapters: AdapterOps | None = None) -> Tensor:
-        """Output head: [S, V] for the S positions whose next token is wanted."""
-        logits_SV = self._top.product(hidden_SE, self._head)
+        """Output head: float32 [S, V] for the S positions whose next token is wanted."""
+        logits_SV = self._top.logits(hidden_SE, self._head)
         return logits_SV if adapters is None else adapters.head(logits_SV, hidden_SE)
 
     def _blocks_of(

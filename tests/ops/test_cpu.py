@@ -242,9 +242,10 @@ def test_norms_and_gates_match(dtype: torch.dtype, tolerance: float, tokens: int
     for values in (x, tiny):
         expected = reference.rms_norm(values, weight, 1e-5)
         torch.testing.assert_close(ops.rms_norm(values, weight).float(), expected, rtol=tolerance, atol=tolerance)
-    normed, total = ops.add_rms_norm(x, residual, weight)
-    torch.testing.assert_close(total, x + residual)
-    expected = reference.rms_norm(x + residual, weight, 1e-5)
+    expected_total = x.float() + residual.float()
+    normed, total = ops.normed_sum(x, residual.float(), weight)
+    assert total.dtype is torch.float32 and torch.equal(total, expected_total)
+    expected = reference.rms_norm(expected_total, weight, 1e-5)
     torch.testing.assert_close(normed.float(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(ops.silu_mul(x).float(), reference.silu_mul(x), rtol=tolerance, atol=tolerance)
 

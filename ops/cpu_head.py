@@ -1,0 +1,64 @@
+"""`CpuHead`: the output head on the CPU, whose logits are float32; never chooses a token.
+
+torch multiplies bfloat16 into bfloat16 alone, whose step is 0.125 from 16 on: two tokens 0.08 apart tie, and whatever
+changes the last bit of an input decides between them. A second product for the lost bits would read the weight twice.
+So the few logits of a row that lie near its largest, where rounding decides, are computed once more in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from headrace.ops.linear import GroupQuantised, linear
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+__all__ = ["CpuHead"]
+
+# Rounding moves a logit by at most 2^-8 of itself, so the largest is always among those within 2^-7 of the largest.
+_NEAR = 1 / 64
+_MOST = 64  # logits of a row: where more are alike, as in a model of zeros, their order means nothing
+
+
+class CpuHead:
+    """Logits of one model."""
+
+    def __init__(self, weight_VE: Tensor | GroupQuantised, *, dtype: torch.dtype) -> None:
+        """Pack the weight for products with activations in `dtype`.
+
+        With bfloat16 the weight is kept as well; that of a tied head is the embedding table, which is there anyway.
+        """
+        self._product = linear(weight_VE, None, dtype=dtype)
+        self._weight_VE = weight_VE if dtype is torch.bfloat16 else None
+
+    def __call__(self, x_SE: Tensor) -> Tensor:
+        """Return float32 logits [S, V] of `x_SE`, which has the head's dtype."""
+        logits_SV = self._product(x_SE).float()
+        if self._weight_VE is not None:
+            for row_V, x_E in zip(logits_SV.numpy(), x_SE.float(), strict=True):
+                self._refine(row_V, x_E)
+        return logits_SV
+
+    def _refine(self, row_V: NDArray[np.float32], x_E: Tensor) -> None:
+        """Compute the logits near the largest in float32; leave the row alone if that is not finite."""
+        largest = float(row_V.max())
+        if not math.isfinite(largest):
+            return
+        ids = np.flatnonzero(row_V >= largest - _NEAR * abs(largest))
+        if len(ids) <= _MOST:
+            row_V[ids] = (self._rows(torch.from_numpy(ids)) @ x_E).numpy()
+
+    def _rows(self, ids_K: Tensor) -> Tensor:
+        """Return some rows of the weight in float32."""
+        weight = self._weight_VE
+        if isinstance(weight, GroupQuantised):
+            parts = (each.index_select(0, ids_K) for each in (weight.values_OI, weight.scale_OG, weight.minimum_OG))
+            return GroupQuantised(*parts).dense(torch.float32)
+        assert weight is not None
+        return weight.index_select(0, ids_K).float()
