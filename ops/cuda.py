@@ -168,16 +168,12 @@ class CudaOps:
     def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
         """x W^T + b."""
         weight_OI, bias_O = packed
-        rows, size_in = x_NI.shape
-        out_NO = torch.empty(rows, weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
-        if rows == 1:
-            vector_linear(x_NI, weight_OI, out_NO, pdl=self.pdl)
-        elif (even := self._even_for(rows, weight_OI)) is not None:
-            even.product(x_NI, weight_OI, out_NO)
-        elif rows <= MAX_ROWS and size_in % _LINEAR_MULTIPLE == 0:
-            linear(x_NI, weight_OI, out_NO, self._scratch, pdl=self.pdl)
+        even = self._even_for(len(x_NI), weight_OI)
+        if len(x_NI) == 1 or even is None:
+            out_NO = self._product(x_NI, weight_OI, x_NI.dtype)
         else:
-            torch.mm(x_NI, weight_OI.t(), out=out_NO)
+            out_NO = torch.empty(len(x_NI), len(weight_OI), dtype=x_NI.dtype, device=x_NI.device)
+            even.product(x_NI, weight_OI, out_NO)
         return out_NO if bias_O is None else out_NO.add_(bias_O)
 
     def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CudaProduct:
@@ -185,8 +181,11 @@ class CudaOps:
         return self.pack(weight_VE, None)
 
     def logits(self, x_SE: Tensor, packed: CudaProduct) -> Tensor:
-        """Return the product with the output head in float32."""
-        return self.product(x_SE, packed).float()
+        """Return the product with the output head in float32, as it was summed.
+
+        Near 16 bfloat16 has steps of 0.125, in which near ties would depend on the shape of the step.
+        """
+        return self._product(x_SE, packed.weight_OI, torch.float32)
 
     def add_product(
         self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, norm_E: Tensor | None
@@ -299,6 +298,20 @@ class CudaOps:
         return x_NE, residual_NE
 
     # --- inside
+
+    def _product(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x W^T in `dtype`, by a kernel that rounds its float32 sums to any."""
+        rows, size_in = x_NI.shape
+        out_NO = torch.empty(rows, len(weight_OI), dtype=dtype, device=x_NI.device)
+        if rows == 1:
+            vector_linear(x_NI, weight_OI, out_NO, pdl=self.pdl)
+        elif rows <= MAX_ROWS and size_in % _LINEAR_MULTIPLE == 0:
+            linear(x_NI, weight_OI, out_NO, self._scratch, pdl=self.pdl)
+        elif dtype is x_NI.dtype:
+            torch.mm(x_NI, weight_OI.t(), out=out_NO)
+        else:
+            torch.mm(x_NI, weight_OI.t(), out_dtype=dtype, out=out_NO)
+        return out_NO
 
     def _even_for(self, rows: int, weight_OI: Tensor) -> EvenLinear | None:
         return self._even if EvenLinear.fits(rows, *weight_OI.shape) else None

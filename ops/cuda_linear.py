@@ -142,7 +142,7 @@ def linear(
     Args:
         x_NI: bf16 or fp16, last dimension contiguous.
         weight_OI: Same dtype, contiguous; I a multiple of 64.
-        out_NO: Same dtype, last dimension contiguous; must not overlap `x_NI`.
+        out_NO: Of any float dtype, last dimension contiguous; must not overlap `x_NI`.
         scratch: Of the current stream.
         pdl: Launch programmatically dependent.
         how: None for `tiling`'s choice.

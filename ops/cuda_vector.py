@@ -121,7 +121,7 @@ def vector_linear(
     Args:
         x_NI: bf16 or fp16, last dimension contiguous.
         weight_OI: Same dtype, contiguous. With `gated`, O gate rows, then O up rows.
-        out_NO: Same dtype, last dimension contiguous; must not overlap the input.
+        out_NO: Of any float dtype, last dimension contiguous; must not overlap the input.
         norm: Add and norm of the input; I at most 4096.
         gated: `out = silu(gate) * up`.
         pdl: Launch programmatically dependent. No kernel before this one may write the weights.

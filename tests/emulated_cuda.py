@@ -213,6 +213,19 @@ def emulated_empty(gpu: Gpu, empty: Callable[..., Tensor]) -> Callable[..., Tens
 # -- streams, events and graphs -------------------------------------------------------------------------------------
 
 
+def emulated_mm(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.mm`, which on a GPU alone has outputs of another dtype."""
+
+    def multiply(x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor) -> Tensor:
+        if out_dtype is None:
+            return mm(x, y, out=out)
+        if out.dtype is not out_dtype:
+            raise Misuse("a product of another dtype")
+        return out.copy_(mm(x.to(out_dtype), y.to(out_dtype)))
+
+    return multiply
+
+
 class Stream:
     """A stream: all share one line."""
 
@@ -781,6 +794,7 @@ def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         patch.setattr(kind, "gpu", gpu, raising=False)
     patch.setattr(torch, "zeros", emulated_empty(gpu, torch.zeros))
     patch.setattr(torch, "empty", emulated_empty(gpu, torch.empty))
+    patch.setattr(torch, "mm", emulated_mm(torch.mm))
     default = Stream()
     replaced: dict[str, Any] = {
         "Stream": Stream,

@@ -147,7 +147,7 @@ class CudaRunner:
             self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
             self._kv = self._memory.kv
             self._rows = DeviceRows(capacity, self._memory.scratch_page, device)
-            self._sampler = RowSampler(self._rows, capacity, next(iter(ops.values())).shape.dtype, device)
+            self._sampler = RowSampler(self._rows, capacity, device)
             self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
             self._results = [Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
             self._turn = 0

@@ -51,16 +51,15 @@ VARIANTS: Final = tuple(itertools.starmap(Variant, itertools.product((False, Tru
 class RowSampler:
     """Samples for the rows of one runner, on one stream."""
 
-    def __init__(self, rows: DeviceRows, capacity: Capacity, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device) -> None:
         """Allocate nothing yet.
 
         Args:
             rows: The row table.
             capacity: Most rows of a batch, and the width of the logits.
-            dtype: Of the logits.
             device: Where.
         """
-        self._rows, self._capacity, self._dtype, self._device = rows, capacity, dtype, device
+        self._rows, self._capacity, self._device = rows, capacity, device
         self._shaped = ShapedRows(rows, capacity, device)
         self.reported = ReportedRows(rows, capacity, device)
         self.grammars = GrammarRows(capacity, device)
@@ -130,7 +129,7 @@ class RowSampler:
             row = int(rows[line])
             if row not in self._pinned:
                 self._pinned[row] = torch.empty(self._capacity.vocab_size, pin_memory=True)
-            self._pinned[row].copy_(logits_BV[line].float(), non_blocking=True)
+            self._pinned[row].copy_(logits_BV[line], non_blocking=True)
             self.choices[row] = partial(self.hosts.choice, row, self._pinned[row].numpy())
         return np.flatnonzero(np.isin(rows, late))
 
@@ -187,6 +186,6 @@ class RowSampler:
         if scratch is None:
             scratch = self._scratch[key] = SampleScratch(
                 self._capacity.max_rows, self._capacity.vocab_size, self._device,
-                dtype=torch.float32 if variant.shaped else self._dtype, filters=variant.filtered,
+                dtype=torch.float32, filters=variant.filtered,
             )  # fmt: skip
         return scratch

@@ -253,5 +253,6 @@ def _free_for_pages(
         needed = torch.cuda.max_memory_allocated(device) - before
     finally:
         trial.close()
-    graphs = _GRAPH_BYTES + 4 * limits.rows * decoder.spec.vocab_size
+    logits = torch.float32.itemsize * limits.rows * decoder.spec.vocab_size
+    graphs = _GRAPH_BYTES + 2 * logits  # those of a choice that waits for masks stand beside the others
     return int(_FREE_SHARE * (torch.cuda.mem_get_info(device)[0] - needed - graphs))

@@ -97,7 +97,7 @@ class SideBySide:
         self._rows = importlib.import_module("headrace.engine.model.cuda_rows").DeviceRows(
             capacity, capacity.num_pages, where
         )
-        self._sampler = sampling.RowSampler(self._rows, capacity, torch.bfloat16, where)
+        self._sampler = sampling.RowSampler(self._rows, capacity, where)
         self._device = where
         self._known: dict[int, list[int]] = {}
         self._shapers: dict[int, Shaper | None] = {}
@@ -131,7 +131,7 @@ class SideBySide:
         generator = self._generator
         batch = generator.sample(sorted(self._known), generator.randint(1, min(len(self._known), self._count - 1)))
         logits_BV = torch.randn(len(batch) + 1, self._vocabulary, generator=torch.Generator().manual_seed(
-            generator.getrandbits(40))).mul_(3.0).bfloat16()  # fmt: skip
+            generator.getrandbits(40))).mul_(3.0).bfloat16().float()  # fmt: skip
         for line_V in logits_BV:
             kind = generator.randrange(20)
             if kind < 3:

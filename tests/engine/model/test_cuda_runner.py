@@ -437,6 +437,25 @@ def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
     assert LAUNCHER in gpu.captured_in and threading.main_thread().name not in gpu.captured_in
 
 
+@pytest.mark.parametrize("rows", [1, 3, 64, 65])
+@torch.inference_mode()
+def test_logits_leave_the_head_in_float32(gpu: Gpu, rows: int) -> None:
+    """Two logits that are closer than a step of bfloat16 stay apart in every kernel that multiplies by the head."""
+    cuda, attention, linear, even = (
+        importlib.import_module(f"headrace.ops.cuda{name}") for name in ("", "_attention", "_linear", "_even_linear")
+    )
+    scratch = linear.LinearScratch("cpu")
+    shape = attention.HeadShape(heads=2, kv_heads=1, head_dim=64)
+    ops = cuda.CudaOps(
+        shape, eps=1e-5, cos_sin_PD=torch.ones(8, 64), scratch=scratch, even=even.EvenLinear(scratch, eps=1e-5)
+    )
+    weight_VE = torch.ones(128, 64)
+    weight_VE[100, 0] += 1 / 128
+    logits_SV = ops.logits(torch.ones(rows, 64).bfloat16(), ops.pack_head(weight_VE.bfloat16()))
+    assert logits_SV.dtype is torch.float32
+    assert torch.equal(logits_SV.argmax(-1), torch.full((rows,), 100))
+
+
 @pytest.mark.parametrize("seed", range(6))
 @torch.inference_mode()
 def test_rows_of_random_options_are_shaped_as_on_the_cpu(gpu: Gpu, seed: int) -> None:
