@@ -70,18 +70,6 @@ def test_tokens_do_not_depend_on_how_steps_are_cut_or_launched_ahead(opened: Ope
     assert run_all(opened, 2, num_pages=8) == alone, "with preemptions"
 
 
-@pytest.mark.anyio
-async def test_a_prompt_behind_a_cached_prefix_gives_the_same_bits(folder: Path) -> None:
-    """Whatever of it is left to compute, in bfloat16: log-probabilities are equal to the last bit."""
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-    async with Engine(folder, dtype="bfloat16", kv_memory="1MiB") as engine:
-        for length in (18, 23, 32, 47, 60):
-            prompt = [1 + length + at * at % 89 for at in range(length)]
-            first, again = [await engine.generate(prompt, params) for _ in range(2)]
-            assert again.usage.cached_tokens == (length - 1) // 16 * 16
-            assert first.choices[0].logprobs == again.choices[0].logprobs
-
-
 def test_pages_come_and_go(opened: Opened) -> None:
     """What those that stay hold is kept; those that come serve requests."""
     runner: Any = opened.runner
