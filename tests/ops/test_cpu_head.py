@@ -40,7 +40,8 @@ def test_logits_near_the_largest_are_exact(form: str, rows: int) -> None:
 
 @torch.inference_mode()
 def test_two_logits_closer_than_a_step_of_bfloat16_do_not_tie() -> None:
-    weight_VE = torch.ones(128, 64)
+    weight_VE = torch.full((128, 64), 0.5)
+    weight_VE[[7, 100]] = 1.0
     weight_VE[100, 0] += 1 / 128
     logits_SV = CpuHead(weight_VE.bfloat16(), dtype=torch.bfloat16)(torch.ones(2, 64).bfloat16())
     assert logits_SV.argmax(-1).tolist() == [100, 100]
