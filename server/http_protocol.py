@@ -1,12 +1,13 @@
 """`BoundedH11`: uvicorn's h11 protocol with the deadlines that it lacks; never sees what a request asks.
 
-h11 itself refuses heads beyond its size and malformed framing. What is added: a head must arrive in time, and so must
-the rest of a body that nobody reads any more; a client that stops reading is cut off; and a refusal of the protocol is
-JSON like every other.
+h11 itself refuses heads beyond its size and most malformed framing; strict_http.py refuses the rest. What is added
+here: a head must arrive in time, and so must the rest of a body that nobody reads any more; a client that stops reading
+is cut off; and a refusal of the protocol is JSON like every other, and no error of the server in its log.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import Any
 
@@ -15,9 +16,12 @@ import orjson
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.server.errors import ApiError, error_body
+from headrace.server.observability.logs import Line
+from headrace.server.strict_http import Malformed, StrictConnection
 
 __all__ = ["BoundedH11"]
 
+logger = logging.getLogger("headrace.server.requests")
 
 _MAX_HEAD = 65_536
 _MIN_CHUNK = 64  # bytes that parts of a body have on average, beyond the first thousand
@@ -27,7 +31,7 @@ _SILENCE = 15.0  # seconds, beyond those that a client may leave unread, in whic
 _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # where nothing is sent that it could acknowledge
 
 
-class _BoundedConnection(h11.Connection):
+class _BoundedConnection(StrictConnection):
     """Refuses a body in crumbs, each of which costs as much as a whole packet; frames parts of an answer by itself."""
 
     _parts = 0
@@ -47,17 +51,16 @@ class _BoundedConnection(h11.Connection):
         self._chunked = type(event) is h11.Response and b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
         return sent
 
-    def next_event(self) -> Any:
-        """Return the next event, as its base."""
-        event = super().next_event()
+    def check(self, event: Any) -> None:
+        """Refuse, as its base, and count the parts of a body."""
+        super().check(event)
         if isinstance(event, h11.Data):
             self._parts += 1
             self._bytes += len(event.data)
             if self._parts > _FREE_CHUNKS + self._bytes // _MIN_CHUNK:
-                raise h11.RemoteProtocolError("the body comes in too small chunks")
+                raise Malformed("the body comes in too small chunks")
         elif isinstance(event, h11.Request):
             self._parts = self._bytes = 0
-        return event
 
 
 class BoundedH11(H11Protocol):
@@ -76,7 +79,7 @@ class BoundedH11(H11Protocol):
             kwargs: uvicorn's.
         """
         super().__init__(*args, **kwargs)
-        self.conn = _BoundedConnection(h11.SERVER, _MAX_HEAD)
+        self.conn: _BoundedConnection = _BoundedConnection(h11.SERVER, _MAX_HEAD)
         self._header_timeout = header_timeout
         self._stall_timeout = stall_timeout
         self._max_connections = max_connections
@@ -141,9 +144,29 @@ class BoundedH11(H11Protocol):
         super().timeout_keep_alive_handler()
         self._start_stall_timer()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
-        body = orjson.dumps(error_body(ApiError(400, "invalid_http", msg)))
+    def handle_events(self) -> None:
+        """Act on what has come, as its base, unless it is no HTTP."""
+        super().handle_events()
+        if self.conn.refusal is not None and not self.transport.is_closing():
+            self._refuse(self.conn.refusal)
+
+    def _refuse(self, refusal: h11.RemoteProtocolError) -> None:
+        """Answer 400 if no answer has begun; close the connection in any case."""
+        reason = str(refusal) if isinstance(refusal, Malformed) else "this is not a valid HTTP/1.1 request"
+        logger.info("%s", Line("malformed", {"status": 400, "reason": reason}))
+        if self.cycle is not None:  # a request that still runs is cut off: it may send nothing more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_400(reason)
+        self.transport.close()
+        self._start_stall_timer()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Leave an upgrade to another protocol than WebSocket unsaid: clients offer HTTP/2 as a matter of course."""
+
+    def _send_400(self, reason: str) -> None:
+        body = orjson.dumps(error_body(ApiError(400, "invalid_http", reason)))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
@@ -152,7 +175,6 @@ class BoundedH11(H11Protocol):
         for event in (h11.Response(status_code=400, headers=headers, reason=b"Bad Request"), h11.Data(data=body)):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
-        self.transport.close()
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self._header_timeout, self.transport.abort)

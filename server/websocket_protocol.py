@@ -1,11 +1,14 @@
 """`BoundedWebSocket`: uvicorn's WebSocket protocol with the bounds that it lacks; never sees what a frame says.
 
 uvicorn pauses reading behind each message, but control frames get past that. What is added: a client that does not read
-is not read either, it is cut off in time, and so is a connection that has ended but does not empty.
+is not read either, it is cut off in time, and so is a connection that has ended but does not empty. A connection that
+fails ends with a close frame that its client gets to see: what the client still sends is thrown away meanwhile, since
+closing a TCP connection with bytes unread resets it. What a client does wrong is no error in the log.
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -13,6 +16,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 __all__ = ["BoundedWebSocket"]
 
 _MAX_PARTS = 1024  # of a message: empty ones count against no limit of bytes
+_SLICE = 16_384  # bytes that are parsed at a time: thousands of empty parts, of which most come too late
+_LINGER = 2.0  # seconds in which the client of a connection that failed should close it
+_TOO_BIG, _NOT_UTF8 = 1009, 1007
 
 
 class BoundedWebSocket(WebSocketsSansIOProtocol):
@@ -24,6 +30,25 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._stall_timeout = stall_timeout
         self._stall_timer: Any = None
         self._ended = False
+        self._failed = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, unless the connection has failed; the first data is the head, which BoundedH11 has parsed before."""
+        for start in range(0, len(data), _SLICE):
+            if self._failed:
+                return
+            super().data_received(data[start : start + _SLICE])
+        if not self.handshake_initiated and not self.transport.is_closing():  # the head is not one of a WebSocket
+            answer = b"".join(self.conn.data_to_send())
+            reason = "Failed to open a WebSocket connection: its request may have no body and at most 128 headers.\n"
+            self.transport.write(answer or self.conn.reject(HTTPStatus.BAD_REQUEST, reason).serialize())
+            self.transport.close()
+
+    async def send(self, message: Any) -> None:
+        """Send, as its base, and remember an answer that refuses the handshake as the end of it."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
@@ -53,10 +78,43 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def handle_cont(self, event: Any) -> None:
         """Take a further part of a message."""
+        if self._failed:
+            return
         if len(self.frames) >= _MAX_PARTS:
-            self.transport.abort()
+            self.conn.fail(_TOO_BIG, f"a message may have {_MAX_PARTS} parts")
+            self.handle_parser_exception()
         else:
             super().handle_cont(event)
+
+    def send_receive_event_to_app(self) -> None:
+        """Hand on a message, whose text must be UTF-8."""
+        if self.curr_msg_data_type == "text":
+            self.frames = [b"".join(self.frames)]
+            try:
+                self.frames[0].decode()
+            except UnicodeDecodeError:
+                self.conn.fail(_NOT_UTF8, "text must be UTF-8")
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()
+
+    def handle_parser_exception(self) -> None:
+        """Send the close frame that says how the connection failed, and then read nothing but its end."""
+        if self._failed or self.transport.is_closing():
+            return
+        self._failed = self.close_sent = True
+        self.frames = []
+        sent = self.conn.close_sent
+        code, reason = (1006, "") if sent is None else (sent.code, sent.reason)
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+        if self.close_timer is None:
+            self.close_timer = self.loop.call_later(_LINGER, self.transport.close)
 
     def on_task_complete(self, task: Any) -> None:
         """The application has ended: what is left to send must leave in time."""

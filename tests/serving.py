@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ __all__ = [
     "Serving",
     "check_error",
     "events_of",
+    "logged",
     "scripted",
     "serving",
     "speaking",
@@ -162,6 +164,25 @@ class Process:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What a server in this process logs at INFO and above, those of uvicorn and asyncio included."""
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    before = {}
+    for logger in map(logging.getLogger, ("uvicorn.error", "asyncio", "headrace.server")):
+        before[logger] = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        for logger, level in before.items():
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
+import logging
 import socket as socketlib
 import struct
 import time
@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from serving import CAPACITY, Process, Serving, scripted, serving, until
+from serving import CAPACITY, Process, Serving, logged, scripted, serving, until
 from starlette.websockets import WebSocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -197,11 +197,57 @@ def test_a_stalled_reader_is_cut_off() -> None:
         assert not server.service.running
 
 
-def test_a_message_in_empty_parts_is_cut_off(server: Serving) -> None:
+def close_frame(code: int, reason: bytes) -> bytes:
+    return bytes([0x88, 2 + len(reason)]) + struct.pack("!H", code) + reason
+
+
+def test_a_message_in_too_many_parts_is_closed_with_the_reason(server: Serving) -> None:
     with unread(server.port) as sock:
-        sock.sendall(masked(b"{", 1, last=False) + masked(b"", 0, last=False) * 2000)
-        with contextlib.suppress(ConnectionError):
+        sock.sendall(masked(b"{", 1, last=False) + masked(b"", 0, last=False) * 50_000)  # more than is read at once
+        assert sock.recv(100) == close_frame(1009, b"a message may have 1024 parts")
+        assert sock.recv(100) == b""
+    until(lambda: not server.server.server_state.connections)
+
+
+def test_text_that_is_not_utf8_is_closed_without_a_traceback(server: Serving) -> None:
+    for frames_sent in (masked(b"\xff", 1), masked(b"\xe2", 1, last=False) + masked(b"\xff", 0)):
+        with logged() as records, unread(server.port) as sock:
+            sock.sendall(frames_sent)
+            assert sock.recv(100) == close_frame(1007, b"text must be UTF-8")
             assert sock.recv(100) == b""
+        assert not [record for record in records if record.levelno > logging.INFO]
+
+
+def test_a_client_that_does_not_end_a_connection_that_failed_is_cut_off(server: Serving) -> None:
+    with unread(server.port) as sock:
+        sock.sendall(masked(b"\xff", 1))
+        until(lambda: not server.server.server_state.connections)
+
+
+HANDSHAKE = (
+    b"GET /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        (b"Host: evil.example\r\n", 400),
+        (b"Origin: https://evil.example\r\n", 403),
+        (b"Content-Length: 5\r\n", 400),
+        (b"Transfer-Encoding: chunked\r\n", 400),
+        (b"Sec-WebSocket-Protocol: \x01\r\n", 400),
+        (b"X: " + b"a" * 20_000 + b"\r\n", 431),
+        (b"".join(b"X-%d: a\r\n" % number for number in range(300)), 431),
+    ],
+)
+def test_a_handshake_that_is_refused_is_answered_and_is_no_error(server: Serving, more: bytes, status: int) -> None:
+    with logged() as records:
+        answer = server.raw(HANDSHAKE + more + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert not [record for record in records if record.levelno > logging.INFO]
+    until(lambda: len(server.server.server_state.connections) <= 1)  # the client of `check` keeps its own
 
 
 def test_cancel_ends_one_request_alone(server: Serving) -> None:
