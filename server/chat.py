@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.engine import Engine, Rejected, RequestFailed, SamplingParams
+from headrace.server.interrupts import ending_at_once
 from headrace.server.opening import opened
 from headrace.server.printable import printable
 
@@ -47,10 +49,11 @@ def run_chat(
         Whether all lines of a pipe were done; a person at a terminal has seen what was not.
     """
     console = Console(highlight=False)
-    with (
-        start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(opened(model, console, adapter_slots=len(adapters))) as engine,
-    ):
+    with contextlib.ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal())
+        opening = portal.wrap_async_context_manager(opened(model, console, adapter_slots=len(adapters)))
+        with ending_at_once(f"opening {Path(model).name}", console):
+            engine = stack.enter_context(opening)
         for name, folder in adapters.items():
             portal.call(engine.adapters.load, name, folder)
         chat = _Chat(portal, engine, console, system, {"temperature": temperature, "max_tokens": max_tokens})

@@ -29,6 +29,9 @@ app.add_typer(kernels, name="kernels")
 app.command()(serve)
 
 
+_INTERRUPTED = 130  # the exit code that typer makes of KeyboardInterrupt
+
+
 def _tell_version(wanted: bool) -> None:
     if wanted:
         print(f"headrace {version('headrace')}")
@@ -89,10 +92,10 @@ def chat(
 
 
 def main() -> None:
-    """Run the command line; an error that headrace names is printed as one line, without a traceback."""
+    """Run the command line; an error that headrace names, and Ctrl-C, are told in one line, without a traceback."""
     failure: BaseException | None = None
     try:
-        app()
+        _run()
     except* (HeadraceError, FileNotFoundError) as group:
         failure = group
     while isinstance(failure, BaseExceptionGroup):
@@ -101,3 +104,12 @@ def main() -> None:
         text = " ".join([f"headrace: {failure}", *getattr(failure, "__notes__", ())])
         Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
+
+
+def _run() -> None:
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            sys.stderr.write("headrace: interrupted\n")
+        raise

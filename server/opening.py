@@ -1,6 +1,6 @@
-"""Opens an engine for a command that talks to a person; owns the spinner and names the model where that fails.
+"""Opens an engine for a command that talks to a person; owns the spinner, names the model where that fails or ends.
 
-What the engine's log says at INFO meanwhile, such as how much of the weights is loaded, stands beside the spinner.
+What headrace logs at INFO meanwhile, such as how much of the weights is loaded, stands beside the spinner.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from anyio.lowlevel import checkpoint
 from rich.console import Console
 
 from headrace.engine import Engine, LoadFailed
+from headrace.server.interrupts import ending_at_once
 
 __all__ = ["opened"]
 
 
 @asynccontextmanager
 async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[Engine]:
-    """An open engine; closed when the block ends.
+    """An open engine; closed when the block ends. Ctrl-C ends the process at once while the engine opens.
 
     Raises:
         LoadFailed: The model cannot be opened; a note on the error says which model that was.
@@ -28,7 +30,9 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         opening = f"opening {Path(model).name}"
         status = console.status(f"{opening} ...")
-        with status, _told_progress(lambda message: status.update(f"{opening}: {message}"), console.is_terminal):
+        telling = _told_progress(lambda message: status.update(f"{opening}: {message}"), console.is_terminal)
+        with status, telling, ending_at_once(opening, console):
+            await checkpoint()  # where Ctrl-C came before it was caught here, nothing is opened
             try:
                 engine = await stack.enter_async_context(Engine(model, **options))
             except LoadFailed as error:
@@ -52,11 +56,11 @@ class _Teller(logging.Handler):
 
 @contextmanager
 def _told_progress(tell: Callable[[str], None], wanted: bool) -> Iterator[None]:
-    """Hand what the engine logs at INFO in the block to `tell`, if that is wanted."""
+    """Hand what headrace logs at INFO in the block to `tell`, if that is wanted."""
     if not wanted:
         yield
         return
-    logger, teller = logging.getLogger("headrace.engine"), _Teller(tell)
+    logger, teller = logging.getLogger("headrace"), _Teller(tell)
     level = logger.level
     logger.addHandler(teller)
     if not logger.isEnabledFor(logging.INFO):

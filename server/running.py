@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import gc
 import resource
+import signal
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from socket import socket
 from types import FrameType
 from typing import Any
 
+import anyio
 import uvicorn
 from starlette.applications import Starlette
 
+from headrace.engine import InvalidParams
 from headrace.server.http_protocol import BoundedH11
 from headrace.server.service import Service
 from headrace.server.websocket_protocol import BoundedWebSocket
 
-__all__ = ["DrainingServer", "make_server", "settle_memory"]
+__all__ = ["DrainingServer", "make_server", "most_connections", "settle_memory"]
 
 _HEADER_TIMEOUT = 10.0
 _SPARE_FILES = 128  # file descriptors that are left to everything but connections
+_LEAST_CONNECTIONS = 32
 _LAST_WORDS = 1.0  # seconds for the error events of what was ended
+_FLUSH = 0.1  # seconds in which bytes leave for a client that reads
+_FLUSHED = 5.0  # seconds in which clients should have read their answers, once none runs any more
+_CANCELLED = 10.0  # seconds after which tasks are cancelled that outlive their connections
 
 
 _GARBAGE = 50_000  # new objects that start a collection; the default of 700 would start hundreds a second
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains at the first signal, and stops at once at the second.
+    """A uvicorn server that drains at the first SIGTERM, SIGINT or SIGHUP, and stops at once at the second.
 
     While it drains it keeps listening, so that new requests get an answer that says when to come again.
     """
@@ -36,41 +48,82 @@ class DrainingServer(uvicorn.Server):
         """Serve `config`, draining `service`."""
         super().__init__(config)
         self._service = service
+        self._signals = 0
         self._deadline: float | None = None
         self._ended_at: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; stop at the second signal."""
-        if self._deadline is None:
-            self._service.drain()
-            self._deadline = time.monotonic() + self._service.settings.drain_seconds
-        else:
-            self.config.timeout_graceful_shutdown = 0
-            self.should_exit = self.force_exit = True
+        """Count a signal; the event loop acts on it soon, since this may run between any two of its instructions."""
+        self._signals += 1
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take SIGHUP as well, which ends a terminal's session, unless whoever started the process has it ignored."""
+        hang_up = signal.SIGHUP
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(hang_up) is signal.SIG_IGN:
+            with super().capture_signals():
+                yield
+            return
+        before = signal.signal(hang_up, self.handle_exit)
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            signal.signal(hang_up, before)
 
     async def on_tick(self, counter: int) -> bool:
-        """See whether the drain is over."""
-        now = time.monotonic()
-        if self._deadline is not None and not self.should_exit:
-            if not self._service.running:
-                self.should_exit = True
-            elif self._ended_at is not None:
-                self.should_exit = now >= self._ended_at + _LAST_WORDS
-            elif now >= self._deadline:
-                self._ended_at = now
-                self._service.end_all()
+        """Begin to drain where a signal came, and see whether the drain is over."""
+        if self._signals and not self.should_exit:
+            self._drain(time.monotonic())
         return await super().on_tick(counter)
+
+    def _drain(self, now: float) -> None:
+        if self._deadline is None:
+            self._service.drain()
+            self._deadline = now + self._service.settings.drain_seconds
+        if self._signals > 1:
+            self._deadline = min(self._deadline, now)
+        if not self._service.running:
+            self.should_exit = True
+        elif self._ended_at is not None:
+            self.should_exit = now >= self._ended_at + _LAST_WORDS
+        elif now >= self._deadline:
+            self._ended_at = now
+            self._service.end_all()
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Close all connections, and cut those whose clients do not read their last bytes in time.
+
+        What still answers on a connection that was cut sees its client gone, and ends as it does then.
+        """
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._cut_in_time)
+            await super().shutdown(sockets)
+            tasks.cancel_scope.cancel()
+
+    async def _cut_in_time(self) -> None:
+        is_late = self._ended_at is not None and bool(self._service.running)
+        end = time.monotonic() + (0.0 if is_late else _FLUSHED)
+        await anyio.sleep(_FLUSH)
+        while time.monotonic() < end and self._signals < 2:  # noqa: ASYNC110 - a signal may set no event
+            await anyio.sleep(0.05)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info", **more: Any) -> DrainingServer:
-    """A server for an application of `create_app`; `more` goes to `uvicorn.Config`."""
+    """A server for an application of `create_app`; `more` goes to `uvicorn.Config`.
+
+    Raises:
+        InvalidParams: The system allows this process too few open files.
+    """
     service: Service = app.state.service
     stall_timeout = service.settings.stall_timeout + 1.0  # the application ends a request more gently before
     protocol: Any = partial(
         BoundedH11,
         header_timeout=_HEADER_TIMEOUT,
         stall_timeout=stall_timeout,
-        max_connections=_most_connections(),
+        max_connections=most_connections(),
     )
     sockets: Any = partial(BoundedWebSocket, stall_timeout=stall_timeout)
     config = uvicorn.Config(
@@ -81,7 +134,7 @@ def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info"
         ws=sockets,
         ws_max_size=min(service.settings.max_body_bytes, 2**20),
         ws_per_message_deflate=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=_CANCELLED,
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -101,10 +154,25 @@ def settle_memory() -> None:
     gc.set_threshold(_GARBAGE, 20, 20)
 
 
-def _most_connections() -> int:
-    """As many as the system allows this process; its soft limit is raised to the hard one."""
+def most_connections() -> int:
+    """As many as the system allows this process; its soft limit of open files is raised to the hard one.
+
+    Raises:
+        InvalidParams: They are too few to serve anybody; names the number of open files to allow.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard and hard != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    return max(1, soft - _SPARE_FILES)
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    least = _SPARE_FILES + _LEAST_CONNECTIONS
+    if soft < least:
+        raise InvalidParams(
+            f"open files: at least {least} are needed to serve {_LEAST_CONNECTIONS} connections, and this process may "
+            f"have {soft}: set `ulimit -n {least}` or more (one for each connection, and {_SPARE_FILES})",
+            field="open files",
+            value=soft,
+            limit={"ge": least},
+        )
+    return soft - _SPARE_FILES

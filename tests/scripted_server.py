@@ -7,6 +7,7 @@ import resource
 import socket
 import sys
 import time
+from typing import Any
 
 import anyio
 
@@ -18,8 +19,8 @@ from headrace.server.running import make_server
 CAPACITY = Capacity(num_pages=4096, page_size=16, max_rows=64, max_batched_tokens=512, max_context=8192, vocab_size=257)
 
 
-async def main(options: dict[str, float]) -> None:
-    pause = options.pop("pause", 0.01)
+async def main(options: dict[str, Any]) -> None:
+    pause, log_level = options.pop("pause", 0.01), options.pop("log_level", "critical")
     if "files" in options:
         files = int(options.pop("files"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
@@ -31,7 +32,7 @@ async def main(options: dict[str, float]) -> None:
         sock = socket.create_server(("127.0.0.1", 0))
         port = sock.getsockname()[1]
         app = create_app(engine, ServerSettings(**options))
-        server = make_server(app, host="127.0.0.1", port=port, log_level="critical")
+        server = make_server(app, host="127.0.0.1", port=port, log_level=log_level)
         print(port, flush=True)
         await server.serve(sockets=[sock])
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +141,18 @@ async def _make(portal: BlockingPortal, engine: Engine, settings: ServerSettings
 
 
 class Process:
-    """A server in a process of its own, run by tests/scripted_server.py."""
+    """A server in a process of its own, run by tests/scripted_server.py; with a `log_level`, its stderr is a pipe."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, signals: Mapping[int, signal.Handlers] | None = None, **settings: Any) -> None:
+        """Start it with these settings, and with what is done about `signals` other than by default."""
         script = Path(__file__).with_name("scripted_server.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(settings)], stdout=subprocess.PIPE, text=True, env=os.environ
+            [sys.executable, str(script), json.dumps(settings)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if "log_level" in settings else None,
+            text=True,
+            env=os.environ,
+            preexec_fn=lambda: [signal.signal(*each) for each in (signals or {}).items()] and None,
         )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
@@ -162,8 +168,9 @@ class Process:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 @contextlib.contextmanager

@@ -901,6 +901,66 @@ def test_61_a_second_signal_ends_at_once() -> None:
         pool.shutdown()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_ends_every_kind_of_connection_without_a_traceback(number: signal.Signals) -> None:
+    with Process(drain_seconds=60, log_level="info") as process, contextlib.ExitStack() as stack:
+        futures, pool = read_streams(process, 3, BODY | {"max_tokens": 8000})
+        ask = json.dumps({"model": "scripted", "prompt": "x", "max_tokens": 8000, **BODY}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        for sent in (
+            b"",
+            b"POST /v1/comp",
+            head + b"Content-Length: 1000\r\n\r\n{",
+            head + b"Content-Length: %d\r\n\r\n" % len(ask) + ask,
+        ):
+            stack.enter_context(socket.create_connection(("127.0.0.1", process.port))).sendall(sent)
+        time.sleep(0.3)
+        process.signal(number)
+        time.sleep(0.5)
+        assert process.process.poll() is None
+        process.signal(number)
+        _, log = process.process.communicate(timeout=10)
+        assert process.process.returncode == 0
+        assert "Shutting down" in log and "ERROR" not in log and "Traceback" not in log, log
+        for future in futures:
+            assert future.exception(timeout=10) is not None or "[DONE]" not in future.result()
+        pool.shutdown()
+
+
+def test_a_body_that_never_comes_does_not_hold_up_the_end() -> None:
+    with Process(drain_seconds=0.5, log_level="info") as process:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+        with socket.create_connection(("127.0.0.1", process.port)) as sock:
+            sock.sendall(head)
+            time.sleep(0.3)
+            process.signal()
+            _, log = process.process.communicate(timeout=15)
+        assert process.process.returncode == 0 and "ERROR" not in log and "Traceback" not in log, log
+
+
+def test_sighup_drains_unless_it_is_ignored() -> None:
+    with Process(drain_seconds=20) as process:
+        futures, pool = read_streams(process, 3, BODY | {"max_tokens": 100})
+        process.signal(signal.SIGHUP)
+        for future in futures:
+            assert events_of(future.result(timeout=20))[-1] == "[DONE]"
+        assert process.process.wait(timeout=10) == 0
+        pool.shutdown()
+    with Process(signals={signal.SIGHUP: signal.SIG_IGN}) as process:  # as nohup starts a process
+        process.signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert httpx2.get(f"{process.url}/health/ready", trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("files", [129, 159])
+def test_too_few_open_files_are_refused_by_name(files: int) -> None:
+    script = Path(__file__).parent.with_name("scripted_server.py")
+    command = [sys.executable, str(script), json.dumps({"files": files})]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and not ended.stdout
+    assert f"this process may have {files}: set `ulimit -n 160`" in ended.stderr
+
+
 def test_63_more_connections_than_file_descriptors() -> None:
     with Process(files=160) as process:
         futures, pool = read_streams(process, 5, BODY | {"max_tokens": 200})

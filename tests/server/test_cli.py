@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import logging
@@ -250,6 +251,44 @@ def own_it() -> None:
     """Make stdin the terminal that Ctrl-C comes from; a shell's background jobs start with it ignored."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+SLOW = """
+import sys, time
+from headrace.engine.life import Life
+def slow(self):
+    print("begun", file=sys.stderr, flush=True)
+    time.sleep(60)
+Life._open = slow
+from headrace.server.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["serve --port 0", "chat", "demo"])
+def test_ctrl_c_while_a_model_is_opened_ends_at_once(command: str, base_model: Path) -> None:
+    arguments = [sys.executable, "-c", SLOW, *command.split(), str(base_model)]
+    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, **default) as process:
+        assert process.stderr is not None
+        while "begun" not in process.stderr.readline():
+            assert process.poll() is None
+        for _ in range(20):  # of the 60 seconds that opening takes
+            process.send_signal(signal.SIGINT)  # again: asyncio does not see one that comes just before it waits
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+                break
+        assert process.returncode == 130
+        assert process.stderr.read() == f"headrace: interrupted while opening {base_model.name}\n"
+
+
+def test_ctrl_c_elsewhere_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.server.cli.chosen_model", interrupted)
+    assert run(monkeypatch, "chat") == 130
+    assert capsys.readouterr().err.strip() == "headrace: interrupted"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "example.org", "::"])
