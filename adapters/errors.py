@@ -14,6 +14,7 @@ HeadraceError
 ├── RequestFailed          this request ended early; the engine serves on
 │   ├── AdapterUnavailable its adapter could not be brought to the device: the files are gone, say, or have changed
 │   ├── HookFailed         a hook of this request raised, took too long or returned what it may not
+│   ├── NoTokenLeft        masks or a response format of this request left no token to choose
 │   ├── NonFiniteLogits    the model produced NaN or infinity for this request
 │   └── OutOfMemory        the device had no memory for this request's step
 ├── EngineStopped          the engine is closed or closing, or was never opened
@@ -34,6 +35,7 @@ __all__ = [
     "InvalidParams",
     "LoadFailed",
     "ModelRejected",
+    "NoTokenLeft",
     "NonFiniteLogits",
     "OutOfMemory",
     "Overloaded",
@@ -116,6 +118,15 @@ class AdapterUnavailable(RequestFailed):
 
 class HookFailed(RequestFailed):
     """A hook of this request raised (then `__cause__` holds what), took too long or returned what it may not."""
+
+
+class NoTokenLeft(RequestFailed):
+    """What this request asked for left none of the model's tokens to choose; `field` names what it was."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        """Keep the field that is at fault, such as `response_format`, as far as it is known."""
+        super().__init__(message)
+        self.field = field
 
 
 class NonFiniteLogits(RequestFailed):

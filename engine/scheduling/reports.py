@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headrace.engine.errors import NonFiniteLogits, RequestFailed
+from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Emission, Outcome, StepPlan
 from headrace.engine.scheduling.request import Request, State
@@ -68,10 +68,13 @@ def accept_run(
     return emissions
 
 
-def failure_of(token: int, vocab_size: int) -> RequestFailed:
-    """Why a request fails that was given `token`, which is none of the vocabulary."""
+def failure_of(request: Request, token: int, vocab_size: int) -> RequestFailed:
+    """Why `request` fails, which was given `token`, none of the vocabulary."""
     if token == NON_FINITE:
         return NonFiniteLogits("the logits of this request were not finite")
     if token == NOTHING_LEFT:
-        return RequestFailed("masks or grammar of this request leave no token to choose")
+        field = None if request.grammar is None else "response_format"
+        made = len(request.tokens) - request.prompt_len
+        what = "the masks of this request" if field is None else f"{field}: it and the masks of this request"
+        return NoTokenLeft(f"{what} leave no token to choose after {made} tokens", field=field)
     return RequestFailed(f"the device sampled token {token} of a vocabulary of {vocab_size}")

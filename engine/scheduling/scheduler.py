@@ -353,7 +353,7 @@ class Scheduler(Overview):
         if token == NON_FINITE:
             for page in request.pages:  # whoever read them would fail in the same way
                 self.pool.forget(page)
-        return self._roster.fail(request, failure_of(token, self.capacity.vocab_size))
+        return self._roster.fail(request, failure_of(request, token, self.capacity.vocab_size))
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

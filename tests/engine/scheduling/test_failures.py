@@ -7,7 +7,7 @@ import itertools
 import pytest
 from simulation.rig import Rig, capacity
 
-from headrace.engine.errors import NonFiniteLogits, RequestFailed
+from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
 from headrace.engine.scheduling.plan import NON_FINITE, StepPlan
 from headrace.engine.scheduling.request import State
 from headrace.engine.testing import ScriptedStep
@@ -97,7 +97,7 @@ def test_a_paused_sharer_of_a_failed_step_starts_over_when_it_is_resumed() -> No
     assert rig.ends[sharer.id] == "length"
 
 
-@pytest.mark.parametrize(("token", "error"), [(NON_FINITE, NonFiniteLogits), (97, RequestFailed), (-2, RequestFailed)])
+@pytest.mark.parametrize(("token", "error"), [(NON_FINITE, NonFiniteLogits), (97, RequestFailed), (-2, NoTokenLeft)])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_token_that_cannot_be_ends_its_request_alone(depth: int, token: int, error: type[RequestFailed]) -> None:
     rig = rig_of(depth)
