@@ -120,10 +120,10 @@ class Gate:
         if b"*" not in self._hosts:
             host = _PORT.sub(b"", hosts[0].strip().lower()) if len(hosts) == 1 else b""
             if host not in self._hosts:
-                raise ApiError(403, "host_not_allowed", "this server does not answer to that Host")
+                raise ApiError(403, "host_not_allowed", _FOREIGN_HOST)
         for name, value in headers:
             if name == b"origin" and value.lower() not in self._origins and not self._is_own(value, hosts):
-                raise ApiError(403, "origin_not_allowed", "pages of that Origin may not ask this server")
+                raise ApiError(403, "origin_not_allowed", _FOREIGN_ORIGIN)
 
     def _is_own(self, origin: bytes, hosts: list[bytes]) -> bool:
         """Whether `origin` is this server, as the client calls it; TLS may end in front of it."""
@@ -163,6 +163,14 @@ class Gate:
         return caller
 
 
+_FOREIGN_HOST = (
+    "this server does not answer to that Host; its operator allows more with --allowed-hosts (allowed_hosts of "
+    "ServerSettings)"
+)
+_FOREIGN_ORIGIN = (
+    "pages of that Origin may not ask this server; its operator allows more with --allowed-origins (allowed_origins of "
+    "ServerSettings)"
+)
 _LOOPBACK = frozenset({b"localhost", b"127.0.0.1", b"[::1]"})
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 _KEY_PROTOCOL = SUBPROTOCOL.encode() + b".key."

@@ -187,7 +187,6 @@ def serve(
     with _flags_named():
         settings = _settings(host, allowed_hosts, chosen)
         _check_address(host, port)
-        _check_open_files()
         main = partial(_serve, chosen_model(model), options, settings, logged, listening)
         anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
@@ -263,7 +262,10 @@ def _log_level(value: str) -> str:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened to now, rather than after the model has been opened."""
+    """Refuse what cannot be listened to or has too few open files now, not after the model has been opened."""
+    from headrace.server.running import most_connections
+
+    most_connections()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         errors = [_binding_error(family, kind, protocol, address) for family, kind, protocol, _, address in found]
@@ -273,13 +275,6 @@ def _check_address(host: str, port: int) -> None:
                 raise error
     except OSError as error:
         raise typer.BadParameter(f"--host {host} --port {port}: {error.strerror or error}") from None
-
-
-def _check_open_files() -> None:
-    """Refuse a system that allows too few open files, rather than after the model has been opened."""
-    from headrace.server.running import most_connections
-
-    most_connections()
 
 
 def _binding_error(family: int, kind: int, protocol: int, address: Any) -> OSError | None:

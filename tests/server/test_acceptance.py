@@ -272,7 +272,10 @@ def test_10_forged_hosts(server: Serving, host: str) -> None:
 
 
 def test_10_origins_of_pages(server: Serving) -> None:
-    check_error(server.client.get("/v1/models", headers={"origin": "https://evil.example"}), 403, "origin_not_allowed")
+    answer = server.client.get("/v1/models", headers={"origin": "https://evil.example"})
+    assert "--allowed-origins" in check_error(answer, 403, "origin_not_allowed")["message"]
+    answer = server.client.get("/v1/models", headers={"host": "evil.example"})
+    assert "--allowed-hosts" in check_error(answer, 403, "host_not_allowed")["message"]
     with serving(scripted(), ServerSettings(allowed_origins=("https://good.example",))) as other:
         assert other.client.get("/v1/models", headers={"origin": "https://good.example"}).status_code == 200
 
