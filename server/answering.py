@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import anyio
 
-from headrace.engine import Prompt, Rejected, ResponseFormat, SamplingParams, TokenLogprobs, TokenStream
+from headrace.engine import Chunk, Prompt, Rejected, ResponseFormat, SamplingParams, TokenLogprobs, TokenStream
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.limits import Permit
 from headrace.server.observability.tracing import end_span, start_span
-from headrace.server.protocol.answers import Answer, add_usage, pieces
+from headrace.server.protocol.answers import Answer, Piece, add_usage, pieces
 from headrace.server.service import Service
 
 __all__ = ["Answering", "Ask"]
 
 logger = logging.getLogger("headrace.server")
+
+_PromptLogprobs = list[TokenLogprobs | None] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,10 @@ class Outlet(Protocol):
         """Begin a stream with these events; later calls do nothing."""
         ...
 
+    async def room(self, tokens: int) -> int:
+        """Wait until one token or more may be sent, and return how many of `tokens` may."""
+        ...
+
     async def push(self, frames: bytes, tokens: int) -> None:
         """Send events that hold so many tokens; waits while the client is behind."""
         ...
@@ -92,7 +98,7 @@ def _made(prompts: list[list[int]]) -> Answer:
     raise AssertionError("an answer is made once")
 
 
-def _prompt_logprobs(stream: TokenStream) -> list[TokenLogprobs | None] | None:
+def _prompt_logprobs(stream: TokenStream) -> _PromptLogprobs:
     return stream.prompt_logprobs
 
 
@@ -243,7 +249,7 @@ class Answering:
 
     async def _read(self, stream: TokenStream, answer: Answer, first: int) -> None:
         """Read one stream to its end; its choices count from `first`."""
-        ask, permit, pacer = self._ask, self._permit, self._service.pacer
+        ask, permit = self._ask, self._permit
         assert permit is not None
         arrivals, prompt = self.figures.arrivals(stream, ask.params.n), None
         while (chunk := await stream.next_chunk()) is not None:
@@ -252,20 +258,34 @@ class Answering:
             if ask.params.prompt_logprobs is not None and prompt is None:
                 prompt = await anyio.to_thread.run_sync(_prompt_logprobs, stream)  # up to a second of work
             permit.spend(len(chunk.tokens))
-            frames = b""
-            for piece in pieces(chunk, ask.params.n, first, prompt):
-                if piece.finish_reason == "cancelled":
-                    raise self._service.shutting_down()  # the engine closed beneath it
-                if ask.streams:
-                    frames += answer.feed(piece)
-                else:
+            if ask.streams:
+                await self._send(chunk, answer, first, prompt)
+            else:
+                for piece in self._pieces(chunk, first, prompt):
                     answer.keep(piece)
-            if frames:
-                if not self._outlet.started:
-                    await self._outlet.start(self._opening)
-                await self._outlet.push(frames, len(chunk.tokens))
-                await pacer.turn()
         arrivals.end()
+
+    async def _send(self, chunk: Chunk, answer: Answer, first: int, prompt: _PromptLogprobs) -> None:
+        """Send a chunk of a stream, in as many parts as its outlet has room for at a time."""
+        tokens = chunk.tokens
+        while tokens:
+            room = await self._outlet.room(len(tokens))
+            if room < len(tokens):
+                chunk = Chunk(text="".join([token.text for token in tokens[:room]]), tokens=tokens[:room])
+            elif chunk.tokens is not tokens:
+                chunk = Chunk(text="".join([token.text for token in tokens]), tokens=tokens)
+            tokens = tokens[room:]
+            frames = b"".join([answer.feed(piece) for piece in self._pieces(chunk, first, prompt)])
+            if frames:
+                await self._outlet.start(self._opening)
+                await self._outlet.push(frames, len(chunk.tokens))
+                await self._service.pacer.turn()
+
+    def _pieces(self, chunk: Chunk, first: int, prompt: _PromptLogprobs) -> Sequence[Piece]:
+        found = pieces(chunk, self._ask.params.n, first, prompt)
+        if any(piece.finish_reason == "cancelled" for piece in found):
+            raise self._service.shutting_down()  # the engine closed beneath it
+        return found
 
     async def _fail(self, error: Exception) -> None:
         told = as_api_error(error, self._ask.names).renamed(self._ask.names)

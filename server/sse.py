@@ -75,6 +75,10 @@ class TokenEvents(EventSourceResponse):
             message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await self._connection.send(message, body(opening or self._framing.ping, more=True))
 
+    async def room(self, tokens: int) -> int:
+        """Return `tokens`: a client that does not read holds up what sends to it, and needs no other bound."""
+        return tokens
+
     async def push(self, frames: bytes, tokens: int) -> None:
         """Send whole events."""
         await self._connection.send(body(frames, more=True))

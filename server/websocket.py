@@ -8,7 +8,8 @@ Frames are JSON objects. From the client:
 
 To the client, always with the request's id: `chunk` with a chat.completion.chunk as `data`, `completion` with a whole
 answer where the request does not stream, then `done`; or `error` with OpenAI's error object, which is the end as well.
-A request with `credit` sends while it has some: each chunk uses up as many as it has tokens. Without credit the tokens
+A request with `credit` sends while it has some: each chunk uses up as many as it has tokens, and none has more than
+there is. Without credit the tokens
 stay with the engine, which stops computing when its reader's window is full. An id may be used again after its end; at
 most 64 requests run at once. What breaks these rules closes the socket with 4001, a draining server with 1012.
 """
@@ -236,11 +237,15 @@ class _Outlet:
             self.started = True
             await self._chunks(opening)
 
-    async def push(self, frames: bytes, tokens: int) -> None:
-        """Send chunks once there is credit."""
+    async def room(self, tokens: int) -> int:
+        """Wait for credit, and return how many of `tokens` it is enough for."""
         while self._credit is not None and self._credit <= 0:
             self._granted = anyio.Event()
             await self._granted.wait()
+        return tokens if self._credit is None else min(tokens, self._credit)
+
+    async def push(self, frames: bytes, tokens: int) -> None:
+        """Send chunks, which use up credit."""
         if self._credit is not None:
             self._credit -= tokens
         await self._chunks(frames)

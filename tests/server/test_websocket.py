@@ -284,6 +284,26 @@ def test_without_credit_the_engine_stops_computing() -> None:
         assert len(text_of(frames(socket, until_ends=1)["a"])) == 1000
 
 
+def test_no_more_tokens_come_than_there_is_credit() -> None:
+    """However many tokens have gathered meanwhile: a token is one character here."""
+    engine = FakeEngine(max_rows=8, step_seconds=0.0, max_unread_tokens=64)
+    with serving(engine, ServerSettings(served_model_name="scripted")) as server, opened(server.port) as socket:
+        ask(socket, "a", max_tokens=40, credit=1)
+        text, granted = "", 1
+        until(lambda: server.portal.call(server.engine.stats).generated_tokens >= 40)
+        while True:
+            frame = json.loads(socket.recv(timeout=10))
+            if frame["type"] == "done":
+                break
+            found = text_of([frame])
+            text += found
+            assert len(text) <= granted
+            if found and len(text) == granted:
+                socket.send(json.dumps({"type": "credit", "id": "a", "tokens": 3}))
+                granted += 3
+        assert len(text) == 40
+
+
 @pytest.mark.parametrize(
     ("frame", "code"),
     [
