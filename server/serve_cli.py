@@ -80,6 +80,19 @@ KvDtypeOption = Annotated[str, typer.Option(help="Of keys and values: auto or fp
 BlockOption = Annotated[int, typer.Option(help="Tokens in a page of keys and values.", min=1)]
 PrefixOption = Annotated[bool, typer.Option(help="Keep past prompts for requests that begin alike.")]
 SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no seed.")]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Who is served first: first_come, ageing, size_classes, fair_share or deadlines. Left out: fair_share "
+        "where there are two keys or more, else first_come."
+    ),
+]
+BackgroundOption = Annotated[
+    bool,
+    typer.Option(
+        "--background-last", help="Serve priorities above 0 only where no others wait; with fair_share or deadlines."
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE, such as allow_download=true; repeatable."),
@@ -135,6 +148,8 @@ def serve(
     adapter_folder: AdapterFolderOption = None,
     max_loras: SlotsOption = 0,
     max_lora_rank: AdapterRankOption = 64,
+    scheduling_policy: PolicyOption = None,
+    background_last: BackgroundOption = False,
     more: SetOption = None,
     max_queue: QueueOption = 1024,
     queue_timeout: WaitOption = 60.0,
@@ -179,6 +194,7 @@ def serve(
         "seed": seed,
         "adapter_slots": max_loras or (16 if chosen["adapters"] or adapter_folder else 0),
         "max_adapter_rank": max_lora_rank,
+        "policy": _policy(scheduling_policy, len(chosen["api_keys"]) + len(chosen["admin_keys"]), background_last),
         **_assignments(more),
     }
     _check_parser(tool_call_parser)
@@ -204,6 +220,16 @@ def _adapters(given: list[str] | None, model: str | None) -> dict[str, str]:
             raise typer.BadParameter(f"--lora-modules {each}: give NAME=FOLDER, each name once")
         named[name] = folder
     return named
+
+
+def _policy(given: str | None, keys: int, background_last: bool) -> str | dict[str, Any]:
+    """The policy that was named; with several keys, one that no tenant can shut the others out of."""
+    name = given or ("fair_share" if keys > 1 else "first_come")
+    if not background_last:
+        return name
+    if name not in ("fair_share", "deadlines"):
+        raise typer.BadParameter(f"--background-last: give --scheduling-policy fair_share or deadlines, not {name}")
+    return {"name": name, "background_last": True}
 
 
 def _adapter_folder(given: str | None, admin_keys: list[str] | None) -> str | None:
@@ -235,6 +261,7 @@ _FLAGS = {
     "prefix_cache": "--enable-prefix-caching",
     "adapter_slots": "--max-loras",
     "max_adapter_rank": "--max-lora-rank",
+    "policy": "--scheduling-policy",
     "drain_seconds": "--shutdown-timeout",
     "api_keys": "--api-key",
     "admin_keys": "--admin-api-key",

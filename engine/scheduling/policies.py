@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked
 
+from headrace.engine.scheduling.background import BackgroundLast
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.policy import FirstCome, Policy
@@ -274,6 +275,10 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 }
 """The built-in policies by the names that `EngineConfig.policy` knows."""
 
+_FAIR = ("fair_share", "deadlines")
+_BACKGROUND_LAST = "background_last"
+"""A setting of those in `_FAIR`, whose own order knows priorities only within a tenant."""
+
 
 def policy_of(wanted: str | Mapping[str, Any] | Policy) -> Policy:
     """The policy of that name, with settings where `wanted` is a mapping of `name` and settings; or `wanted` itself.
@@ -289,6 +294,10 @@ def policy_of(wanted: str | Mapping[str, Any] | Policy) -> Policy:
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"must be one of {', '.join(POLICIES)}")
+    background_last = settings.pop(_BACKGROUND_LAST, False) if name in _FAIR else False
+    if not isinstance(background_last, bool):
+        raise ValueError(f"{_BACKGROUND_LAST} must be true or false, got {background_last!r}")
     if name == "first_come" and settings:
         raise ValueError(f"first_come has no settings, got {', '.join(settings)}")
-    return POLICIES[name](**settings)
+    policy = POLICIES[name](**settings)
+    return BackgroundLast(policy, POLICIES[name](**settings)) if background_last else policy

@@ -27,6 +27,7 @@ from rich.console import Console
 from serving import speaking
 
 from headrace.engine import Engine, SamplingParams
+from headrace.engine.config import EngineConfig
 from headrace.server.chat import _Chat
 from headrace.server.cli import main
 from headrace.server.demo import _Chat as _DemoChat
@@ -299,6 +300,27 @@ def test_without_keys_only_loopback_is_served(
     assert "loopback" in capsys.readouterr().err
 
 
+def test_two_keys_or_more_share_fairly_unless_told_otherwise(base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    async def serve(model: str, options: dict[str, object], *_: object) -> None:
+        seen.append(EngineConfig(model=model, **options).policy)
+
+    monkeypatch.setattr("headrace.server.serve_cli._serve", serve)
+    one, two = ["--api-key", "ann=secret-of-ann"], ["--api-key", "bob=secret-of-bob"]
+    admin = ["--admin-api-key", "root=secret-of-root"]
+    for arguments in (
+        [], one, [*one, *two], [*one, *admin], [*one, *two, "--scheduling-policy", "first_come"],
+        [*one, "--scheduling-policy", "deadlines"], [*one, *two, "--background-last"],
+        [*one, *two, "--set", "policy=ageing"],
+    ):  # fmt: skip
+        assert run(monkeypatch, "serve", str(base_model), "--port", "0", *arguments) == 0
+    background = {"name": "fair_share", "background_last": True}
+    assert seen == [
+        "first_come", "first_come", "fair_share", "fair_share", "first_come", "deadlines", background, "ageing"
+    ]  # fmt: skip
+
+
 def test_keys_of_the_command_line() -> None:
     assert _named(["ann=secret-of-ann", "c2VjcmV0LW9mLWJvYg==", "eve=c2VjcmV0LWZvci1ldmU="], "key") == {
         "ann": "secret-of-ann",
@@ -327,7 +349,9 @@ def test_a_bad_key_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ("serve {model} --kv-cache-memory-bytes lots", 1, "got 'lots' (--kv-cache-memory-bytes)"),
         ("serve {model} --max-model-len 1000000", 1, "this model was made for 256, got 1000000 (--max-model-len)"),
         ("serve {model} --set max_row=1", 1, "headrace: max_row: there is no such option (but max_rows), got '1'"),
-        ("serve {model} --set policy=weird", 1, "fair_share, deadlines, got 'weird'\n"),
+        ("serve {model} --set policy=weird", 1, "fair_share, deadlines, got 'weird'"),
+        ("serve {model} --scheduling-policy weird", 1, "fair_share, deadlines, got 'weird' (--scheduling-policy)"),
+        ("serve {model} --background-last", 2, "--scheduling-policy fair_share or deadlines, not first_come"),
         ("serve {model} --tool-call-parser xyz", 2, "--tool-call-parser xyz: must be one of "),
         ("serve {model} --adapter-folder {file}", 2, "--adapter-folder {file}: there is no such folder"),
         ("serve {model} --adapter-folder .", 2, "--adapter-folder .: without --admin-api-key nobody may "),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from headrace.engine.scheduling.background import BackgroundLast
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.policies import Ageing, Deadlines, FairShare, SizeClasses
 from headrace.engine.scheduling.request import Request, State
@@ -92,12 +93,16 @@ class Bounds:
     def __init__(self, scheduler: Scheduler) -> None:
         """Watch `scheduler`, which has served nobody yet."""
         self._scheduler = scheduler
-        self._policy: Any = scheduler._policy
+        tiers = isinstance(scheduler._policy, BackgroundLast)
+        self._policy: Any = scheduler._policy._tiers[0] if tiers else scheduler._policy
+        self._first_of_background = 1 if tiers else inf
+        """The lowest priority that waits for all others."""
         self._roster = scheduler._roster
         fair = isinstance(self._policy, FairShare)
         self._burst = self._policy.burst if fair else inf
-        self._tenants = _Ledger(self._burst, self._policy.weights if fair else {})
-        self._adapters: dict[str | None, _Ledger] = {}
+        self._tenants = [_Ledger(self._burst, self._policy.weights if fair else {}) for _ in range(2)]
+        """Of users, and of background."""
+        self._adapters: dict[tuple[int, str | None], _Ledger] = {}
         self._plans = 0
         self._marked: dict[int, int] = {}
         """Request -> the plan in which it began to wait."""
@@ -130,7 +135,7 @@ class Bounds:
 
     def _take_in(self, call: Callable[[Request], None], request: Request) -> None:
         call(request)
-        self._tenants.queue(request.tenant, request.id)
+        self._among(request).queue(request.tenant, request.id)
         self._within(request).queue(request.adapter, request.id)
         self._mark(request)
 
@@ -148,7 +153,7 @@ class Bounds:
                 self._check_begun(request, other)
         call(request, pages)
         if not request.preemptions:
-            self._tenants.start(request.tenant, request.id, able.keys())
+            self._among(request).start(request.tenant, request.id, able.keys())
             self._within(request).start(request.adapter, request.id, able.keys())
             self._charge(request, "prompt_cost", request.known - request.planned)
         if request.known > request.prompt_len:
@@ -171,7 +176,7 @@ class Bounds:
 
     def _end(self, call: Callable[[Request], None], request: Request) -> None:
         call(request)
-        self._tenants.forget(request.tenant, request.id)
+        self._among(request).forget(request.tenant, request.id)
         self._within(request).forget(request.adapter, request.id)
         self._paid.pop(request.id, None)
         self._marked.pop(request.id)
@@ -183,9 +188,9 @@ class Bounds:
 
     def _preempt(self, call: Callable[[Request], bool], victim: Request) -> bool:
         if victim.state is State.RUNNING and self._planning:
-            if self._sharing:
+            if self._sharing and self._tier(victim) == 0:
                 assert victim.preemptions < _MOST_YIELDS, f"r{victim.id} gives up its row once too often"
-            else:
+            elif not self._sharing:
                 self._check_victim(victim)
         return call(victim)
 
@@ -203,20 +208,28 @@ class Bounds:
 
     def _within(self, request: Request) -> _Ledger:
         """The accounts of the adapters of its tenant."""
-        if request.tenant not in self._adapters:
+        key = self._tier(request), request.tenant
+        if key not in self._adapters:
             weights = self._policy.adapter_weights if isinstance(self._policy, FairShare) else {}
-            self._adapters[request.tenant] = _Ledger(self._burst, weights)
-        return self._adapters[request.tenant]
+            self._adapters[key] = _Ledger(self._burst, weights)
+        return self._adapters[key]
+
+    def _among(self, request: Request) -> _Ledger:
+        """The accounts of the tenants of its tier."""
+        return self._tenants[self._tier(request)]
+
+    def _tier(self, request: Request) -> int:
+        return int(request.priority >= self._first_of_background)
 
     def _mark(self, request: Request) -> None:
         self._marked[request.id] = self._plans
-        self._tenants.mark(request.tenant, request.id)
+        self._among(request).mark(request.tenant, request.id)
         self._within(request).mark(request.adapter, request.id)
 
     def _charge(self, request: Request, cost: str, tokens: int) -> None:
         if isinstance(self._policy, FairShare):
             weighted = getattr(self._policy, cost) * tokens
-            self._tenants.charge(request.tenant, weighted)
+            self._among(request).charge(request.tenant, weighted)
             self._within(request).charge(request.adapter, weighted)
 
     # -- what must hold -----------------------------------------------------------------------------------------------
@@ -235,7 +248,9 @@ class Bounds:
     def _check_passed(self, starts: Request, waits: Request) -> None:
         """`starts` gets a row while `waits` could."""
         policy, now = self._policy, self._scheduler._now
-        if isinstance(policy, FairShare):
+        if self._tier(starts) != self._tier(waits):
+            assert self._tier(starts) < self._tier(waits), f"r{starts.id} of background starts, and r{waits.id} waits"
+        elif isinstance(policy, FairShare):
             self._check_shares(starts, waits)
         elif isinstance(policy, Ageing):
             ahead, behind = self._score(starts, now), self._score(waits, now)
@@ -248,11 +263,13 @@ class Bounds:
     def _check_begun(self, starts: Request, begun: Request) -> None:
         """`starts` gets a row in a plan in which the prompt of `begun` does not go on."""
         policy, now = self._policy, self._scheduler._now
-        if isinstance(policy, SizeClasses):
+        if self._tier(starts) != self._tier(begun):
+            assert self._tier(starts) < self._tier(begun), f"r{starts.id} of background starts before r{begun.id}"
+        elif isinstance(policy, SizeClasses):
             assert self._rank(starts, now) < self._rank(begun, now), f"r{starts.id} starts, r{begun.id} does not go on"
         elif isinstance(policy, FairShare) and starts.tenant != begun.tenant:
             if not starts.preemptions:
-                self._tenants.check(starts.tenant, begun.id)
+                self._among(starts).check(starts.tenant, begun.id)
         else:
             within = isinstance(policy, Deadlines) and self._due(starts) < self._due(begun)
             assert within, f"r{starts.id} starts, and the prompt of r{begun.id} does not go on"
@@ -261,7 +278,7 @@ class Bounds:
         by_deadline = isinstance(self._policy, Deadlines)
         if starts.tenant != waits.tenant:
             if not starts.preemptions:
-                self._tenants.check(starts.tenant, waits.id)
+                self._among(starts).check(starts.tenant, waits.id)
         elif starts.adapter != waits.adapter and not by_deadline:
             if not starts.preemptions:
                 self._within(starts).check(starts.adapter, waits.id)
@@ -276,7 +293,9 @@ class Bounds:
         for other in self._roster.running:
             if other is victim:
                 continue
-            if isinstance(self._policy, FairShare):
+            if self._tier(other) != self._tier(victim):
+                behind = self._tier(other) < self._tier(victim)
+            elif isinstance(self._policy, FairShare):
                 first = victim.preemptions < _MOST_YIELDS
                 behind = first or (other.preemptions >= _MOST_YIELDS and other.order < victim.order)
             elif isinstance(self._policy, SizeClasses):

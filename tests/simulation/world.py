@@ -84,6 +84,8 @@ class World:
         policy = self._servings.choice([None, *POLICIES, "deadlines"])
         settings: dict[str, Any] = {"answer": 1} if policy == "deadlines" and self._servings.random() < 0.5 else {}
         settings |= NARROW.get(policy or "", {}) if seed % 2 else {}
+        if policy in ("fair_share", "deadlines") and seed % 5 == 0:
+            settings["background_last"] = True
         self._served_apart = policy is not None
         self._deadlines = self._servings.choice([0.0, 0.2, 0.8]) if self._served_apart else 0.0
         self.rig = Rig(

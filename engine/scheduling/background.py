@@ -1,0 +1,103 @@
+"""`BackgroundLast`: two policies in one order, users before background; each tier is as fair as its own policy.
+
+Background is every request of a priority above 0. What it is given never counts against its tenant's users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from headrace.engine.scheduling.pace import Pace
+from headrace.engine.scheduling.plan import Work
+from headrace.engine.scheduling.policy import Policy
+from headrace.engine.scheduling.request import Request
+
+__all__ = ["BackgroundLast"]
+
+
+class BackgroundLast:
+    """Serves a request of background only where no user waits, and has it give way to users first."""
+
+    def __init__(self, users: Policy, background: Policy) -> None:
+        """Order those of priority 0 and below by `users`, and the others behind them by `background`."""
+        self._tiers = users, background
+        self._waiting_users: set[int] = set()
+        """Ids of users that have not started yet."""
+
+    def lane(self, request: Request) -> Hashable:
+        """Tier, then the lane in it."""
+        return _tier(request), self._of(request).lane(request)
+
+    def place(self, request: Request) -> Any:
+        """As the tier has it."""
+        return self._of(request).place(request)
+
+    def urgency(self, request: Request, now: float) -> Any:
+        """Tier, then the urgency in it."""
+        return _tier(request), self._of(request).urgency(request, now)
+
+    def standing(self, request: Request, now: float) -> Any:
+        """Tier, then the standing in it: all of background gives way before any user does."""
+        return _tier(request), self._of(request).standing(request, now)
+
+    def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
+        """A user starts before a prompt of background goes on; within a tier, as that has it."""
+        if _tier(waiting) != _tier(prefilling):
+            return _tier(waiting) < _tier(prefilling)
+        return self._of(waiting).overtakes(waiting, prefilling, now)
+
+    def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
+        """As the tier has it."""
+        return self._of(request).worthwhile(request, now, pace)
+
+    def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
+        """As the tier has it; users that may come before background are not foreseen."""
+        return self._of(request).expected_wait(request, tokens, pace)
+
+    def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:
+        """The latest of background while more users wait than rows are coming; then what the users' policy says."""
+        users, background = self._tiers
+        tiers: tuple[list[Request], list[Request]] = [], []
+        for request in running:
+            tiers[_tier(request)].append(request)
+        if self._waiting_users:
+            given_up = reversed(tiers[1]) if len(self._waiting_users) > coming else ()
+            return chain(given_up, users.displaced(tiers[0], coming))
+        return background.displaced(tiers[1], coming)
+
+    def is_ahead(self, request: Request) -> bool:
+        """As the tier has it."""
+        return self._of(request).is_ahead(request)
+
+    def arrived(self, request: Request) -> None:
+        """Tell the tier."""
+        if _tier(request) == 0:
+            self._waiting_users.add(request.id)
+        self._of(request).arrived(request)
+
+    def started(self, request: Request) -> None:
+        """Tell the tier."""
+        self._waiting_users.discard(request.id)
+        self._of(request).started(request)
+
+    def served(self, works: Iterable[Work]) -> None:
+        """Tell each tier of its own works."""
+        tiers: tuple[list[Work], list[Work]] = [], []
+        for work in works:
+            tiers[_tier(work.request)].append(work)
+        for policy, part in zip(self._tiers, tiers, strict=True):
+            policy.served(part)
+
+    def ended(self, request: Request) -> None:
+        """Tell the tier."""
+        self._waiting_users.discard(request.id)
+        self._of(request).ended(request)
+
+    def _of(self, request: Request) -> Policy:
+        return self._tiers[_tier(request)]
+
+
+def _tier(request: Request) -> int:
+    return int(request.priority > 0)
