@@ -48,7 +48,7 @@ class Permit:
         """Count the prompt, once its length is known.
 
         Raises:
-            ApiError: Too many prompt tokens wait.
+            ApiError: 503 where too many prompt tokens wait, 429 where the key has used up its tokens meanwhile.
         """
         self.limits.add_prompt(self, tokens)
 
@@ -143,16 +143,21 @@ class Limits:
             raise ApiError(400, "invalid_value", f"n: {weight} choices in one request, at most {most} here", param="n")
         if limits.concurrency is not None and account.live + weight > limits.concurrency:
             raise self._too_many(f"this key may have {limits.concurrency} requests at once", self.retry_after())
-        if limits.tokens_per_minute is not None:
-            self._refill(account)
-            if account.tokens <= 0:
-                pause = (1.0 - account.tokens) * 60.0 / max(limits.tokens_per_minute, 1)
-                raise self._too_many(f"this key may use {limits.tokens_per_minute} tokens a minute", pause)
+        self._check_tokens(account)
         self.check_queue(weight)
         self._queue.choices += weight
         account.live += weight
         self.live += 1
         return Permit(account, weight, self)
+
+    def _check_tokens(self, account: _Account) -> None:
+        """Refuse with 429 where the key has used up the tokens of its last minutes."""
+        rate = account.limits.tokens_per_minute
+        if rate is not None:
+            self._refill(account)
+            if account.tokens <= 0:
+                pause = (1.0 - account.tokens) * 60.0 / max(rate, 1)
+                raise self._too_many(f"this key may use {rate} tokens a minute", pause)
 
     def check_queue(self, weight: int = 1) -> None:
         """Refuse where so many more choices would be too many to wait.
@@ -176,7 +181,12 @@ class Limits:
         return self._answers.hold(caller.name, size)
 
     def add_prompt(self, permit: Permit, tokens: int) -> None:
-        """Count a permit's prompt tokens, as `Permit.add_prompt`."""
+        """Count a permit's prompt tokens, as `Permit.add_prompt`.
+
+        Many requests may have been admitted before the first of their prompts was counted: one prompt alone may
+        overdraw the account.
+        """
+        self._check_tokens(permit.account)
         if self._queue.tokens and self._queue.tokens + tokens > self._settings.max_queue_tokens:
             raise self.overloaded()
         permit.tokens += tokens

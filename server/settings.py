@@ -41,7 +41,8 @@ class KeyLimits(_Frozen):
     concurrency: Annotated[int, Field(ge=0, strict=True)] | None = None
     """Requests at once, waiting ones included; each prompt and choice counts."""
     tokens_per_minute: Annotated[int, Field(ge=0, strict=True)] | None = None
-    """Prompt and completion tokens. A burst of a whole minute is allowed; what is overdrawn delays later requests."""
+    """Prompt and completion tokens. A burst of a whole minute is allowed; one prompt and the answers that run may
+    overdraw it, which delays later requests."""
     min_priority: Annotated[int, Field(ge=-1000, le=0, strict=True)] = 0
     """The lowest `priority` that requests may name. Lower is served first, before the requests of all other keys."""
 

@@ -81,6 +81,19 @@ def test_keys_do_not_use_up_each_others_tokens() -> None:
     limits.admit(ANN, 1)
 
 
+def test_requests_admitted_together_overdraw_by_one_prompt_alone() -> None:
+    limits = Limits(ServerSettings(default_limits=KeyLimits(tokens_per_minute=60)), Clock())
+    permits = [limits.admit(ANN, 1) for _ in range(100)]
+    permits[0].add_prompt(50)
+    permits[1].add_prompt(500)
+    for permit in permits[2:]:
+        with pytest.raises(ApiError) as refused:
+            permit.add_prompt(500)
+        assert refused.value.status == 429
+        permit.end(refund=True)
+    assert permits[0].account.tokens == 60 - 550
+
+
 def test_retry_after_is_the_time_the_queue_takes() -> None:
     clock = Clock()
     limits = Limits(ServerSettings(max_queue=1000), clock)

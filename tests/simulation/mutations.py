@@ -10,6 +10,7 @@ from typing import Any
 
 from simulation.rig import Rig
 
+from headrace.engine.scheduling.background import BackgroundLast
 from headrace.engine.scheduling.plan import LATE, StepPlan
 from headrace.engine.scheduling.policies import Ageing, Deadlines, FairShare, SizeClasses
 from headrace.engine.scheduling.policy import Policy
@@ -427,6 +428,16 @@ def replace_of(kind: type[Policy], rig: Rig, name: str, make: Callable[[Any], An
     policy = rig.scheduler._policy
     if isinstance(policy, kind):
         object.__setattr__(policy, name, make(getattr(policy, name)))  # some are frozen
+
+
+@planted
+def background_starts_in_turn_with_users(rig: Rig) -> None:
+    replace_of(BackgroundLast, rig, "urgency", lambda old: lambda request, now: old(request, now)[1])
+
+
+@planted
+def background_keeps_its_pages_like_users(rig: Rig) -> None:
+    replace_of(BackgroundLast, rig, "standing", lambda old: lambda request, now: old(request, now)[1])
 
 
 @planted
