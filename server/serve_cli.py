@@ -345,6 +345,7 @@ async def _serve(
         await service.load_adapters()  # here, where what is wrong with one can be said in a sentence
         info, adapters = engine.info, ",".join(engine.adapters.versions) or None
         fields = {"model": service.model, "adapters": adapters, "device": info.device, "max_context": info.max_context}
+        fields["policy"] = options["policy"]
         logger.info("%s", Line("serving", fields))
         settle_memory()
         await make_server(app, log_config=None, **listening).serve()

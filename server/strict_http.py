@@ -73,7 +73,7 @@ class _StrictBuffer(ReceiveBuffer):
             # h11 takes CR LF and LF alike from the end of each line; only with CR LF are two bytes of each missing.
             if size - len(self) != sum(map(len, lines)) + 2 * (len(lines) + 1):
                 raise Malformed("a line of the head or of a trailer ends in a bare line feed")
-            if any(line[:1] in (b" ", b"\t") for line in lines):
+            if any(line.startswith((b" ", b"\t")) for line in lines):
                 raise Malformed("a header line is folded")
         return lines
 
