@@ -32,7 +32,7 @@ _LEAST_CONNECTIONS = 32
 _LAST_WORDS = 1.0  # seconds for the error events of what was ended
 _FLUSH = 0.1  # seconds in which bytes leave for a client that reads
 _FLUSHED = 5.0  # seconds in which clients should have read their answers, once none runs any more
-_CANCELLED = 10.0  # seconds after which tasks are cancelled that outlive their connections
+_CANCELLED = 10  # seconds after which tasks are cancelled that outlive their connections
 
 
 _GARBAGE = 50_000  # new objects that start a collection; the default of 700 would start hundreds a second

@@ -163,7 +163,7 @@ def serve(
     log_level: LogOption = "info",
 ) -> None:
     """Serve a model over HTTP with OpenAI's API."""
-    chosen = {
+    chosen: dict[str, Any] = {
         "api_keys": _named(api_key, "key"),
         "admin_keys": _named(admin_api_key, "admin"),
         "metrics_key": metrics_api_key,
