@@ -333,8 +333,10 @@ class Engine(Elastic):
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """The token ids of `prompt`, as a request would see them; `tools` are offered in a chat.
+    async def tokenize(
+        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, tenant: str | None = None
+    ) -> list[int]:
+        """The token ids of `prompt`, as a request of `tenant` would see them; `tools` are offered in a chat.
 
         Raises:
             InvalidParams: The prompt is malformed.
@@ -345,7 +347,7 @@ class Engine(Elastic):
         if is_short(prompt) and not tools:
             return to_token_ids(prompt, opened.tokenizer)
         ids = partial(to_token_ids, prompt, opened.tokenizer, tools)
-        return await self._helper.ask(ids, cost=tokenizing_cost(prompt, tools))
+        return await self._helper.ask_for(tenant, ids, cost=tokenizing_cost(prompt, tools))
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`.

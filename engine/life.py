@@ -20,6 +20,7 @@ from anyio.lowlevel import checkpoint
 from headrace.engine.adapters import Adapters, slots_of
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, EngineStopped, InvalidParams
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.flights import Flights
 from headrace.engine.grammars import Grammars
 from headrace.engine.hooks import HookThread
@@ -42,6 +43,7 @@ class Life:
         self.config = config
         # what an engine takes of the machine besides its event loop: the simulation has its own
         self._make_worker: Callable[..., Worker] = Worker
+        self._make_fair_worker: Callable[..., FairWorker] = FairWorker
         self._make_hooks: Callable[[Poster, float], HookThread] = HookThread
         self._clock: Callable[[], float] = time.perf_counter
         self._entered = False
@@ -63,9 +65,9 @@ class Life:
             raise RuntimeError("an Engine is opened once; make another for another opening")
         self._entered = True
         self._post = Poster()
-        self._helper = self._make_worker("headrace-helper", self._post, cheapest_first=True)
+        self._helper = self._make_fair_worker("headrace-helper", self._post)
         self._waiter = self._make_worker("headrace-waiter", self._post)
-        self._grammars = Grammars(self._post, self._make_worker)
+        self._grammars = Grammars(self._post, self._make_fair_worker)
         self._hooks = self._make_hooks(self._post, self.config.hook_seconds)
         try:
             opened = await self._helper.run(self._open_and_keep)

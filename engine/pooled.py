@@ -16,6 +16,7 @@ from headrace.engine.adapters import Adapters
 from headrace.engine.asking import Asking
 from headrace.engine.errors import EngineStopped, InvalidParams, PromptTooLong
 from headrace.engine.events import Usage
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.generation import Control, Generation
 from headrace.engine.loop import StepLoop
 from headrace.engine.opened import Opened
@@ -31,7 +32,6 @@ from headrace.engine.prompts import (
 from headrace.engine.requests import make_pooling_request
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.threads import Worker
 
 __all__ = ["Pair", "PoolingIntake", "Text", "Who"]
 
@@ -235,8 +235,8 @@ class PoolingIntake(NamedTuple):
 
     serving: Callable[[], tuple[StepLoop, Opened]]
     """Raises where the engine takes nothing more in."""
-    helper: Worker
-    """Tokenises what is long."""
+    helper: FairWorker
+    """Tokenises long texts, in turns by tenant."""
     adapters: Adapters
     """What prompts may wear."""
     started: anyio.Event | None = None
@@ -259,7 +259,8 @@ class PoolingIntake(NamedTuple):
             if asked.is_short:
                 ids, pooling = asked.tokenize(opened)
             else:
-                ids, pooling = await self.helper.ask(partial(asked.tokenize, opened), cost=asked.cost)
+                tokenize = partial(asked.tokenize, opened)
+                ids, pooling = await self.helper.ask_for(who.tenant, tokenize, cost=asked.cost)
             loop, opened = self.serving()
             loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)

@@ -6,20 +6,19 @@ The host may run asyncio (with any event loop) or trio: `Poster` has one impleme
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import queue
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakMethod, ref
 
 import anyio
 from anyio.lowlevel import current_token
 
-__all__ = ["Hung", "Outcome", "Poster", "TaskWatch", "Worker", "outlast", "stacks"]
+__all__ = ["Call", "Done", "Hung", "Outcome", "Poster", "TaskWatch", "Worker", "outlast", "stacks"]
 
 T = TypeVar("T")
 
@@ -100,37 +99,37 @@ class TaskWatch:
             method()
 
 
-_Done: TypeAlias = Callable[[Any, BaseException | None], None]
-_Call: TypeAlias = tuple[float, int, Callable[[], Any] | None, _Done | None]
-"""Cost, arrival, what to call (None ends the thread), and what to tell."""
+Done: TypeAlias = Callable[[Any, BaseException | None], None]
+"""What is told of a call's result or error, on the event loop."""
+
+
+class Call(NamedTuple):
+    """A blocking call and what is told of its end."""
+
+    call: Callable[[], Any]
+    done: Done
 
 
 class Worker:
-    """One thread or more that run blocking calls and hand their results to the event loop."""
+    """One thread or more that run blocking calls in order and hand their results to the event loop."""
 
-    def __init__(self, name: str, post: Poster, *, threads: int = 1, cheapest_first: bool = False) -> None:
+    def __init__(self, name: str, post: Poster, *, threads: int = 1) -> None:
         """Start the threads.
 
         Args:
             name: Name of the threads, for debuggers.
             post: How results get back.
             threads: How many calls may run at a time.
-            cheapest_first: Take up waiting calls by their cost, not in their order.
         """
-        self._calls: queue.SimpleQueue[_Call] | queue.PriorityQueue[_Call] = (
-            queue.PriorityQueue() if cheapest_first else queue.SimpleQueue()
-        )
-        self._arrivals = itertools.count()
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._post = post
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit(
-        self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None], *, cost: float = 0.0
-    ) -> None:
+    def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
         """Queue `call` at once; `done(result, error)` then runs on the event loop."""
-        self._calls.put((cost, next(self._arrivals), call, done))
+        self._calls.put(Call(call, done))
 
     async def run(self, call: Callable[[], T], seconds: float = math.inf) -> T:
         """Run `call` in the thread and wait for its result, shielded from cancellation.
@@ -158,8 +157,14 @@ class Worker:
             raise error
         return result  # type: ignore[no-any-return]
 
-    async def ask(self, call: Callable[[], T], *, cost: float = 0.0) -> T:
-        """Run `call` in the thread; a caller who is cancelled leaves at once, and what had not begun never does.
+    async def ask(
+        self, call: Callable[[], T], submit: Callable[[Callable[[], T | None], Done], None] | None = None
+    ) -> T:
+        """Run `call` in the thread; a caller who is cancelled leaves at once, and a call that waits never begins.
+
+        Args:
+            call: Runs in the thread.
+            submit: Queues it; None is the method of that name.
 
         Raises:
             BaseException: Whatever `call` raised, or `drop` was given.
@@ -172,7 +177,7 @@ class Worker:
             outcome[:] = result, error
             finished.set()
 
-        self.submit(lambda: None if left else call(), done, cost=cost)
+        (submit or self.submit)(lambda: None if left else call(), done)
         try:
             await finished.wait()
         finally:
@@ -187,30 +192,30 @@ class Worker:
         """End every call that waits with `error`; the one that runs is left alone. Called on the event loop."""
         with contextlib.suppress(queue.Empty):
             while True:
-                done = self._calls.get_nowait()[3]
-                if done is not None:
-                    done(None, error)
+                item = self._calls.get_nowait()
+                if item is not None:
+                    item.done(None, error)
 
     def close(self, *, join: bool = True) -> None:
         """Finish what is queued and join the threads, unless one of them may never end."""
         for _ in self._threads:
-            self._calls.put((math.inf, next(self._arrivals), None, None))
+            self._calls.put(None)
         for thread in self._threads if join else ():
             thread.join()
 
     def _run(self) -> None:
-        while True:
-            item = self._calls.get()
-            _, _, call, done = item
-            if call is None or done is None:
-                return
-            result, error = None, None
-            try:
-                result = call()
-            except BaseException as raised:  # re-raised where the result is awaited
-                error = raised
-            self._post(Outcome(done, result, error))
-            del item, call, done, result, error  # keep nothing alive while waiting for the next call
+        while (item := self._calls.get()) is not None:
+            self._perform(item)
+            del item  # keep nothing alive while waiting for the next call
+
+    def _perform(self, item: Call) -> None:
+        """Run a call in this thread and send its outcome to the event loop."""
+        result, error = None, None
+        try:
+            result = item.call()
+        except BaseException as raised:  # re-raised where the result is awaited
+            error = raised
+        self._post(Outcome(item.done, result, error))
 
 
 class Outcome:

@@ -15,6 +15,7 @@ from headrace.engine.asking import Asking, check_streamed
 from headrace.engine.config import EngineConfig
 from headrace.engine.delivered import TokenMaker
 from headrace.engine.errors import InvalidParams
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.generation import Generation, as_headrace
 from headrace.engine.loop import StepLoop
 from headrace.engine.messages import Message
@@ -23,7 +24,6 @@ from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import check_text_size, is_short, more_token_ids, to_token_ids, tokenizing_cost
 from headrace.engine.requests import make_generation
 from headrace.engine.scheduling.request import branch
-from headrace.engine.threads import Worker
 
 __all__ = ["Prompt", "Turn", "Turns"]
 
@@ -49,7 +49,7 @@ class Turns:
         self,
         serving: Callable[[], tuple[StepLoop, Opened]],
         admit: Callable[[Generation, Asking, list[int]], None],
-        helper: Worker,
+        helper: FairWorker,
         config: EngineConfig,
         random_seeds: random.Random,
     ) -> None:
@@ -130,7 +130,7 @@ class Turns:
             if is_short(text):
                 tokenized(tokenize(), None)
             else:
-                self._helper.submit(tokenize, tokenized, cost=tokenizing_cost(text))
+                self._helper.submit_for(asking.tenant, tokenize, tokenized, cost=tokenizing_cost(text))
         except Exception as error:
             tokenized(None, error)
         return turn

@@ -186,7 +186,7 @@ class Answering:
         prompts = []
         for place, prompt in enumerate(ask.prompts):
             with self._naming(place):
-                prompts.append(await engine.tokenize(prompt, tools=ask.tools))
+                prompts.append(await engine.tokenize(prompt, tools=ask.tools, tenant=self._caller.name))
         self._service.telemetry.tokenized(self.figures)
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))

@@ -49,10 +49,11 @@ async def tokenize(request: Request) -> Response:
         prompt = [message.for_template(place) for place, message in enumerate(fields.messages)]
     else:
         prompt = fields.prompt or ""
-    permit = service.limits.admit(request.scope[CALLER], 1)
+    caller = request.scope[CALLER]
+    permit = service.limits.admit(caller, 1)
     try:
         with anyio.fail_after(service.settings.request_timeout):
-            ids = await service.engine.tokenize(prompt)
+            ids = await service.engine.tokenize(prompt, tenant=caller.name)
     except TimeoutError:
         raise ApiError(503, "deadline_exceeded", "the request took longer than it may") from None
     finally:

@@ -216,22 +216,3 @@ async def test_dropped_calls_end_with_the_error_and_the_running_one_ends_well() 
     await until(lambda: len(done) == 3)
     assert done[2] == (1, None)
     worker.close()
-
-
-@pytest.mark.anyio
-async def test_the_cheapest_waiting_call_is_next_and_equals_keep_their_order() -> None:
-    worker = Worker("headrace-under-test", Poster(), cheapest_first=True)
-    go_on, begun = threading.Event(), threading.Event()
-    ran: list[int] = []
-
-    def hold() -> None:
-        begun.set()
-        go_on.wait(20)
-
-    worker.submit(hold, lambda *_: None)
-    begun.wait(20)
-    for number, cost in enumerate([9.0, 1.0, 5.0, 1.0]):
-        worker.submit(lambda number=number: ran.append(number), lambda *_: None, cost=cost)
-    go_on.set()
-    worker.close()
-    assert ran == [1, 3, 2, 0]

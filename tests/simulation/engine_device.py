@@ -329,6 +329,7 @@ class SimulatedEngine(ScriptedEngine):
     def __init__(self, machine: Machine, runner: SimulatedRunner, disk: Disk, slots: int, **options: Any) -> None:
         super().__init__(runner.capacity, lambda: runner, adapter_slots=slots, **options)
         self._make_worker = machine.make_worker
+        self._make_fair_worker = machine.make_fair_worker
         self._make_hooks = machine.make_hooks
         self._clock = machine.clock
         self._device = AdapterDevice(runner, slots, 2 * slots, 48, disk.read) if slots else None

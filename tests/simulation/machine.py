@@ -6,15 +6,18 @@ Everything runs in one thread, in an order that the seed decides; nothing here k
 from __future__ import annotations
 
 import asyncio
-import itertools
 import queue
 import random
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from headrace.engine.fair_queue import FairQueue
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.hooks import HookThread
-from headrace.engine.threads import Outcome, Poster, Worker
+from headrace.engine.threads import Call, Outcome, Poster, Worker
 
 __all__ = ["Machine", "VirtualLoop"]
 
@@ -82,7 +85,7 @@ class Machine:
         self.loop = VirtualLoop()
         self.ahead = 0.0
         """Seconds that the engine's clock is ahead of the event loop's."""
-        self.workers: list[_VirtualWorker] = []
+        self.workers: list[_VirtualWorker | _VirtualFairWorker] = []
         self._chance = random.Random(f"machine {seed}")
         self._seconds = seconds or (lambda name, chance: chance.choice([0.0, 0.001, 0.05]) * chance.random())
 
@@ -100,9 +103,17 @@ class Machine:
         """Seconds, as the engine sees them."""
         return self.loop.now + self.ahead
 
-    def make_worker(self, name: str, post: Poster, *, threads: int = 1, cheapest_first: bool = False) -> Worker:
+    def make_worker(self, name: str, post: Poster, *, threads: int = 1) -> Worker:
         """A worker for an engine, as `Worker` itself."""
-        worker = _VirtualWorker(self, name, post, cheapest_first)
+        worker = _VirtualWorker(self, name, post)
+        self.workers.append(worker)
+        return worker
+
+    def make_fair_worker(
+        self, name: str, post: Poster, *, threads: int = 1, most_of_one: int | None = None
+    ) -> FairWorker:
+        """A worker for the calls of tenants, as `FairWorker` itself."""
+        worker = _VirtualFairWorker(self, name, post, most_of_one)
         self.workers.append(worker)
         return worker
 
@@ -130,28 +141,18 @@ class Machine:
             assert worker.closed and not worker.busy, f"{worker.name} was not ended"
 
 
-class _VirtualWorker(Worker):
+class _VirtualThread:
     """One thread, one call at a time; calls run on the event loop's thread when their time is over."""
 
-    def __init__(self, machine: Machine, name: str, post: Poster, cheapest_first: bool) -> None:
-        self._calls = queue.PriorityQueue() if cheapest_first else queue.SimpleQueue()
-        self._arrivals = itertools.count()
-        self._post = post
-        self._machine = machine
-        self._running: tuple[asyncio.TimerHandle, Callable[[], None]] | None = None
-        self.name = name
-        self.closed = False
+    name: str
+    _machine: Machine
+    _post: Poster
+    _running: tuple[asyncio.TimerHandle, Callable[[], None]] | None = None
+    closed = False
 
     @property
     def busy(self) -> bool:
-        return self._running is not None or not self._calls.empty()
-
-    def submit(
-        self, call: Callable[[], Any], done: Callable[[Any, BaseException | None], None], *, cost: float = 0.0
-    ) -> None:
-        assert not self.closed, f"{self.name} is given work after its end"
-        super().submit(call, done, cost=cost)
-        self._take_up()
+        raise NotImplementedError
 
     def close(self, *, join: bool = True) -> None:
         """What is left runs now: whoever joins a thread waits for it. Who does not may never see it end."""
@@ -161,24 +162,86 @@ class _VirtualWorker(Worker):
             timer.cancel()
             finish()
 
+    def _begin(self) -> tuple[Call, Any] | None:
+        """The next call that waits, and what `_end` is told of it."""
+        raise NotImplementedError
+
+    def _end(self, turn: Any, seconds: float) -> None:
+        """A call has ended that took so long."""
+
     def _take_up(self) -> None:
-        if self._running is not None or self._calls.empty():
+        if self._running is not None or (begun := self._begin()) is None:
             return
-        _, _, call, done = self._calls.get_nowait()
-        assert call is not None and done is not None
+        call, turn = begun
+        seconds = self._machine.seconds(self.name, call.call)
 
         def finish() -> None:
             result, error = None, None
             try:
-                result = call()
+                result = call.call()
             except BaseException as raised:  # re-raised where the result is awaited
                 error = raised
             self._running = None
-            self._post(Outcome(done, result, error))
+            self._end(turn, seconds)
+            self._post(Outcome(call.done, result, error))
             self._take_up()
 
-        timer = self._machine.loop.call_later(self._machine.seconds(self.name, call), finish)
+        timer = self._machine.loop.call_later(seconds, finish)
         self._running = timer, finish
+
+
+class _VirtualWorker(_VirtualThread, Worker):
+    """A worker on a virtual thread."""
+
+    def __init__(self, machine: Machine, name: str, post: Poster) -> None:
+        self._calls = queue.SimpleQueue()
+        self._machine, self._post, self.name = machine, post, name
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None or not self._calls.empty()
+
+    def submit(self, call: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        assert not self.closed, f"{self.name} is given work after its end"
+        super().submit(call, done)
+        self._take_up()
+
+    def _begin(self) -> tuple[Call, Any] | None:
+        call = None if self._calls.empty() else self._calls.get_nowait()
+        return None if call is None else (call, None)
+
+
+class _VirtualFairWorker(_VirtualThread, FairWorker):
+    """A worker for the calls of tenants on a virtual thread."""
+
+    def __init__(self, machine: Machine, name: str, post: Poster, most_of_one: int | None) -> None:
+        self._turns, self._own = FairQueue(most_of_one), deque()
+        self._lock, self._calls = threading.Lock(), queue.SimpleQueue()
+        self._machine, self._post, self.name = machine, post, name
+
+    _begin = FairWorker._begin
+    _end = FairWorker._end
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None or len(self._turns) > 0 or len(self._own) > 0
+
+    def submit(self, call: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        assert not self.closed, f"{self.name} is given work after its end"
+        super().submit(call, done)
+        self._take_up()
+
+    def submit_for(
+        self,
+        tenant: str | None,
+        call: Callable[[], Any],
+        done: Callable[[Any, BaseException | None], None],
+        *,
+        cost: float = 0.0,
+    ) -> None:
+        assert not self.closed, f"{self.name} is given work after its end"
+        super().submit_for(tenant, call, done, cost=cost)
+        self._take_up()
 
 
 class _VirtualHooks(HookThread):
