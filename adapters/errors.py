@@ -1,10 +1,10 @@
 """The error tree of headrace, and nothing else; it lives in the lowest layer that raises, never imports a sibling.
 
 HeadraceError
-├── Rejected               refused before the first token; nothing was spent, another request may succeed
+├── Rejected               refused before the first token; another request may succeed
 │   ├── InvalidParams      a field of the request is out of its range (also a ValueError)
 │   ├── GrammarRejected    a response format is invalid, too large or takes too long to compile
-│   ├── Overloaded         its deadline cannot be met
+│   ├── Overloaded         its deadline cannot be met, or its response format waited too long for others
 │   ├── PromptTooLong      the prompt leaves no room for one token in the context or in the page pool
 │   └── UnknownAdapter     no adapter of that name is loaded
 ├── LoadFailed             a model or an adapter was not loaded; nothing of it is held
@@ -71,6 +71,10 @@ class _Refusal(HeadraceError):
 class Rejected(_Refusal):
     """Refused before the first token; the caller may change the request and try again."""
 
+    work: int = 0
+    """What finding out cost, in tokens: those of a prompt that was tokenised first, and 1,000 for each second of a
+    processor in which a response format was tried. A server charges them to whoever asked."""
+
 
 class InvalidParams(Rejected, ValueError):
     """A field of the request is out of its range or of the wrong kind."""
@@ -85,7 +89,8 @@ class PromptTooLong(Rejected):
 
 
 class Overloaded(Rejected):
-    """The engine has too much to do to meet the request's deadline; later, or elsewhere, it may be met."""
+    """The engine has too much to do: the request's deadline cannot be met, or its response format waited too long for
+    others to be compiled. Later, or elsewhere, the same request may succeed."""
 
 
 class UnknownAdapter(Rejected):

@@ -204,7 +204,7 @@ class Engine(Elastic):
             else:  # a grammar, or none because nobody wants it any more
                 self._submit(generation, asking, ids, grammar)
 
-        self._grammars.compile(wanted, opened, lambda: not generation.finished, compiled)
+        self._grammars.compile(wanted, opened, lambda: not generation.finished, compiled, tenant=asking.tenant)
 
     def _submit(
         self, generation: Generation, asking: Asking, ids: list[int], grammar: CompiledGrammar | None = None
@@ -343,7 +343,7 @@ class Engine(Elastic):
             PromptTooLong: Its text is too long for the context, however it is tokenised.
         """
         _, opened = self._serving()
-        check_text_size(prompt, opened.tokenizer.table.longest, opened.info.max_context)
+        check_text_size(prompt, opened.tokenizer.table, opened.info.max_context)
         if is_short(prompt) and not tools:
             return to_token_ids(prompt, opened.tokenizer)
         ids = partial(to_token_ids, prompt, opened.tokenizer, tools)

@@ -1,13 +1,17 @@
 """Compiles grammars for `Trials` in a process of its own, which may be ended at any time; keeps none of them.
 
-Run as a script, which imports nothing of headrace. A line of JSON on standard input says which vocabulary, each further
-one is a grammar, and each answer is a line: what is wrong with it, or an empty text. The engine uses `matcher_of`, too.
+Run as a script, which imports nothing of headrace. The first line of JSON on standard input is the vocabulary; each
+further one is a grammar and the seconds of processor time that it may take. The answer to each is a line: what is wrong
+with it, or an empty text, and the seconds that it took. Where a grammar takes longer, the system ends the process with
+SIGPROF. The engine uses `matcher_of`, too.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -70,14 +74,18 @@ def _serve() -> None:
     lines = iter(sys.stdin.buffer.readline, b"")
     tokens, special_ids, eos_ids = json.loads(next(lines))
     tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, special_ids, eos_ids[0])), eos_token=eos_ids)
-    print(json.dumps(""), flush=True)
+    print(json.dumps(["", time.process_time()]), flush=True)
     for line in lines:
+        source, seconds = json.loads(line)
+        began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            matcher_of(tokenizer, json.loads(line))
+            matcher_of(tokenizer, source)
             answer = ""
         except ValueError as error:
             answer = str(error) or "it is no grammar"
-        print(json.dumps(answer), flush=True)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps([answer, time.process_time() - began]), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -19,13 +20,13 @@ from typing import Any, Final
 
 from headrace.engine.response_format import ResponseFormat
 
-__all__ = ["TooSlow", "Trials", "Vocabulary", "may_take_long"]
+__all__ = ["Starved", "TooSlow", "Trials", "Unfit", "Vocabulary", "may_take_long"]
 
 Vocabulary = tuple[Sequence[bytes], Sequence[int], Sequence[int]]
 """Tokens, ids of special ones, and those that end a sequence."""
 
-_SECONDS: Final = 2.0  # of one trial; the same work is then done once more, in this process
-_START: Final = 10.0  # seconds in which the other process must have read the vocabulary
+_SECONDS: Final = 2.0  # of a processor, for one trial; the same work is then done once more, in this process
+_PATIENCE: Final = 10.0  # seconds in which a processor must have had time for a trial, or for reading the vocabulary
 _TURN: Final = 0.05  # seconds between two looks at whether somebody still wants it
 _VALUES: Final = 500  # of a schema
 _LENGTH: Final = 1000  # of a regular expression
@@ -43,17 +44,34 @@ _SUSPICIOUS: Final = ("&", "~", "\\u", "multipleOf", "attern")
 """In a grammar, in which schemas may lie."""
 
 
-class TooSlow(Exception):
-    """It was not done in time."""
+class Unfit(Exception):
+    """A grammar that cannot be compiled."""
 
-    def __init__(self, seconds: float) -> None:
-        """Say so.
+    def __init__(self, why: str, seconds: float) -> None:
+        """Keep what the trial found.
 
         Args:
-            seconds: That it had.
+            why: What is wrong with the grammar.
+            seconds: Processor time of the trial.
         """
-        super().__init__(f"it takes longer than {seconds:g} s to compile")
+        super().__init__(why)
         self.seconds = seconds
+
+
+class TooSlow(Unfit):
+    """A grammar that takes longer than a trial may."""
+
+    def __init__(self, seconds: float) -> None:
+        """Keep the limit.
+
+        Args:
+            seconds: Processor time that the trial had.
+        """
+        super().__init__(f"it takes longer than {seconds:g} s to compile", seconds)
+
+
+class Starved(Exception):
+    """The machine had no processor time for a trial, which says nothing about the grammar."""
 
 
 def may_take_long(wanted: ResponseFormat) -> bool:
@@ -127,8 +145,9 @@ class Trials:
             Whether it is still wanted.
 
         Raises:
-            TooSlow: It takes more than two seconds.
-            ValueError: It cannot be compiled.
+            TooSlow: It takes more than two seconds of a processor.
+            Unfit: It cannot be compiled.
+            Starved: Ten seconds were not enough for that.
             OSError: There can be no other process, or it died, as where it took too much memory.
         """
         child = self._take()
@@ -136,11 +155,11 @@ class Trials:
         try:
             if child is None:
                 child = _Child()
-                if not child.ask(vocabulary_line(vocabulary()), _START, still_wanted):
+                if not child.ask(vocabulary_line(vocabulary()), still_wanted):
                     return False
-            done = child.ask(json.dumps(source), _SECONDS, still_wanted)
-        except ValueError:
-            done = True
+            done = child.ask(json.dumps([source, _SECONDS]), still_wanted)
+        except Unfit as error:
+            done = not isinstance(error, TooSlow)
             raise
         finally:
             if child is not None and done:
@@ -198,9 +217,9 @@ class _Child:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, line: str, seconds: float, still_wanted: Callable[[], bool]) -> bool:
+    def ask(self, line: str, still_wanted: Callable[[], bool]) -> bool:
         """Send a line and wait for the answer; False if nobody wants it any more."""
-        process, ends = self._process, time.monotonic() + seconds
+        process, ends = self._process, time.monotonic() + _PATIENCE
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(line.encode() + b"\n")
         process.stdin.flush()
@@ -208,12 +227,15 @@ class _Child:
             if not still_wanted():
                 return False
             if time.monotonic() > ends:
-                raise TooSlow(seconds)
+                raise Starved
         answer = process.stdout.readline()
         if not answer:
+            if process.wait() == -signal.SIGPROF:
+                raise TooSlow(_SECONDS)
             raise OSError("the process that compiled it died")
-        if said := json.loads(answer):
-            raise ValueError(said)
+        why, seconds = json.loads(answer)
+        if why:
+            raise Unfit(why, seconds)
         return True
 
     def close(self) -> None:

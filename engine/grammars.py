@@ -1,4 +1,4 @@
-"""`Grammars`: compiles response formats in threads of their own, bounded in number, size and time; samples nothing.
+"""`Grammars`: compiles response formats in threads of their own, in turns by tenant and in bounded time.
 
 Parsing and masks are llguidance's, which bounds its own work ("fuel") and answers a grammar that is too much with an
 error; docs/sampling.md says how it was chosen.
@@ -6,23 +6,27 @@ error; docs/sampling.md says how it was chosen.
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.engine.compiled_grammar import CompiledGrammar, ManyRows
-from headrace.engine.errors import GrammarRejected, InvalidParams
+from headrace.engine.errors import GrammarRejected, InvalidParams, Overloaded, Rejected
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.grammar_child import matcher_of
-from headrace.engine.grammar_trials import TooSlow, Trials, Vocabulary, may_take_long
+from headrace.engine.grammar_jobs import Claim, Done, GrammarJob, GrammarJobs, Waiter
+from headrace.engine.grammar_trials import Starved, TooSlow, Trials, Unfit, Vocabulary, may_take_long
 from headrace.engine.json_schemas import JSON_STYLE, exact_grammar, exact_schema
 from headrace.engine.opened import Opened
 from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
-from headrace.engine.threads import Poster, Worker
+from headrace.engine.threads import Poster
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -30,8 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["Grammars"]
 
 _THREADS: Final = 2
-_QUEUED: Final = 1024
-_SECONDS: Final = 5.0
+_TRIALS: Final = 2  # at a time, each of another tenant
+_WAITING: Final = 1024  # requests of one tenant
+_PATIENCE: Final = 5.0  # seconds that a format may wait for its tenant's turn
+_TOKENS_A_SECOND: Final = 1000  # charged for a trial that fails
 _KEPT: Final = 64
 _TEXTS: Final = 512  # between choices, which rows of one format share
 _MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
@@ -41,23 +47,34 @@ _MESSAGE: Final = 300  # characters of what llguidance says, which may quote the
 _STRING_LENGTHS: Final = (2, 4, 6, 8)
 _IN_STRING: Final = r'[^"\\\x00-\x1F\x7F]{1,%d}'
 
-Done = Callable[["CompiledGrammar | None", BaseException | None], None]
-_Waiting = tuple[Callable[[], bool], Done]
+
+class _Told(NamedTuple):
+    """What a turn has for the requests that wait."""
+
+    claim: Claim
+    job: GrammarJob | None = None
+    """The job that the turn has ended; None where it goes on, or had begun before."""
+    grammar: CompiledGrammar | None = None
+    error: Rejected | None = None
 
 
 class Grammars:
-    """The compiler of one engine: `_THREADS` threads, started when first needed, and the grammars last used."""
+    """The compiler of one engine: threads that are started when first needed, and the grammars last used.
 
-    def __init__(self, post: Poster, make_worker: Callable[..., Worker] = Worker) -> None:
+    Formats that take turns for a trial have threads of their own, so that no other format waits for one.
+    """
+
+    def __init__(self, post: Poster, make_worker: Callable[..., FairWorker] = FairWorker) -> None:
         """Compile nothing yet; `post` brings results to the event loop, `make_worker` makes the threads."""
         self._post = post
         self._make_worker = make_worker
-        self._worker: Worker | None = None
-        self._queued = 0
+        self._compiling: FairWorker | None = None
+        self._trying: FairWorker | None = None
+        self._workers_lock = threading.Lock()
         self._closed = False
-        self._lock = threading.Lock()
-        self._in_flight: dict[ResponseFormat, list[_Waiting]] = {}
-        """Who waits for what is queued or being compiled; under the lock."""
+        self._waiting: Counter[str | None] = Counter()
+        """Tenant -> its requests that wait."""
+        self._jobs = GrammarJobs(_PATIENCE)
         self._kept: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
         self._tokens_lock = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
@@ -65,7 +82,15 @@ class Grammars:
         self._trials = Trials()
         self._many = ManyRows()
 
-    def compile(self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], done: Done) -> None:
+    def compile(
+        self,
+        wanted: ResponseFormat,
+        opened: Opened,
+        still_wanted: Callable[[], bool],
+        done: Done,
+        *,
+        tenant: str | None = None,
+    ) -> None:
         """Compile `wanted` and call `done`, here or later on the event loop, with the grammar or a typed error.
 
         Args:
@@ -73,8 +98,10 @@ class Grammars:
             opened: The model whose tokens are to keep to it, always the same one.
             still_wanted: Asked in a thread when its turn comes; if not, nothing is compiled.
             done: Gets a `CompiledGrammar`, or neither it nor an error where it is no longer wanted; `GrammarRejected`
-                where the format is invalid or too large, takes longer than five seconds, or too many others wait;
-                `InvalidParams` where the model has no token to end with.
+                where the format is invalid, too large or takes longer to compile than it may; `Overloaded` where it
+                waits too long for others, or too many of its tenant wait; `InvalidParams` where the model has no token
+                to end with.
+            tenant: Whose turn it takes.
         """
         grammar = self._kept.get(wanted)
         if grammar is not None:
@@ -84,71 +111,102 @@ class Grammars:
         if not _end_ids(opened):
             done(None, InvalidParams("response_format: this model has no token to end with", field="response_format"))
             return
-        if self._queued >= _QUEUED:
-            done(None, _rejected(f"{_QUEUED} others wait to be compiled", wanted, _QUEUED))
+        if self._waiting[tenant] >= _WAITING:
+            done(None, _refused(Overloaded, f"{_WAITING} others wait to be compiled", wanted, _WAITING))
             return
-        self._queued += 1
-        with self._lock:
-            waiting = self._in_flight.setdefault(wanted, [])
-            waiting.append((still_wanted, done))
-            if len(waiting) > 1:
-                return
-        self._submit(wanted, opened, waiting)
+        self._waiting[tenant] += 1
+        job = self._jobs.join(wanted, opened, Waiter(tenant, time.monotonic(), still_wanted, done))
+        if job is not None:
+            if self._compiling is None:
+                self._compiling = self._make_worker("headrace-grammar", self._post, threads=_THREADS)
+            turn = partial(self._look, job, tenant)
+            self._compiling.submit_for(tenant, turn, partial(self._tell, job, tenant), cost=len(wanted.source))
 
     def close(self) -> None:
         """Drop what waits and join the threads."""
-        self._closed = True
-        if self._worker is not None:
-            self._worker.close()
+        self._jobs.close()
+        with self._workers_lock:
+            self._closed = True
+        for worker in (self._compiling, self._trying):
+            if worker is not None:
+                worker.close()
         self._trials.close()
 
-    def _submit(self, wanted: ResponseFormat, opened: Opened, waiting: list[_Waiting]) -> None:
-        deadline = time.monotonic() + _SECONDS
+    def _tell(self, job: GrammarJob, tenant: str | None, told: _Told | None, error: BaseException | None) -> None:
+        """Tell the requests that wait for `job` what a turn of `tenant` has for them."""
+        if error is not None:  # no refusal, but a defect
+            for waiter in self._jobs.end(job):
+                self._answer(waiter, None, error)
+            return
+        if told is None:  # it goes on in a trial
+            return
+        for waiter in told.claim.gone:
+            self._answer(waiter, None, None)
+        for waiter in told.claim.late:
+            what = f"it waited {_PATIENCE:g} s for others to be compiled"
+            self._answer(waiter, None, _refused(Overloaded, what, job.wanted, _PATIENCE))
+        if told.job is None:
+            return
+        if told.grammar is not None:
+            self._kept[job.wanted] = told.grammar
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        waiters = sorted(self._jobs.end(job), key=lambda waiter: waiter.tenant != tenant)
+        for place, waiter in enumerate(waiters):
+            refusal = copy.copy(told.error)
+            if refusal is not None and place:
+                refusal.work = 0  # the first one pays, of the tenant whose turn it was
+            self._answer(waiter, told.grammar, refusal)
 
-        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
-            with self._lock:
-                if self._in_flight.get(wanted) is waiting:
-                    del self._in_flight[wanted]
-            self._queued -= len(waiting)
-            if grammar is not None:
-                self._kept[wanted] = grammar
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-            for _, done in waiting:
-                done(grammar, error)
+    def _answer(self, waiter: Waiter, grammar: CompiledGrammar | None, error: BaseException | None) -> None:
+        self._waiting[waiter.tenant] -= 1
+        if not self._waiting[waiter.tenant]:
+            del self._waiting[waiter.tenant]
+        waiter.done(grammar, error)
 
-        if self._worker is None:
-            self._worker = self._make_worker("headrace-grammar", self._post, threads=_THREADS)
-        self._worker.submit(lambda: self._compile(wanted, opened, lambda: self._claim(wanted), deadline), compiled)
+    # -- in the workers' threads ---------------------------------------------------------------------------------------
 
-    # -- in the worker's threads ---------------------------------------------------------------------------------------
+    def _look(self, job: GrammarJob, tenant: str | None) -> _Told | None:
+        """Compile a format in a turn of `tenant`, or queue a turn of that tenant for its trial."""
+        if job.begun or not may_take_long(job.wanted):
+            return self._work(job, tenant, self._compile)
+        with self._workers_lock:
+            if self._trying is None and not self._closed:
+                self._trying = self._make_worker("headrace-trial", self._post, threads=_TRIALS, most_of_one=1)
+        if self._trying is not None:
+            turn = partial(self._work, job, tenant, self._try)
+            self._trying.submit_for(tenant, turn, partial(self._tell, job, tenant))
+        return None
 
-    def _claim(self, wanted: ResponseFormat) -> bool:
-        """Whether anybody still wants this; if not, whoever asks from now on begins anew."""
-        with self._lock:
-            if not self._closed and any(still_wanted() for still_wanted, _ in self._in_flight[wanted]):
-                return True
-            del self._in_flight[wanted]
-            return False
-
-    def _compile(
-        self, wanted: ResponseFormat, opened: Opened, still_wanted: Callable[[], bool], deadline: float
-    ) -> CompiledGrammar | None:
-        if not still_wanted():
-            return None
-        if time.monotonic() > deadline:
-            raise _rejected(f"it waited {_SECONDS:g} s for others to be compiled", wanted, _SECONDS)
-        tokens = self._tokens(opened)
+    def _work(self, job: GrammarJob, tenant: str | None, make: Callable[[GrammarJob], CompiledGrammar | None]) -> _Told:
+        """Begin a job in a turn of `tenant`, if it has not begun and the tenant can still use it, and end it."""
+        claim = self._jobs.claim(job, tenant, time.monotonic())
+        if not claim.begins:
+            return _Told(claim)
+        wanted = job.wanted
         try:
-            source = _source(wanted)
-            if may_take_long(wanted) and not self._trials.run(source, lambda: self._vocabulary, still_wanted):
-                return None
-            matcher = matcher_of(tokens, source)
-        except TooSlow as error:
-            raise _rejected(str(error), wanted, error.seconds) from None
+            return _Told(claim, job, make(job))
+        except Unfit as error:
+            limit = error.seconds if isinstance(error, TooSlow) else None
+            refusal = _refused(GrammarRejected, str(error), wanted, limit)
+            refusal.work = math.ceil(error.seconds * _TOKENS_A_SECOND)
+            return _Told(claim, job, error=refusal)
+        except Starved:
+            what = "the machine is too busy to try whether it can be compiled"
+            return _Told(claim, job, error=_refused(Overloaded, what, wanted))
         except (ValueError, RecursionError, OSError) as error:
-            raise _rejected(str(error), wanted) from None
-        return CompiledGrammar(lambda: matcher_of(tokens, source), matcher, self._many)
+            return _Told(claim, job, error=_refused(GrammarRejected, str(error), wanted))
+
+    def _compile(self, job: GrammarJob) -> CompiledGrammar:
+        source, tokens = _source(job.wanted), self._tokens(job.opened)
+        return CompiledGrammar(lambda: matcher_of(tokens, source), matcher_of(tokens, source), self._many)
+
+    def _try(self, job: GrammarJob) -> CompiledGrammar | None:
+        """Compile a format once that has succeeded in another process; None where nobody wants it any more."""
+        source = _source(job.wanted)
+        self._tokens(job.opened)  # reads the vocabulary
+        wanted = self._trials.run(source, lambda: self._vocabulary, lambda: self._jobs.still_wanted(job))
+        return self._compile(job) if wanted else None
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
         with self._tokens_lock:
@@ -234,6 +292,6 @@ def _end_ids(opened: Opened) -> list[int]:
     return [token for token in opened.tokenizer.eos_ids if token < opened.info.vocab_size]
 
 
-def _rejected(what: str, wanted: ResponseFormat, limit: object = None) -> GrammarRejected:
+def _refused(kind: type[Rejected], what: str, wanted: ResponseFormat, limit: object = None) -> Rejected:
     message = f"response_format: {what[:_MESSAGE]}, got {shown(wanted.source)}"
-    return GrammarRejected(message, field="response_format", value=wanted, limit=limit)
+    return kind(message, field="response_format", value=wanted, limit=limit)

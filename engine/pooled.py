@@ -26,6 +26,7 @@ from headrace.engine.prompts import (
     check_text_size,
     check_token_ids,
     is_short,
+    note_work,
     to_token_ids,
     tokenizing_cost,
 )
@@ -65,6 +66,11 @@ class _Asked(Protocol):
         ...
 
     @property
+    def text(self) -> Any:
+        """The prompt, of several the one that may be too long."""
+        ...
+
+    @property
     def cost(self) -> float:
         """Roughly its characters."""
         ...
@@ -86,6 +92,11 @@ class Text(NamedTuple):
     truncate: bool = False
 
     @property
+    def text(self) -> Any:
+        """As `_Asked`."""
+        return self.prompt
+
+    @property
     def is_short(self) -> bool:
         """As `_Asked`."""
         return is_short(self.prompt)
@@ -102,7 +113,7 @@ class Text(NamedTuple):
             PromptTooLong: It has too many characters.
         """
         if not self.truncate:
-            check_text_size(_dense(self.prompt, opened), opened.tokenizer.table.longest, opened.info.max_context)
+            check_text_size(_dense(self.prompt, opened), opened.tokenizer.table, opened.info.max_context)
 
     def tokenize(self, opened: Opened) -> Pooled:
         """As `_Asked`.
@@ -125,6 +136,11 @@ class Pair(NamedTuple):
     truncate: bool = False
 
     @property
+    def text(self) -> str:
+        """As `_Asked`."""
+        return self.document
+
+    @property
     def is_short(self) -> bool:
         """As `_Asked`."""
         return is_short(self.query) and is_short(self.document)
@@ -140,10 +156,10 @@ class Pair(NamedTuple):
         Raises:
             PromptTooLong: One of both has too many characters.
         """
-        longest, most = opened.tokenizer.table.longest, opened.info.max_context
-        check_text_size(_dense(self.query, opened), longest, most, "query")
+        table, most = opened.tokenizer.table, opened.info.max_context
+        check_text_size(_dense(self.query, opened), table, most, "query")
         if not self.truncate:
-            check_text_size(_dense(self.document, opened), longest, most)
+            check_text_size(_dense(self.document, opened), table, most)
 
     def tokenize(self, opened: Opened) -> Pooled:
         """As `_Asked`; what is too long is cut at the end of the document.
@@ -262,7 +278,11 @@ class PoolingIntake(NamedTuple):
                 tokenize = partial(asked.tokenize, opened)
                 ids, pooling = await self.helper.ask_for(who.tenant, tokenize, cost=asked.cost)
             loop, opened = self.serving()
-            loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
+            try:
+                loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
+            except PromptTooLong as error:
+                note_work(error, asked.text, len(ids))
+                raise
             check_token_ids(ids, opened.info.vocab_size)
             asking = Asking(_NO_PARAMS, *who)
             named = self.adapters.versions

@@ -15,6 +15,7 @@ __all__ = [
     "check_token_ids",
     "is_short",
     "more_token_ids",
+    "note_work",
     "to_token_ids",
     "tokenizing_cost",
 ]
@@ -22,6 +23,7 @@ __all__ = [
 _SHORT = 2048  # characters that tokenise in about a millisecond: not worth a thread
 _MESSAGE = 32  # characters that tokenise in the time that the template takes for a message
 _COSTLY = 2**20  # characters beyond which a prompt is as costly as any
+_CHARACTER = 4  # bytes of UTF-8, at most
 
 
 class TokenizerLike(Protocol):
@@ -79,29 +81,45 @@ def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = 
     return cost
 
 
-def check_text_size(prompt: object, longest: int, max_context: int, name: str = "prompt") -> None:
+def check_text_size(prompt: object, table: TokenTable, max_context: int, name: str = "prompt") -> None:
     """Refuse a text that is too long however it is tokenised, before the time for that is spent.
 
     Args:
         prompt: As `to_token_ids` takes it; token ids pass.
-        longest: Bytes of the longest token.
+        table: What the model's ids stand for.
         max_context: Tokens of a prompt and its answer, at most.
         name: What errors call it.
 
     Raises:
-        PromptTooLong: It has more characters than the context has bytes, were every token the longest.
+        PromptTooLong: It has more characters than the context has bytes, were every token the longest; or it is one
+            text, no chat, and the bytes that it has cannot be written with fewer tokens.
     """
-    if not longest:  # a model without a tokenizer, which refuses text by itself
+    if not table.longest:  # a model without a tokenizer, which refuses text by itself
         return
-    size, most = _text_size(prompt), longest * max_context
+    size, most = _text_size(prompt), table.longest * max_context
     if size > most:
         raise PromptTooLong(
             f"{name}: {size} characters are more than the context of {max_context} tokens can hold, "
-            f"which is {most} with tokens of at most {longest} bytes",
+            f"which is {most} with tokens of at most {table.longest} bytes",
             field=name,
             value=size,
             limit=most,
         )
+    if isinstance(prompt, str) and size * _CHARACTER > max_context:
+        fewest = table.fewest_tokens(prompt)
+        if fewest > max_context:
+            raise PromptTooLong(
+                f"{name}: its {size} characters are at least {fewest} tokens, more than the context of {max_context}",
+                field=name,
+                value=fewest,
+                limit=max_context,
+            )
+
+
+def note_work(error: BaseException | None, prompt: object, tokens: int) -> None:
+    """Note in the refusal of a prompt that is too long that so many tokens were made of it."""
+    if isinstance(error, PromptTooLong) and (isinstance(prompt, str) or _is_chat(prompt)):
+        error.work = tokens
 
 
 def _text_size(prompt: object) -> int:

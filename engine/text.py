@@ -7,6 +7,7 @@ Next to read: tokenizer.py, which builds the `TokenTable`.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -23,7 +24,16 @@ class TokenTable:
     ids: a run of these is UTF-8 as a whole, or one U+FFFD per byte.
     """
 
-    __slots__ = ("byte_ids", "joins_space", "longest", "pieces", "special_ids", "texts", "visible_texts")
+    __slots__ = (
+        "byte_ids",
+        "fewest_tokens",
+        "joins_space",
+        "longest",
+        "pieces",
+        "special_ids",
+        "texts",
+        "visible_texts",
+    )
 
     def __init__(
         self, pieces: list[bytes], special_ids: AbstractSet[int], byte_ids: AbstractSet[int] = frozenset()
@@ -40,6 +50,8 @@ class TokenTable:
         self.byte_ids = frozenset(byte_ids)
         self.longest = max(map(len, pieces), default=0)
         """Bytes of the longest piece."""
+        self.fewest_tokens: Callable[[str], int] = lambda text: 0
+        """A number of tokens that no tokenising of a text falls below; 0 where nothing is known."""
         self.joins_space = False
         """Its tokenizer takes several white characters for one."""
         self.texts: list[str | None] = [

@@ -14,6 +14,7 @@ from typing import Any
 from headrace.engine.errors import ModelRejected
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
 from headrace.engine.text import TokenTable
+from headrace.engine.token_bounds import fewest_tokens_rule
 
 __all__ = ["token_table"]
 
@@ -28,6 +29,7 @@ def token_table(core: Any, special_ids: frozenset[int], is_exact: bool) -> Token
     table = _of_decoder(core, special_ids, is_exact)
     one, several = (core.encode(text, add_special_tokens=False).ids for text in ("a b", "a \n\t\r b"))
     table.joins_space = one == several
+    table.fewest_tokens = fewest_tokens_rule(core, table.pieces)
     return table
 
 

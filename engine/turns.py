@@ -21,7 +21,14 @@ from headrace.engine.loop import StepLoop
 from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompts import check_text_size, is_short, more_token_ids, to_token_ids, tokenizing_cost
+from headrace.engine.prompts import (
+    check_text_size,
+    is_short,
+    more_token_ids,
+    note_work,
+    to_token_ids,
+    tokenizing_cost,
+)
 from headrace.engine.requests import make_generation
 from headrace.engine.scheduling.request import branch
 
@@ -81,7 +88,9 @@ class Turns:
         known = before.tokens[before.virtual_tokens :]
         params = _again(turn.asking.params) if params is None else params
         asking = replace(turn.asking, params=params, before=before, since=self._serving()[0].now)
-        return self._begin(asking, added, lambda opened: known + more_token_ids(added, opened.tokenizer, known))
+        return self._begin(
+            asking, added, lambda opened: known + more_token_ids(added, opened.tokenizer, known), len(known)
+        )
 
     def check_branch(self, seed: int | None) -> None:
         """Refuse a branch; raises as `first`."""
@@ -108,8 +117,11 @@ class Turns:
         maker = TokenMaker(tokenizer.table, asking.params, asking.stop_ids(tokenizer.eos_ids))
         return Turn(asking, make_generation(asking, loop, tokenizer, maker, self._config), maker)
 
-    def _begin(self, asking: Asking, text: Any, encode: Callable[[Opened], list[int]]) -> Turn:
-        """Begin with the ids that `encode` makes of `text`: here where that is quick, else in the helper's thread."""
+    def _begin(self, asking: Asking, text: Any, encode: Callable[[Opened], list[int]], known: int = 0) -> Turn:
+        """Begin with the ids that `encode` makes of `text`: here where that is quick, else in the helper's thread.
+
+        The first `known` ids are not made of `text`.
+        """
         loop, opened = self._serving()
         check_streamed(asking.params)
         turn = self._turn(asking, loop, opened)
@@ -122,11 +134,12 @@ class Turns:
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
             if ids is not None:
                 self._admit(generation, asking, ids)
+                note_work(generation.error, text, len(ids) - known)
             else:
                 generation.abandon(as_headrace(error, "the tokenizer failed"))
 
         try:
-            check_text_size(text, opened.tokenizer.table.longest, opened.info.max_context)
+            check_text_size(text, opened.tokenizer.table, opened.info.max_context)
             if is_short(text):
                 tokenized(tokenize(), None)
             else:

@@ -125,6 +125,10 @@ class Answering:
         self._began = time.monotonic()
         self._ended_by: ApiError | None = None
         self._permit: Permit | None = None
+        self._tokenized = 0
+        """Tokens that were made of texts and chats."""
+        self._refused_work = 0
+        """Tokens that a refusal is charged for."""
 
     def end(self, error: ApiError) -> None:
         """End it now; the client is told `error`."""
@@ -155,11 +159,17 @@ class Answering:
         finally:
             service.running.discard(self)
             if self._permit is not None:
-                self._permit.end(refund=all(stream.queued for stream in self._streams))  # nothing was computed
+                self._permit.end(refund=self._is_untouched)
+                self._permit.spend(self._refused_work)
             figures.reason = figures.reason or self._outlet.lost
             service.telemetry.end(figures, self._streams, admitted=self._permit is not None)
             if span is not None:
                 end_span(span, figures)
+
+    @property
+    def _is_untouched(self) -> bool:
+        """Whether no step has computed anything of it."""
+        return all(stream.queued for stream in self._streams)
 
     def _admit(self) -> Permit:
         params, prompts = self._ask.params, len(self._ask.prompts)
@@ -186,7 +196,9 @@ class Answering:
         prompts = []
         for place, prompt in enumerate(ask.prompts):
             with self._naming(place):
-                prompts.append(await engine.tokenize(prompt, tools=ask.tools, tenant=self._caller.name))
+                ids = await engine.tokenize(prompt, tools=ask.tools, tenant=self._caller.name)
+            prompts.append(ids)
+            self._tokenized += len(ids) if isinstance(prompt[0], str | dict) else 0
         self._service.telemetry.tokenized(self.figures)
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))
@@ -293,6 +305,8 @@ class Answering:
         if isinstance(given, ResponseFormat) and given != self._ask.params.response_format:  # made here, around calls
             told = ApiError(told.status, told.code, told.message.partition(", got ")[0], param=told.param)
         self.figures.reason, self.figures.refused = told.code, told.status < 500
+        if self.figures.refused:
+            self._refused_work = getattr(error, "work", 0) + (self._tokenized if self._is_untouched else 0)
         if told.code == "internal_error":
             logger.error("request %s failed", self._request_id, exc_info=error)
         answer = self._answer if self._ask.streams else None

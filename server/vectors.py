@@ -76,6 +76,8 @@ class Vectors:
         self._started = anyio.Event()
         self._began = time.monotonic()
         self._ended_by: ApiError | None = None
+        self._refused_work = 0
+        """Tokens that a refusal is charged for."""
         self._figures = service.telemetry.begin(scope[REQUEST_ID], scope[CALLER].name, ask.adapter or "")
         scope[EXCHANGE].figures = self._figures
 
@@ -119,6 +121,7 @@ class Vectors:
             service.running.discard(self)
             if self._permit is not None:
                 self._permit.end(refund=not self._started.is_set())  # nothing was computed
+                self._permit.spend(self._refused_work)
             figures.reason = figures.reason or self._connection.lost
             service.telemetry.end(figures, [], admitted=self._permit is not None)
 
@@ -148,6 +151,7 @@ class Vectors:
     async def _fail(self, error: Exception) -> None:
         told = self._told(error)
         self._figures.reason, self._figures.refused = told.code, told.status < 500
+        self._refused_work = getattr(error, "work", 0)
         if told.code == "internal_error":
             logger.error("request %s failed", self._http[REQUEST_ID], exc_info=error)
         response = error_response(told, self._http)

@@ -110,14 +110,14 @@ def chat_of(*contents: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("make", [lambda size: "x" * size, lambda size: chat_of("x" * (size - 3), "xxx")])
 def test_a_text_that_no_tokens_of_the_context_can_hold_is_refused(make: Any) -> None:
-    check_text_size(make(50), longest=5, max_context=10)
+    check_text_size(make(50), TOKENIZER.table, max_context=10)
     with pytest.raises(PromptTooLong, match="51 characters") as caught:
-        check_text_size(make(51), longest=5, max_context=10)
+        check_text_size(make(51), TOKENIZER.table, max_context=10)
     assert (caught.value.field, caught.value.value, caught.value.limit) == ("prompt", 51, 50)
 
 
 def test_ids_pass_the_check_of_texts() -> None:
-    check_text_size([1] * 100, longest=1, max_context=10)
+    check_text_size([1] * 100, TOKENIZER.table, max_context=10)
 
 
 def test_the_cost_of_tokenising_counts_texts_calls_and_tools_but_stops_early() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import random
 import re
 import threading
@@ -28,6 +27,7 @@ from headrace.engine import (
     EngineStopped,
     GrammarRejected,
     InvalidParams,
+    Overloaded,
     RequestFailed,
     ResponseFormat,
     SamplingParams,
@@ -37,6 +37,7 @@ from headrace.engine import (
     grammars,
 )
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
+from headrace.engine.grammar_jobs import GrammarJob
 from headrace.engine.json_schemas import exact_grammar, exact_schema
 from headrace.engine.opened import Opened
 from headrace.engine.scheduling.pace import Pace
@@ -170,9 +171,7 @@ def compiled(wanted: ResponseFormat, tokenizer: ByteTokenizer) -> compiled_gramm
     info = EngineInfo(**dict.fromkeys(names, 0) | {"vocab_size": 310})
     opened = Opened(runner, tokenizer, CAPACITY, info)
     compiler = grammars.Grammars(lambda call: None)  # type: ignore[arg-type]
-    grammar = compiler._compile(wanted, opened, lambda: True, math.inf)
-    assert grammar is not None
-    return grammar
+    return compiler._compile(GrammarJob(wanted, opened))
 
 
 def ids_of(mask: bytes) -> list[int]:
@@ -574,17 +573,17 @@ def slow_but_good() -> ResponseFormat:
 def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: Backend
 ) -> None:
-    monkeypatch.setattr(grammars, "_QUEUED", 64)
+    monkeypatch.setattr(grammars, "_WAITING", 64)
 
     async def ask() -> None:
         async with no_leaks(), Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
             streams = [engine.stream([65], hot(slow_schema(seed))) for seed in range(100)]
-            with pytest.raises(GrammarRejected, match="wait"):
+            with pytest.raises(Overloaded, match="64 others wait"):
                 await streams[-1].admitted()
             for stream in streams:
                 stream.cancel()
             with anyio.fail_after(4):  # all of them would take eight seconds
-                while engine._grammars._queued:  # noqa: ASYNC110 - it has no event
+                while engine._grammars._waiting:  # noqa: ASYNC110 - it has no event
                     await anyio.sleep(0.01)
             assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
 
@@ -592,14 +591,14 @@ def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
 
 
 def test_who_waits_too_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: Backend) -> None:
-    monkeypatch.setattr(grammars, "_SECONDS", 0.05)
+    monkeypatch.setattr(grammars, "_PATIENCE", 0.05)
 
     asked = [hot(slow_schema(seed)) for seed in range(10)]
 
     async def ask() -> None:
         async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
             streams = [engine.stream([65], params) for params in asked]
-            with pytest.raises(GrammarRejected, match="waited 0.05 s") as caught:
+            with pytest.raises(Overloaded, match="waited 0.05 s") as caught:
                 await streams[-1].admitted()
             assert caught.value.limit == 0.05
 
@@ -747,10 +746,10 @@ def test_one_slow_format_holds_up_one_thread_and_the_vocabulary_is_read_once(
     slow, go_on = ResponseFormat.regex("slow"), threading.Event()
     compile_one, vocabulary = grammars.Grammars._compile, grammars._Vocabulary
 
-    def compile_slowly(self: grammars.Grammars, wanted: ResponseFormat, *args: Any) -> object:
-        if wanted == slow:
+    def compile_slowly(self: grammars.Grammars, job: GrammarJob) -> object:
+        if job.wanted == slow:
             assert go_on.wait(20)
-        return compile_one(self, wanted, *args)
+        return compile_one(self, job)
 
     def read_slowly(opened: Opened) -> object:
         read.append(opened)

@@ -19,11 +19,11 @@ from headrace.engine import kv_events
 from headrace.engine.beams import BeamGeneration
 from headrace.engine.delivered import Delivered
 from headrace.engine.generation import Generation
+from headrace.engine.grammar_jobs import Claim, GrammarJob
 from headrace.engine.kv_events import KvEvents
 from headrace.engine.loop import StepLoop
 from headrace.engine.many import run_many
 from headrace.engine.params import SamplingParams
-from headrace.engine.response_format import ResponseFormat
 from headrace.engine.scheduling.page_log import Medium, PageLog
 from headrace.engine.scheduling.plan import Emission, StepPlan
 from headrace.engine.scheduling.request import Request, State
@@ -470,16 +470,15 @@ def what_a_grammar_forces_is_not_given_to_the_device(world: EngineWorld) -> None
 @planted
 def who_wants_a_grammar_loses_it_with_the_one_that_asked_before(world: EngineWorld) -> None:
     """Nothing is compiled if the first of them has gone."""
-    grammars = world.engine._grammars
+    jobs = world.engine._grammars._jobs
+    claim = jobs.claim
 
-    def claim(wanted: ResponseFormat) -> bool:
-        still_wanted, _ = grammars._in_flight[wanted][0]
-        if still_wanted():
-            return True
-        del grammars._in_flight[wanted]
-        return False
+    def claims(job: GrammarJob, tenant: str | None, now: float) -> Claim:
+        if job.waiters and not job.waiters[0].still_wanted():
+            return Claim(False, jobs.end(job), [])
+        return claim(job, tenant, now)
 
-    grammars._claim = claim  # type: ignore[method-assign]
+    replace(jobs, "claim", claims)
 
 
 @planted

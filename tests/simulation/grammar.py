@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 from headrace.engine.compiled_grammar import CompiledGrammar
+from headrace.engine.grammar_jobs import GrammarJob
 from headrace.engine.grammars import Grammars
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.scheduling.plan import NOTHING_LEFT, Capacity
@@ -88,6 +88,5 @@ def follows(wanted: ResponseFormat, tokens: tuple[int, ...]) -> list[int]:
 def _compiled(wanted: ResponseFormat) -> CompiledGrammar:
     sizes = {"num_pages": 1, "page_size": 1, "max_rows": 1, "max_batched_tokens": 1, "max_context": 1}
     opened = ScriptedEngine(Capacity(vocab_size=END + 1, **sizes))._open()
-    compiled = Grammars(lambda call: None)._compile(wanted, opened, lambda: True, time.monotonic() + 60)  # type: ignore[arg-type]
-    assert compiled is not None
+    compiled = Grammars(lambda call: None)._compile(GrammarJob(wanted, opened))  # type: ignore[arg-type]
     return compiled
