@@ -79,16 +79,6 @@ class FairWorker(Worker):
         for call in dropped:
             call.done(None, error)
 
-    def close(self, *, join: bool = True) -> None:
-        """Forget the calls of tenants that have not begun, finish the others and join the threads.
-
-        Args:
-            join: Wait for the threads; False where one of them may never end.
-        """
-        with self._lock:
-            self._turns.clear()
-        super().close(join=join)
-
     def _run(self) -> None:
         while self._calls.get() is not None:
             while (begun := self._begin()) is not None:

@@ -70,8 +70,7 @@ class Grammars:
         self._make_worker = make_worker
         self._compiling: FairWorker | None = None
         self._trying: FairWorker | None = None
-        self._workers_lock = threading.Lock()
-        self._closed = False
+        self._trying_lock = threading.Lock()
         self._waiting: Counter[str | None] = Counter()
         """Tenant -> its requests that wait."""
         self._jobs = GrammarJobs(_PATIENCE)
@@ -122,14 +121,20 @@ class Grammars:
             turn = partial(self._look, job, tenant)
             self._compiling.submit_for(tenant, turn, partial(self._tell, job, tenant), cost=len(wanted.source))
 
-    def close(self) -> None:
-        """Drop what waits and join the threads."""
+    def drop(self, error: BaseException) -> None:
+        """End what waits with `error`, and what is compiled as soon as it can be. Called on the event loop."""
         self._jobs.close()
-        with self._workers_lock:
-            self._closed = True
         for worker in (self._compiling, self._trying):
             if worker is not None:
-                worker.close()
+                worker.drop(error)
+
+    def close(self) -> None:
+        """Begin nothing more and join the threads."""
+        self._jobs.close()
+        if self._compiling is not None:
+            self._compiling.close()
+        if self._trying is not None:  # which the other threads start
+            self._trying.close()
         self._trials.close()
 
     def _tell(self, job: GrammarJob, tenant: str | None, told: _Told | None, error: BaseException | None) -> None:
@@ -170,12 +175,11 @@ class Grammars:
         """Compile a format in a turn of `tenant`, or queue a turn of that tenant for its trial."""
         if job.begun or not may_take_long(job.wanted):
             return self._work(job, tenant, self._compile)
-        with self._workers_lock:
-            if self._trying is None and not self._closed:
+        with self._trying_lock:
+            if self._trying is None:
                 self._trying = self._make_worker("headrace-trial", self._post, threads=_TRIALS, most_of_one=1)
-        if self._trying is not None:
-            turn = partial(self._work, job, tenant, self._try)
-            self._trying.submit_for(tenant, turn, partial(self._tell, job, tenant))
+        turn = partial(self._work, job, tenant, self._try)
+        self._trying.submit_for(tenant, turn, partial(self._tell, job, tenant))
         return None
 
     def _work(self, job: GrammarJob, tenant: str | None, make: Callable[[GrammarJob], CompiledGrammar | None]) -> _Told:

@@ -180,6 +180,7 @@ class Life:
 
         try:
             self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
+            self._grammars.drop(crashed or EngineStopped("the engine closed before the response format was compiled"))
             if opened is not None and hung:
                 self._helper.submit(partial(close, opened), lambda result, error: None)  # which may take for ever
             elif opened is not None:

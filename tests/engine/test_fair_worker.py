@@ -106,13 +106,20 @@ async def test_dropped_calls_end_with_the_error_and_the_running_one_ends_well() 
 
 
 @pytest.mark.anyio
-async def test_closing_waits_for_the_call_that_runs_and_for_nothing_behind_it() -> None:
+async def test_the_engines_own_calls_wait_for_the_call_that_runs_and_for_nothing_behind_it() -> None:
     worker = FairWorker("headrace-under-test", Poster())
     ran: list[int] = []
+    error = ValueError("closed")
+    dropped: list[BaseException | None] = []
     with held(worker, "a") as go_on:
         for number in range(100):
-            worker.submit_for(str(number % 7), lambda number=number: ran.append(number), lambda *_: None)
+            worker.submit_for(
+                str(number % 7), lambda number=number: ran.append(number), lambda _, error: dropped.append(error)
+            )
         threading.Timer(0.02, go_on.set).start()
-        worker.close()
+        assert await worker.run(lambda: list(ran)) == []
         assert go_on.is_set()
-    assert ran == []
+        worker.drop(error)
+    worker.close()
+    await until(lambda: len(dropped) == 100)
+    assert set(dropped) <= {None, error}

@@ -37,7 +37,7 @@ from headrace.engine import (
     grammars,
 )
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
-from headrace.engine.grammar_jobs import GrammarJob
+from headrace.engine.grammar_jobs import GrammarJob, Waiter
 from headrace.engine.json_schemas import exact_grammar, exact_schema
 from headrace.engine.opened import Opened
 from headrace.engine.scheduling.pace import Pace
@@ -171,7 +171,13 @@ def compiled(wanted: ResponseFormat, tokenizer: ByteTokenizer) -> compiled_gramm
     info = EngineInfo(**dict.fromkeys(names, 0) | {"vocab_size": 310})
     opened = Opened(runner, tokenizer, CAPACITY, info)
     compiler = grammars.Grammars(lambda call: None)  # type: ignore[arg-type]
-    return compiler._compile(GrammarJob(wanted, opened))
+    job = compiler._jobs.join(wanted, opened, Waiter(None, time.monotonic(), lambda: True, lambda grammar, error: None))
+    assert job is not None
+    told = compiler._work(job, None, compiler._compile)
+    if told.error is not None:
+        raise told.error
+    assert told.grammar is not None
+    return told.grammar
 
 
 def ids_of(mask: bytes) -> list[int]:
