@@ -1,0 +1,97 @@
+"""Keys beside each other: what a refused request costs its key, and what a format that waits too long is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from serving import CAPACITY, Serving, serving
+
+from headrace.engine import grammar_trials, grammars
+from headrace.engine.opened import Opened
+from headrace.engine.testing import ScriptedEngine
+from headrace.server import KeyLimits, ServerSettings
+
+FULL = 1_000_000
+ENDLESS = {"type": "integer", "multipleOf": 99_999_989}
+
+
+class FormatEngine(ScriptedEngine):
+    """A scripted engine that takes response formats, which its device does not look at."""
+
+    def _open(self) -> Opened:
+        opened = super()._open()
+        return replace(opened, abilities=opened.abilities | {"grammar"})
+
+
+def keys() -> ServerSettings:
+    return ServerSettings(
+        api_keys={"ann": "ann-secret", "bob": "bob-secret"},
+        default_limits=KeyLimits(tokens_per_minute=FULL),
+    )
+
+
+def spent(server: Serving, name: str = "ann") -> float:
+    """Tokens that a key has used, to within what comes back while a test runs slowly."""
+    account = server.service.limits._accounts[name]
+    account.limits = KeyLimits(tokens_per_minute=None)  # from now on nothing comes back
+    used, account.tokens = FULL - account.tokens, float(FULL)
+    return used
+
+
+def formatted(schema: Any, **fields: Any) -> dict[str, Any]:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"prompt": "Hi", "max_tokens": 2, "response_format": wanted} | fields
+
+
+def test_a_refused_prompt_costs_what_was_tokenised_and_nothing_where_it_was_not() -> None:
+    with serving(ScriptedEngine(CAPACITY), keys()) as server:
+        server.post({"prompt": "warm", "max_tokens": 1})
+        spent(server)
+        answer = server.post({"prompt": "x" * 5000, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert spent(server) == 5000
+        answer = server.post({"prompt": "x" * 1000, "max_tokens": 100})
+        assert answer.status_code == 400 and "exceed the context" in answer.json()["error"]["message"]
+        assert spent(server) == 1000
+        for untokenised in ("x" * 6000, [7] * 5000):
+            assert server.post({"prompt": untokenised, "max_tokens": 1}).status_code == 400
+            assert spent(server) == 0
+        assert server.post({"prompt": "x" * 100, "max_tokens": 5, "ignore_eos": True}).status_code == 200
+        assert spent(server) == 105
+
+
+def test_a_refused_text_for_a_vector_costs_what_was_tokenised() -> None:
+    with serving(ScriptedEngine(CAPACITY), keys()) as server:
+        server.post({"prompt": "warm", "max_tokens": 1})
+        spent(server)
+        answer = server.post({"input": "x" * 5000}, "/v1/embeddings")
+        assert answer.status_code == 400, answer.text
+        assert spent(server) == 5000
+        assert server.post({"input": "x" * 6000}, "/v1/embeddings").status_code == 400
+        assert spent(server) == 0
+
+
+def test_a_failed_trial_counts_against_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trials, "_SECONDS", 0.25)
+    with serving(FormatEngine(CAPACITY), keys()) as server:
+        server.post({"prompt": "warm", "max_tokens": 1})
+        spent(server)
+        answer = server.post(formatted(ENDLESS))
+        assert answer.status_code == 400 and "takes longer than 0.25 s" in answer.json()["error"]["message"]
+        assert spent(server) == 250 + len("Hi")
+
+
+def test_a_format_that_waits_too_long_is_503_with_retry_after_and_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars, "_PATIENCE", -1.0)
+    with serving(FormatEngine(CAPACITY), keys()) as server:
+        server.post({"prompt": "warm", "max_tokens": 1})
+        spent(server)
+        answer = server.post(formatted({"type": "object"}))
+        assert answer.status_code == 503, answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "server_overloaded"
+        assert spent(server) == 0
