@@ -89,5 +89,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])
     _serve()

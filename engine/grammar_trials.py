@@ -6,18 +6,13 @@ A call of llguidance cannot be interrupted, and thirty characters are enough for
 
 from __future__ import annotations
 
-import contextlib
 import json
-import select
 import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from headrace.engine.child import Child, ChildDied, ChildLate, Children
 from headrace.engine.response_format import ResponseFormat
 
 __all__ = ["Starved", "TooSlow", "Trials", "Unfit", "Vocabulary", "may_take_long"]
@@ -27,7 +22,6 @@ Vocabulary = tuple[Sequence[bytes], Sequence[int], Sequence[int]]
 
 _SECONDS: Final = 2.0  # of a processor, for one trial; the same work is then done once more, in this process
 _PATIENCE: Final = 10.0  # seconds in which a processor must have had time for a trial, or for reading the vocabulary
-_TURN: Final = 0.05  # seconds between two looks at whether somebody still wants it
 _VALUES: Final = 500  # of a schema
 _LENGTH: Final = 1000  # of a regular expression
 _GRAMMAR: Final = 4000  # characters
@@ -130,8 +124,7 @@ class Trials:
 
     def __init__(self) -> None:
         """Start none."""
-        self._idle: list[_Child] = []
-        self._lock = threading.Lock()
+        self._children = Children(lambda: Child(Path(__file__).with_name("grammar_child.py")))
 
     def run(self, source: str, vocabulary: Callable[[], Vocabulary], still_wanted: Callable[[], bool]) -> bool:
         """Try `source`, in any thread.
@@ -150,99 +143,31 @@ class Trials:
             Starved: Ten seconds were not enough for that.
             OSError: There can be no other process, or it died, as where it took too much memory.
         """
-        child = self._take()
-        done = False
         try:
-            if child is None:
-                child = _Child()
-                if not child.ask(vocabulary_line(vocabulary()), still_wanted):
+            with self._children.one() as child:
+                line = vocabulary_line(vocabulary()) if not child.answers else b""
+                if line and not child.ask(line, _PATIENCE, still_wanted):
                     return False
-            done = child.ask(json.dumps([source, _SECONDS]), still_wanted)
-        except Unfit as error:
-            done = not isinstance(error, TooSlow)
+                answer = child.ask(json.dumps([source, _SECONDS]).encode(), _PATIENCE, still_wanted)
+        except ChildLate:
+            raise Starved from None
+        except ChildDied as died:
+            if died.code == -signal.SIGPROF:
+                raise TooSlow(_SECONDS) from None
             raise
-        finally:
-            if child is not None and done:
-                with self._lock:
-                    self._idle.append(child)
-            elif child is not None:
-                child.close()
-        return done
-
-    def _take(self) -> _Child | None:
-        """A process that waits for work, if there is one."""
-        with self._lock:
-            while self._idle:
-                child = self._idle.pop()
-                if child.is_alive:
-                    return child
-                child.close()
-        return None
-
-    def close(self) -> None:
-        """End the processes; nothing runs in them."""
-        with self._lock:
-            while self._idle:
-                self._idle.pop().close()
-
-
-def vocabulary_line(vocabulary: Vocabulary) -> str:
-    """As grammar_child.py reads it."""
-    tokens, special_ids, eos_ids = vocabulary
-    return json.dumps([[piece.decode("latin-1") for piece in tokens], list(special_ids), list(eos_ids)])
-
-
-def _interpreter() -> str:
-    """What runs Python here: in some applications `sys.executable` is the application."""
-    if getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith(("python", "pypy")):
-        raise OSError("it may take long to compile, and here is no Python that could be started to try it")
-    return sys.executable
-
-
-class _Child:
-    """One other process."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("grammar_child.py")
-        command = [_interpreter(), "-I", str(script), json.dumps(sys.path)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at a terminal is not for it
-        )
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, line: str, still_wanted: Callable[[], bool]) -> bool:
-        """Send a line and wait for the answer; False if nobody wants it any more."""
-        process, ends = self._process, time.monotonic() + _PATIENCE
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(line.encode() + b"\n")
-        process.stdin.flush()
-        while not select.select([process.stdout], [], [], _TURN)[0]:
-            if not still_wanted():
-                return False
-            if time.monotonic() > ends:
-                raise Starved
-        answer = process.stdout.readline()
-        if not answer:
-            if process.wait() == -signal.SIGPROF:
-                raise TooSlow(_SECONDS)
-            raise OSError("the process that compiled it died")
+        if answer is None:
+            return False
         why, seconds = json.loads(answer)
         if why:
             raise Unfit(why, seconds)
         return True
 
     def close(self) -> None:
-        """End it, whatever it does."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # what it has not read is lost
-                    pipe.close()
+        """End the processes; nothing runs in them."""
+        self._children.close()
+
+
+def vocabulary_line(vocabulary: Vocabulary) -> bytes:
+    """Return a vocabulary as grammar_child.py reads it."""
+    tokens, special_ids, eos_ids = vocabulary
+    return json.dumps([[piece.decode("latin-1") for piece in tokens], list(special_ids), list(eos_ids)]).encode()

@@ -628,17 +628,17 @@ def test_compiling_can_be_cancelled(folder: Path, anyio_backend: Backend) -> Non
                 assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
             slow = [ResponseFormat.regex(f"({'a?' * 600}|{letter})") for letter in "bc"]
             await engine.generate([65], hot(slow[0]))
-            (child,) = engine._grammars._trials._idle
+            (child,) = engine._grammars._trials._children._idle
             child._process.kill()
             child._process.wait()
             await engine.generate([65], hot(slow[1]))
-        assert not engine._grammars._trials._idle
+        assert not engine._grammars._trials._children._idle
 
     anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
 def test_without_another_process_what_may_take_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_trials.sys, "executable", "the-application")
+    monkeypatch.setattr("sys.frozen", True, raising=False)
 
     async def ask() -> None:
         async with Engine(folder, dtype="float32", kv_memory=8 * MB) as engine:
