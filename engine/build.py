@@ -25,7 +25,6 @@ from headrace.engine.model.open_encoder import open_encoder
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
 from headrace.engine.model.weights import Source
 from headrace.engine.opened import CrossEncoder, Opened
-from headrace.engine.prompts import TokenizerLike
 from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.stats import EngineInfo
 from headrace.engine.text import TokenTable
@@ -55,6 +54,12 @@ class _NoTokenizer:
 
     encode_more, encode_reply = encode, encode_chat
 
+    def start(self, max_context: int) -> None:
+        """There is nothing to start."""
+
+    def close(self) -> None:
+        """There is nothing to return."""
+
 
 def open_engine(config: EngineConfig) -> Opened:
     """Load the model that `config` names and make its runner.
@@ -68,7 +73,7 @@ def open_engine(config: EngineConfig) -> Opened:
     if path.is_dir() and is_encoder(read_hf_config(path)):
         return _open_encoder(config, path)
     with ExitStack() as files:
-        tokenizer: TokenizerLike
+        tokenizer: Tokenizer | _NoTokenizer
         source: Source
         if config.load_format == "random":
             spec, tokenizer, name, source = from_hf(read_hf_config(path)), _NoTokenizer(), path.name, "random"
@@ -83,6 +88,7 @@ def open_engine(config: EngineConfig) -> Opened:
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
     info = _info(device, name, spec.architecture, embedding)
+    tokenizer.start(device.capacity.max_context)
     return Opened(
         device.runner,
         tokenizer,
@@ -105,6 +111,7 @@ def _open_encoder(config: EngineConfig, path: Path) -> Opened:
     else:
         scoring = CrossEncoder(tokenizer.encode_pair, spec.has_sigmoid)
     info = _info(device, path.name, spec.architecture, embedding)
+    tokenizer.start(device.capacity.max_context)
     return Opened(
         device.runner,
         tokenizer,

@@ -176,6 +176,7 @@ class Life:
             self._grammars.close()
             if join is not None:
                 join()
+            opened.tokenizer.close()
             opened.runner.close()
 
         try:

@@ -60,10 +60,14 @@ class TokenizerLike(Protocol):
         """Ids of what the chat template writes behind an answer: its end, the messages, the next one's beginning."""
         ...
 
+    def close(self) -> None:
+        """Return what it holds besides memory."""
+        ...
+
 
 def is_short(prompt: object) -> bool:
-    """Whether tokenising `prompt` is quick enough for the event loop's own thread."""
-    return tokenizing_cost(prompt, most=_SHORT) <= _SHORT
+    """Whether tokenising `prompt` is quick enough for the event loop's own thread; of a chat it waits for a process."""
+    return not _is_chat(prompt) and _text_size(prompt) <= _SHORT
 
 
 def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = None, most: int = _COSTLY) -> int:

@@ -235,6 +235,9 @@ class ByteTokenizer:
         """The end of the answer's line, and the messages."""
         return [*b"\n", *self.encode_chat(messages)]
 
+    def close(self) -> None:
+        """There is nothing to return."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, with U+FFFD for what is not UTF-8."""
         return bytes(value for value in ids if value < 256).decode(errors="replace")

@@ -14,17 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.gguf_tokenizer import build_gguf_tokenizer, gguf_eos_ids
 from headrace.engine.messages import Message, check_text, checked_messages, map_strings
 from headrace.engine.opened import EncodedPair
+from headrace.engine.prompts import check_text_size
+from headrace.engine.rendering import Renderer
 from headrace.engine.text import TokenTable
 from headrace.engine.token_table import token_table
 
 __all__ = ["Tokenizer"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_UNKNOWN_CONTEXT = 2**24  # tokens
 _LONG = 2048  # characters from which holding the GIL while they are encoded would be felt elsewhere
 
 
@@ -58,9 +60,10 @@ class Tokenizer:
         self.vocab_size: int = len(self.table.pieces)
         """One more than the highest id; the model's logits may be wider."""
         self._control = _any_of(token.content for token in self._special.values())
-        self.chat_template = _template_text(backend.chat_template)
+        self._renderer = Renderer(backend.chat_template, backend.special_tokens_map, name)
+        self._max_context = _UNKNOWN_CONTEXT
+        self.chat_template = self._renderer.source
         """Text of the chat template, of several the one for tools; empty where there is none."""
-        self._templates: dict[str, ChatTemplate] = {}
         self._escape: _Escape | None = None
         self._escape_lock = threading.Lock()
 
@@ -140,7 +143,6 @@ class Tokenizer:
             InvalidParams: A message is malformed, there is no template, it refuses the messages, or it costs too much.
         """
         chat = checked_messages(messages)
-        self._check_template()
         if not self._quotes_control([chat, tools]):
             return _encode(self._core, self._render(chat, tools), add_special_tokens=False)
         return self._encode_escaped(chat, tools)
@@ -167,7 +169,6 @@ class Tokenizer:
             InvalidParams: As `encode_chat` raises it, or the template does not write the answer as it is given.
         """
         chat = checked_messages(messages)
-        self._check_template()
         quotes = self._quotes_control(chat)
         if quotes:
             chat = map_strings(chat, self._escaping().hide)
@@ -181,6 +182,19 @@ class Tokenizer:
             )
         ids = self._escaping().encode(parts[1]) if quotes else _encode(self._core, parts[1], add_special_tokens=False)
         return self._checked(ids)
+
+    def start(self, max_context: int) -> None:
+        """Start the process that renders chats, if there is a template; does not wait for it.
+
+        Args:
+            max_context: Tokens of a prompt and its answer; what a template writes beyond that is not tokenised.
+        """
+        self._max_context = max_context
+        self._renderer.start()
+
+    def close(self) -> None:
+        """End the processes that render chats."""
+        self._renderer.close()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; ids that the vocabulary lacks have no text.
@@ -207,16 +221,9 @@ class Tokenizer:
         return found
 
     def _render(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        source = self._hf.get_chat_template(tools=tools)
-        try:
-            template = self._templates.get(source)
-            if template is None:
-                template = self._templates[source] = ChatTemplate(source)
-            return template.render(chat, tools=tools, names=self._hf.special_tokens_map)
-        except Exception as error:  # a template is the model's program: whatever it raises concerns this request alone
-            raise InvalidParams(
-                f"messages: the chat template of {self.name} refused them: {error}", field="messages"
-            ) from error
+        text = self._renderer.render(chat, tools)
+        check_text_size(text, self.table.longest, self._max_context)
+        return text
 
     def _encode_escaped(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Encode a chat whose values hold special tokens' strings: those stay text, the template's own do not."""
@@ -229,13 +236,6 @@ class Tokenizer:
             if self._escape is None:
                 self._escape = _Escape(self._core, self._special, self._control)
             return self._escape
-
-    def _check_template(self) -> None:
-        if not self.chat_template:
-            raise InvalidParams(
-                f"messages: the tokenizer of {self.name} has no chat template; pass the prompt as a string or as ids",
-                field="messages",
-            )
 
     @staticmethod
     def _checked(ids: list[int] | None) -> list[int]:
@@ -262,7 +262,7 @@ class _Escape:
         nonce = str(secrets.randbelow(10**20))
         self._control = control
         self._mark = f"\ue000{nonce}.%d\ue001"
-        self._marks = re.compile(f"\ue000{nonce}\\.([0-9]+)\ue001")
+        self._marks = re.compile(f"\ue000{nonce}\\.([0-9]{{1,9}})\ue001")
         self._strings = {token.content: index for index, token in special.items()}
         self._core = Tokenizer.from_str(core.to_str())
         self._core.encode_special_tokens = True
@@ -292,7 +292,7 @@ class _Escape:
         """Ids of a text with marks; None where a quoted string would still become its special token."""
         contents = {index: string for string, index in self._strings.items()}
         text = self._control.sub(lambda match: self._aliases[self._strings[match.group()]], rendered)
-        text = self._marks.sub(lambda match: contents[int(match.group(1))], text)
+        text = self._marks.sub(lambda match: contents.get(int(match.group(1)), ""), text)  # a template may forge marks
         ids = _encode(self._core, text, add_special_tokens=False)
         if not self._forbidden.isdisjoint(ids):
             return None
@@ -360,12 +360,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelRejected(f"{path.name}: must hold a JSON object", field=path.name)
     return value
-
-
-def _template_text(template: str | dict[str, str] | None) -> str:
-    if isinstance(template, dict):
-        return template.get("tool_use") or template.get("default") or ""
-    return template or ""
 
 
 def _unknown_id(core: Any) -> int | None:

@@ -95,6 +95,9 @@ class _SyntheticTokenizer:
 
     encode_more, encode_reply = encode, encode_chat
 
+    def close(self) -> None:
+        """There is nothing to return."""
+
 
 def _changed(change: Callable[[Opened], Opened]) -> type[Engine]:
     """Engines whose open model is changed before it is used."""

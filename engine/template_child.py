@@ -1,0 +1,189 @@
+"""Renders one chat template in a process of its own, within limits that the operating system keeps; tokenises nothing.
+
+Run as a script by `ChatTemplate`, as `template_child.py [seconds, bytes, characters]`; imports nothing of headrace. The
+first line on standard input is `[source, names]`, each further one a chat, `[messages, tools]`. Each answer is a line
+`[kind, text]`: kind is "text", or "refused", "costly" or "memory" with the reason for a text.
+
+A template is a program that comes with the model. Jinja's sandbox keeps it from everything but its own values, and
+nothing keeps it from computing for ever or building values of any size. So the kernel kills this process when a line
+takes too much processor time, whatever it is doing, and grants it no more than so much memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from datetime import datetime
+from typing import Any, Final
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+__all__ = ["serve"]
+
+_NODES: Final = 25_000  # of a template: its syntax tree
+_REASON: Final = 500  # characters
+_KEPT: Final = 128 << 20  # bytes of address space that may stay behind for the next line
+
+Answer = tuple[str, str]
+
+
+class _TooCostly(Exception):
+    """The template is too large, or writes too much."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's part for training; here it is transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _compile(source: str) -> Template:
+    """Compile a template, with what transformers gives to chat templates.
+
+    Raises:
+        _TooCostly: It has too many nodes.
+        TemplateError: It is not valid.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    tree = environment.parse(source)
+    left: list[nodes.Node] = [tree]
+    count = 0
+    while left:
+        left += left.pop().iter_child_nodes()
+        count += 1
+        if count > _NODES:
+            raise _TooCostly(f"the chat template has more than {_NODES} nodes")
+    return environment.from_string(tree)
+
+
+def _render(template: Template, values: dict[str, Any], most: int) -> str:
+    """Return what the template writes.
+
+    Raises:
+        _TooCostly: It writes more than `most` characters.
+        Exception: Whatever the template raises.
+    """
+    pieces, length = [], 0
+    for piece in template.generate(values):
+        length += len(piece)
+        if length > most:
+            raise _TooCostly(f"the chat template writes more than {most} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as chat templates expect it: Jinja's own filter would escape it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+class _Renderer:
+    """What the lines mean, one after another."""
+
+    def __init__(self, memory: int, most: int) -> None:
+        self._memory, self._most = memory, most
+        self._template: Template | None = None
+        self._names: dict[str, Any] = {}
+
+    def answer(self, line: bytes) -> bytes:
+        """Return the answer to a line, without a line feed."""
+        try:
+            try:
+                answer = "text", self._text(json.loads(line))
+                return _encoded(answer)
+            except UnicodeEncodeError:
+                answer = "refused", "the chat template writes half of a surrogate pair, which UTF-8 cannot express"
+            except RecursionError:
+                answer = "costly", "the chat template calls itself without end, or nests too deep"
+            except _TooCostly as error:
+                answer = "costly", str(error)
+            except Exception as error:
+                answer = "refused", _reason(error)
+            return _encoded(answer)
+        except MemoryError:
+            return _encoded(("memory", f"the chat template needs more than {self._memory >> 20} MiB of memory"))
+
+    def _text(self, line: Any) -> str:
+        if self._template is None:
+            source, self._names = line
+            self._template = _compile(source)
+            return ""
+        messages, tools = line
+        values = {**self._names, "messages": messages, "tools": tools, "documents": None}
+        return _render(self._template, {**values, "add_generation_prompt": True}, self._most)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        raise error
+    return str(error)[:_REASON].encode(errors="replace").decode()
+
+
+def _encoded(answer: Answer) -> bytes:
+    return json.dumps(answer, ensure_ascii=False).encode()
+
+
+def _address_space() -> int:
+    """Return the bytes of address space that this process uses."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _limit(memory: int) -> None:
+    """Grant this process `memory` bytes more than it has."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = _address_space() + memory
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def serve(seconds: float, memory: int, most: int) -> None:
+    """Answer lines until there are no more, or until so much memory stays in use that others would have less.
+
+    Args:
+        seconds: Processor time of one line; the process is killed by SIGPROF when that is over.
+        memory: Bytes that may be in use besides the interpreter.
+        most: Characters that the template may write.
+    """
+    _limit(memory)
+    renderer, compiled = _Renderer(memory, most), 0
+    for line in iter(sys.stdin.buffer.readline, b""):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        answer = renderer.answer(line)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+        del line, answer
+        compiled = compiled or _address_space()
+        if _address_space() > compiled + _KEPT:
+            return
+
+
+if __name__ == "__main__":
+    serve(*json.loads(sys.argv[1]))
+    os._exit(0)
