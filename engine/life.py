@@ -65,7 +65,7 @@ class Life:
             raise RuntimeError("an Engine is opened once; make another for another opening")
         self._entered = True
         self._post = Poster()
-        self._helper = self._make_fair_worker("headrace-helper", self._post)
+        self._helper = self._make_fair_worker("headrace-helper", self._post, threads=2, most_of_one=1)
         self._waiter = self._make_worker("headrace-waiter", self._post)
         self._grammars = Grammars(self._post, self._make_fair_worker)
         self._hooks = self._make_hooks(self._post, self.config.hook_seconds)

@@ -222,7 +222,7 @@ class Tokenizer:
 
     def _render(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         text = self._renderer.render(chat, tools)
-        check_text_size(text, self.table.longest, self._max_context)
+        check_text_size(text, self.table, self._max_context)
         return text
 
     def _encode_escaped(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:

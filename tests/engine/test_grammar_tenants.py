@@ -120,7 +120,7 @@ async def test_a_trial_counts_the_work_of_its_format_and_not_the_wait_for_a_proc
     async with requests() as asked:
         asked.ask("a", tried("b"))
         await until(lambda: len(asked.told) == 1)
-        (child,) = asked.grammars._trials._idle
+        (child,) = asked.grammars._trials._children._idle
         os.kill(child._process.pid, signal.SIGSTOP)  # as if others had all processors
         asked.ask("a", tried("c"))
         await anyio.sleep(0.8)
