@@ -16,7 +16,8 @@ HeadraceError
 │   ├── HookFailed         a hook of this request raised, took too long or returned what it may not
 │   ├── NoTokenLeft        masks or a response format of this request left no token to choose
 │   ├── NonFiniteLogits    the model produced NaN or infinity for this request
-│   └── OutOfMemory        the device had no memory for this request's step
+│   ├── OutOfMemory        the device had no memory for this request's step
+│   └── TokenizerFailed    the model's tokenizer cannot handle the text of this request
 ├── EngineStopped          the engine is closed or closing, or was never opened
 └── EngineCrashed          the step loop died; every stream and every later call gets this
 """
@@ -42,6 +43,7 @@ __all__ = [
     "PromptTooLong",
     "Rejected",
     "RequestFailed",
+    "TokenizerFailed",
     "UnknownAdapter",
 ]
 
@@ -140,6 +142,10 @@ class NonFiniteLogits(RequestFailed):
 
 class OutOfMemory(RequestFailed):
     """The device had no memory for the step this request was part of."""
+
+
+class TokenizerFailed(RequestFailed):
+    """The model's tokenizer failed on the text of this request; `__cause__` holds what it raised."""
 
 
 class EngineStopped(HeadraceError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from headrace.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_peft_co
 from headrace.adapters.recipe import PROMPT_KEY, WEIGHTS_FILE, recipe_of, virtual_recipe
 from headrace.adapters.safetensors_header import TensorEntry, header_bytes, parse_header, refuse_file
 from headrace.adapters.stored import Recipe, Stored
-from headrace.adapters.untrusted import parse_object, plain
+from headrace.adapters.untrusted import open_file, parse_object, plain
 
 __all__ = ["TakePieces", "read_adapter"]
 
@@ -138,20 +137,17 @@ def _open_folder(path: str | os.PathLike[str], root: Path | None) -> int:
 
 
 def _open_file(folder: int, name: str, follow: bool) -> BinaryIO:
-    """Open a regular file of an open folder; anything else is refused without waiting for it."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    """Open a regular file of an open folder; say what is wrong where there is none."""
     try:
-        number = os.open(name, flags, dir_fd=folder)
-    except FileNotFoundError:
-        _refuse_missing(folder, name)
+        return open_file(name, folder=folder, follow=follow)
+    except ModelRejected:
+        if name not in os.listdir(folder):
+            _refuse_missing(folder, name)
+        raise
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_file(name, "the file", "a link", "a regular file")
         raise
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        refuse_file(name, "the file", "not a regular one", "a regular file")
-    return os.fdopen(number, "rb")
 
 
 def _identities(opened: Sequence[BinaryIO]) -> tuple[tuple[int, int, int, int, int], ...]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import BinaryIO, NoReturn, TypeVar
 
 from headrace.adapters.errors import ModelRejected
 
 __all__ = [
     "Fields",
+    "check_depth",
     "in_turns",
+    "open_file",
     "parse_json",
     "parse_members",
     "parse_object",
@@ -27,6 +31,7 @@ __all__ = [
 ]
 
 _MOST_SHOWN = 200  # characters
+_MOST_NESTED = 64  # lists and objects in each other; what reads or prints deeper ones may run out of stack
 _TURN = 8
 _PAUSE = 20e-6
 _SPACES = frozenset(" \t\n\r")
@@ -49,7 +54,7 @@ def parse_object(data: bytes, origin: str) -> dict[str, object]:
 def parse_json(data: bytes, origin: str) -> object:
     """Return the JSON value that `data` holds.
 
-    Duplicate keys, NaN, infinities and nesting beyond the interpreter's stack are refused.
+    Duplicate keys, NaN, infinities and nesting deeper than 64 levels are refused.
 
     Args:
         data: UTF-8 text.
@@ -61,7 +66,23 @@ def parse_json(data: bytes, origin: str) -> object:
 
     with _as_rejected(origin):
         found: object = _decoder(origin).decode(data.decode())
+    check_depth(found, origin)
     return found
+
+
+def check_depth(value: object, origin: str) -> None:
+    """Refuse a JSON value in which lists and objects are nested deeper than 64 levels.
+
+    Raises:
+        ModelRejected: It is nested deeper.
+    """
+    depth, level = 0, [value]
+    while level := [part for part in level if isinstance(part, (dict, list))]:
+        depth += 1
+        if depth > _MOST_NESTED:
+            message = f"{origin}: nested deeper than the {_MOST_NESTED} levels allowed"
+            raise ModelRejected(message, field=origin, limit=_MOST_NESTED)
+        level = [child for part in level for child in (part.values() if isinstance(part, dict) else part)]
 
 
 def parse_members(data: bytes, origin: str) -> dict[str, object]:
@@ -150,19 +171,41 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """Return what the file at `path` holds, which may be at most `limit` bytes long.
 
     Raises:
-        ModelRejected: The file is missing or too long.
+        ModelRejected: The file is missing, no regular file, or too long; no more than the limit is ever read of it.
     """
     try:
-        if not path.is_file():
-            raise ModelRejected(f"{path.name}: no such file", field=path.name)
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(limit + 1) if size <= limit else b""
     except OSError as error:
         raise ModelRejected(f"{path.name}: cannot be read ({error.strerror})", field=path.name) from error
-    if len(data) > limit:
+    if size > limit or len(data) > limit:
         message = f"{path.name}: longer than the {limit} bytes allowed"
-        raise ModelRejected(message, field=path.name, value=path.stat().st_size, limit=limit)
+        raise ModelRejected(message, field=path.name, value=max(size, len(data)), limit=limit)
     return data
+
+
+def open_file(path: str | os.PathLike[str], *, folder: int | None = None, follow: bool = True) -> BinaryIO:
+    """Open a regular file for reading in binary, and never wait for one that is none, such as a named pipe.
+
+    Args:
+        path: The file; with `folder` its name in that folder.
+        folder: Descriptor of an open folder.
+        follow: Whether the last part of the path may be a symbolic link.
+
+    Raises:
+        ModelRejected: There is no such file, or it is no regular one.
+        OSError: The system refuses to open it; `ELOOP` for a link that is not followed.
+    """
+    name = os.path.basename(path)
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW), dir_fd=folder)
+    except FileNotFoundError:
+        raise ModelRejected(f"{name}: no such file", field=name) from None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise ModelRejected(f"{name}: no regular file", field=name, limit="a regular file")
+    return os.fdopen(number, "rb")
 
 
 def plain(text: str) -> str:

@@ -25,6 +25,7 @@ from headrace.engine.errors import (
     PromptTooLong,
     Rejected,
     RequestFailed,
+    TokenizerFailed,
     UnknownAdapter,
 )
 from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logprob, Token, TokenLogprobs, Usage
@@ -83,6 +84,7 @@ __all__ = [
     "Token",
     "TokenLogprobs",
     "TokenStream",
+    "TokenizerFailed",
     "UnknownAdapter",
     "Usage",
 ]

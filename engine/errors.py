@@ -21,6 +21,7 @@ from headrace.adapters.errors import (
     PromptTooLong,
     Rejected,
     RequestFailed,
+    TokenizerFailed,
     UnknownAdapter,
 )
 
@@ -43,5 +44,6 @@ __all__ = [
     "PromptTooLong",
     "Rejected",
     "RequestFailed",
+    "TokenizerFailed",
     "UnknownAdapter",
 ]

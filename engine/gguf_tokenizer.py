@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from headrace.engine.errors import ModelRejected
+from headrace.engine.panics import typed
+from headrace.engine.tokenizer_limits import check_added, check_merging, check_token_size
 
 __all__ = ["BYTE_OF_CHAR", "GgufBackend", "build_gguf_tokenizer", "gguf_eos_ids"]
 
@@ -93,10 +95,6 @@ class GgufBackend:
         token = self.special_tokens_map.get("eos_token")
         return None if token is None else self.backend_tokenizer.token_to_id(token)
 
-    def get_chat_template(self, *, tools: object = None) -> str:
-        """Return the one chat template that a GGUF file holds; empty where it holds none."""
-        return self.chat_template or ""
-
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufBackend:
     """Return the tokenizer for GGUF metadata given as plain values.
@@ -117,13 +115,9 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufBackend:
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (index := _id(metadata, f"{key}_token_id", len(vocabulary.tokens))) is not None
     }
-    try:
+    with typed(_not_built):  # tokenizers raises bare Exception for a vocabulary that contradicts its merges
         core = builders[kind](metadata, vocabulary)
         _add_special_tokens(core, vocabulary, roles.values())
-    except ModelRejected:
-        raise
-    except Exception as error:  # tokenizers raises bare Exception for a vocabulary that contradicts its merges
-        raise ModelRejected(f"{_PREFIX}*: no tokenizer could be built: {error}", field=_PREFIX + "tokens") from error
     return GgufBackend(core, template, roles)
 
 
@@ -164,6 +158,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
     scores = metadata.get(_PREFIX + "scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise _rejected("scores", f"must be a list of {len(vocabulary.tokens)} numbers", type(scores).__name__)
+    check_merging(vocabulary.tokens, _PREFIX + "tokens")
     # Control, byte and unused tokens are never spelled out of pieces, or text could forge them.
     closed = {
         token
@@ -198,16 +193,14 @@ def _frame(metadata: Mapping[str, Any], vocabulary: _Vocabulary, *, bos: bool) -
     """The post-processor that puts BOS before and EOS after a text, where the file asks for them."""
     from tokenizers import processors
 
-    ends: list[tuple[str, int] | None] = []
+    frame, tokens = ["$A"], []
     for role, default in (("bos", bos), ("eos", False)):
         index = _id(metadata, f"{role}_token_id", len(vocabulary.tokens))
-        wanted = _flag(metadata, f"add_{role}_token", default=default) and index is not None
-        ends.append((vocabulary.tokens[index], index) if wanted and index is not None else None)
-    before, after = ends
-    single = [before[0] if before else "", "$A", after[0] if after else ""]
-    return processors.TemplateProcessing(
-        single=[part for part in single if part], special_tokens=[end for end in ends if end]
-    )
+        if _flag(metadata, f"add_{role}_token", default=default) and index is not None:
+            # Under a name of ours: one of the file's, such as `$B` or `a:1`, would be read as an instruction.
+            tokens.append({"id": role, "ids": [index], "tokens": [vocabulary.tokens[index]]})
+            frame = [role, *frame] if role == "bos" else [*frame, role]
+    return processors.TemplateProcessing(single=frame, special_tokens=tokens)
 
 
 def _add_special_tokens(core: Any, vocabulary: _Vocabulary, roles: Iterable[str]) -> None:
@@ -230,10 +223,14 @@ def _add_special_tokens(core: Any, vocabulary: _Vocabulary, roles: Iterable[str]
 
 def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     tokens = _strings(metadata, "tokens")
+    for token in tokens:
+        check_token_size(token, _PREFIX + "tokens")
     types = metadata.get(_PREFIX + "token_type")
     types = [1] * len(tokens) if types is None else types
     if not isinstance(types, list) or len(types) != len(tokens):
         raise _rejected("token_type", f"must be a list of {len(tokens)} numbers", type(types).__name__)
+    control = types.count(_CONTROL)
+    check_added(control + types.count(_USER_DEFINED), control, _PREFIX + "token_type")
     ids: dict[str, int] = {}
     for index, token in enumerate(tokens):
         ids.setdefault(token, index)  # a token that is there twice can only be reached by its first id
@@ -265,3 +262,7 @@ def _flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 def _rejected(key: str, problem: str, value: object) -> ModelRejected:
     return ModelRejected(f"{_PREFIX}{key}: {problem}, got {value!r}", field=_PREFIX + key, value=value)
+
+
+def _not_built(problem: str) -> ModelRejected:
+    return ModelRejected(f"{_PREFIX}*: no tokenizer could be built: {problem}", field=_PREFIX + "tokens")

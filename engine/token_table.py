@@ -15,6 +15,7 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
 from headrace.engine.text import TokenTable
 from headrace.engine.token_bounds import fewest_tokens_rule
+from headrace.engine.tokenizer_limits import check_token_size
 
 __all__ = ["token_table"]
 
@@ -58,7 +59,7 @@ def _of_decoder(core: Any, special_ids: frozenset[int], is_exact: bool) -> Token
             pieces.append(bytes.fromhex(token[3:5]))
             continue
         for old, new in replacements:
-            token = token.replace(old, new)
+            check_token_size(token := token.replace(old, new), "tokenizer.decoder")
         pieces.append(token.encode())
     return TokenTable(pieces, special_ids, byte_ids)
 

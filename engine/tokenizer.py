@@ -6,11 +6,11 @@ Next to read: gguf_tokenizer.py for GGUF files, token_table.py and text.py for t
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,18 @@ from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.gguf_tokenizer import build_gguf_tokenizer, gguf_eos_ids
 from headrace.engine.messages import Message, check_text, checked_messages, map_strings
 from headrace.engine.opened import EncodedPair
+from headrace.engine.panics import typed
 from headrace.engine.prompts import check_text_size
 from headrace.engine.rendering import Renderer
 from headrace.engine.text import TokenTable
 from headrace.engine.token_table import token_table
+from headrace.engine.tokenizer_core import TokenizerCore
+from headrace.engine.tokenizer_folder import folder_eos_ids, load_folder
+from headrace.engine.tokenizer_limits import check_core
 
 __all__ = ["Tokenizer"]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _UNKNOWN_CONTEXT = 2**24  # tokens
-_LONG = 2048  # characters from which holding the GIL while they are encoded would be felt elsewhere
 
 
 class Tokenizer:
@@ -43,13 +45,13 @@ class Tokenizer:
             is_exact: Whether ids must give their text to the letter, as generations need it.
 
         Raises:
-            ModelRejected: The tokenizer decodes in a way that cannot be done token by token.
+            ModelRejected: The tokenizer decodes in a way that cannot be done token by token, or could cost too much.
         """
-        self._hf = backend
         self._core = backend.backend_tokenizer
         self._core.no_truncation()
         self._core.no_padding()
         self.name = name
+        self._encoder = TokenizerCore(self._core, name, growth=check_core(self._core))
         own = () if backend.eos_token_id is None else (int(backend.eos_token_id),)
         self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *own}))
         """Ids that end a completion, ascending."""
@@ -75,24 +77,9 @@ class Tokenizer:
             ModelRejected: Files are missing or damaged, or the tokenizer wants to run its own code.
         """
         folder = Path(path)
-        settings = _read_json(folder / "tokenizer_config.json")
-        if "auto_map" in settings:
-            raise ModelRejected(
-                f"tokenizer_config.json: auto_map in {folder} names code of its own, which is never run; "
-                "save the tokenizer as tokenizer.json with a class of transformers",
-                field="auto_map",
-                value=settings["auto_map"],
-            )
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise ModelRejected(
-                f"tokenizer: {folder} holds none of {', '.join(_TOKENIZER_FILES)}; "
-                "copy the tokenizer files of the model there (tokenizer.json is enough)",
-                field="tokenizer",
-                value=str(folder),
-                limit=_TOKENIZER_FILES,
-            )
-        name = folder.resolve().name
-        return cls(_load_folder(folder), name=name, eos_ids=_folder_eos_ids(folder), is_exact=is_exact)
+        with typed(partial(_unusable, f"the files in {folder} could not be read")):
+            backend, eos_ids = load_folder(folder), folder_eos_ids(folder)
+            return cls(backend, name=folder.resolve().name, eos_ids=eos_ids, is_exact=is_exact)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -101,8 +88,9 @@ class Tokenizer:
         Raises:
             ModelRejected: Tokenizer fields are missing, contradict each other or are of a kind that is not known.
         """
-        backend = build_gguf_tokenizer(metadata)
-        return cls(backend, name=str(metadata.get("general.name", "gguf")), eos_ids=gguf_eos_ids(metadata))
+        with typed(partial(_unusable, "none could be built from tokenizer.ggml.*")):
+            backend = build_gguf_tokenizer(metadata)
+            return cls(backend, name=str(metadata.get("general.name", "gguf")), eos_ids=gguf_eos_ids(metadata))
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` as it stands, with BOS or EOS where the tokenizer adds them by default.
@@ -113,7 +101,7 @@ class Tokenizer:
             InvalidParams: `text` is no string that UTF-8 can express.
         """
         check_text(text, "prompt")
-        return _encode(self._core, text, add_special_tokens=True)
+        return self._encoder.encode(text, framed=True)
 
     def encode_pair(self, query: str, document: str) -> EncodedPair:
         """Ids of two texts that are read together, with the special tokens around and between them.
@@ -123,7 +111,7 @@ class Tokenizer:
         """
         check_text(query, "query")
         check_text(document, "document")
-        found = self._core.encode_batch_fast([(query, document)], add_special_tokens=True)[0]
+        found = self._encoder.encode_pair(query, document)
         second = next((place for place, kind in enumerate(found.type_ids) if kind), 0)
         place = next((place for place, text in enumerate(found.sequence_ids) if text == 1), len(found.ids))
         return EncodedPair(found.ids, second, place)
@@ -144,7 +132,7 @@ class Tokenizer:
         """
         chat = checked_messages(messages)
         if not self._quotes_control([chat, tools]):
-            return _encode(self._core, self._render(chat, tools), add_special_tokens=False)
+            return self._encoder.encode(self._render(chat, tools))
         return self._encode_escaped(chat, tools)
 
     def encode_more(self, text: str) -> list[int]:
@@ -155,9 +143,9 @@ class Tokenizer:
         """
         check_text(text, "prompt")
         if not self.table.byte_ids:
-            return _encode(self._core, text, add_special_tokens=False)
-        begun = _encode(self._core, "\n", add_special_tokens=False)  # where SentencePiece puts its space
-        return _encode(self._core, "\n" + text, add_special_tokens=False)[len(begun) :]
+            return self._encoder.encode(text)
+        begun = self._encoder.encode("\n")  # where SentencePiece puts its space
+        return self._encoder.encode("\n" + text)[len(begun) :]
 
     def encode_reply(self, messages: Sequence[Message]) -> list[int]:
         """Ids of what the chat template writes behind an answer: its end, `messages`, the start of the next answer.
@@ -180,7 +168,7 @@ class Tokenizer:
                 f"messages: the chat template of {self.name} does not write an answer as it is: nothing can follow it",
                 field="messages",
             )
-        ids = self._escaping().encode(parts[1]) if quotes else _encode(self._core, parts[1], add_special_tokens=False)
+        ids = self._escaping().encode(parts[1]) if quotes else self._encoder.encode(parts[1])
         return self._checked(ids)
 
     def start(self, max_context: int) -> None:
@@ -202,11 +190,7 @@ class Tokenizer:
         Raises:
             InvalidParams: An id is negative or no 32-bit number.
         """
-        try:
-            text: str = self._core.decode(list(ids), skip_special_tokens=True)
-        except (OverflowError, TypeError):
-            raise InvalidParams("ids: token ids are integers from 0 to 2**32 - 1", field="ids") from None
-        return text
+        return self._encoder.decode(ids)
 
     def _quotes_control(self, value: object) -> bool:
         """Whether any string in `value` holds that of a special token."""
@@ -234,7 +218,7 @@ class Tokenizer:
     def _escaping(self) -> _Escape:
         with self._escape_lock:
             if self._escape is None:
-                self._escape = _Escape(self._core, self._special, self._control)
+                self._escape = _Escape(self._encoder, self._special, self._control)
             return self._escape
 
     @staticmethod
@@ -255,34 +239,19 @@ class _Escape:
     and become aliases, and the marks become the strings again. One encoding keeps all rules about neighbours.
     """
 
-    def __init__(self, core: Any, special: Mapping[int, Any], control: re.Pattern[str]) -> None:
-        from tokenizers import AddedToken, Tokenizer
-
+    def __init__(self, encoder: TokenizerCore, special: Mapping[int, Any], control: re.Pattern[str]) -> None:
         # Digits and private-use characters: no normaliser or template filter changes them, and nobody can guess them.
         nonce = str(secrets.randbelow(10**20))
         self._control = control
         self._mark = f"\ue000{nonce}.%d\ue001"
         self._marks = re.compile(f"\ue000{nonce}\\.([0-9]{{1,9}})\ue001")
         self._strings = {token.content: index for index, token in special.items()}
-        self._core = Tokenizer.from_str(core.to_str())
-        self._core.encode_special_tokens = True
         aliases = {index: f"\ue002{nonce}.{index}\ue003" for index in special}
-        self._core.add_tokens(
-            [
-                AddedToken(
-                    aliases[index],
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                )
-                for index, token in special.items()
-            ]
-        )
         self._aliases = aliases
-        self._meant = {self._core.token_to_id(alias): index for index, alias in aliases.items()}
+        self._encoder, alias_ids = encoder.with_aliases({aliases[index]: token for index, token in special.items()})
+        self._meant = {alias_ids[alias]: index for index, alias in aliases.items()}
         # The unknown token marks text without a token, so it is no sign of a quoted string that was taken as meant.
-        self._forbidden = frozenset(special) - {_unknown_id(core)}
+        self._forbidden = frozenset(special) - {encoder.unknown_id}
 
     def hide(self, text: str) -> str:
         """Replace special tokens' strings by marks."""
@@ -293,19 +262,10 @@ class _Escape:
         contents = {index: string for string, index in self._strings.items()}
         text = self._control.sub(lambda match: self._aliases[self._strings[match.group()]], rendered)
         text = self._marks.sub(lambda match: contents.get(int(match.group(1)), ""), text)  # a template may forge marks
-        ids = _encode(self._core, text, add_special_tokens=False)
+        ids = self._encoder.encode(text)
         if not self._forbidden.isdisjoint(ids):
             return None
         return [self._meant.get(index, index) for index in ids]
-
-
-def _encode(core: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Ids of `text`, without the GIL where it is long: `encode` holds it to the end, a batch of one does not."""
-    if len(text) > _LONG:
-        ids: list[int] = core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    else:
-        ids = core.encode(text, add_special_tokens=add_special_tokens).ids
-    return ids
 
 
 def _any_of(strings: Any) -> re.Pattern[str]:
@@ -314,54 +274,5 @@ def _any_of(strings: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _load_folder(folder: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        if (folder / "tokenizer.json").is_file():
-            # The file says it all; the class that tokenizer_config names might rebuild it by rules of its own.
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception for damaged files
-        raise ModelRejected(
-            f"tokenizer: the files in {folder} could not be read: {error}", field="tokenizer", value=str(folder)
-        ) from error
-    if not isinstance(backend, PreTrainedTokenizerFast):
-        raise ModelRejected(
-            f"tokenizer: {type(backend).__name__} of {folder} cannot be read as tokenizer.json; save it in that form",
-            field="tokenizer",
-            value=str(folder),
-        )
-    return backend
-
-
-def _folder_eos_ids(folder: Path) -> list[int]:
-    """`eos_token_id` of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(type(index) is int and index >= 0 for index in ids):
-                raise ModelRejected(
-                    f"{name}: eos_token_id must be an id or a list of ids", field="eos_token_id", value=value
-                )
-            return ids
-    return []
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelRejected(f"{path.name}: not readable as JSON: {error}", field=path.name) from error
-    if not isinstance(value, dict):
-        raise ModelRejected(f"{path.name}: must hold a JSON object", field=path.name)
-    return value
-
-
-def _unknown_id(core: Any) -> int | None:
-    unknown = getattr(core.model, "unk_token", None)
-    return None if unknown is None else core.token_to_id(unknown)
+def _unusable(what: str, problem: str) -> ModelRejected:
+    return ModelRejected(f"tokenizer: {what}: {problem}", field="tokenizer", value=problem)

@@ -29,6 +29,7 @@ from headrace.engine import (
     PromptTooLong,
     Rejected,
     RequestFailed,
+    TokenizerFailed,
     UnknownAdapter,
 )
 
@@ -119,13 +120,14 @@ _TABLE = (
     _Row(NonFiniteLogits, 500, "non_finite_logits", "the model gave numbers that are not finite for this request"),
     _Row(AdapterUnavailable, 503, "adapter_unavailable", "the adapter could not be brought to the device", _NO_RETRY),
     _Row(OutOfMemory, 503, "out_of_memory", "the device had no memory for this request", {"retry-after": "1"}),
+    _Row(TokenizerFailed, 500, "tokenizer_failed", "the tokenizer of the model cannot handle this text", _NO_RETRY),
     _Row(RequestFailed, 500, "request_failed", "a step that this request was part of failed"),
     _Row(EngineStopped, 503, "server_shutting_down", "the server is shutting down", {"retry-after": "5"}),
     _Row(EngineCrashed, 503, "engine_dead", "the engine has stopped working", _NO_RETRY),
 )
 
 
-def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
     """What a client is told about `error`; an unknown one is an internal error without detail.
 
     Args:

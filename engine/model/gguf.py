@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from headrace.adapters.untrusted import open_file
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.gguf_spec import from_gguf
 from headrace.engine.model.spec import DecoderSpec
@@ -54,7 +55,7 @@ _MAX_KEYS = 1 << 16
 _MAX_NAME_BYTES = 1 << 10
 _MAX_STRING_BYTES = 16 << 20
 _MAX_METADATA_BYTES = 256 << 20
-_MAX_VALUES = 1 << 23
+_MAX_VALUES = 1 << 21
 """All array elements of the metadata together: the largest vocabularies with their merges need about a million."""
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 16
@@ -238,9 +239,7 @@ class GgufFile:
         self.path = Path(path)
         self.name = self.path.name
         try:
-            if not self.path.is_file():
-                raise ModelRejected(f"{self.name}: no such file", field=self.name)
-            self._file = self.path.open("rb", buffering=0)
+            self._file = open_file(self.path)
         except OSError as error:
             raise ModelRejected(f"{self.name}: cannot be read ({error.strerror})", field=self.name) from error
         try:

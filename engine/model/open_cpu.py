@@ -13,9 +13,9 @@ from headrace.engine.model.cpu_adapters import CpuBank
 from headrace.engine.model.cpu_runner import CpuRunner, cpu_ops
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
-from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.load_threads import load_threads
 from headrace.engine.model.memory import free_host_bytes, return_freed_memory
+from headrace.engine.model.reread import rereading
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import Source, open_weights
 from headrace.engine.progress import LoggedProgress, weights_read
@@ -86,14 +86,14 @@ def _make_runner(
     dtype: torch.dtype,
     bank: CpuBank | None,
 ) -> CpuRunner:
-    dropped = source.path if isinstance(source, GgufFile) else source  # an open file is closed by then
+    again = rereading(source)  # an open file is closed by then
     sources = iter([source])
 
     threads = config.cpu_threads or _default_threads()
 
     def load() -> Decoder:
         packed = config.dtype == "auto"
-        read_from = next(sources, dropped)
+        read_from = next(sources, None) or again()
         progress = LoggedProgress(weights_read)
         with (
             load_threads(threads) as each,

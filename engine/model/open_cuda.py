@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,8 +15,8 @@ from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.device import Device, Limits, fit
-from headrace.engine.model.gguf import GgufFile
 from headrace.engine.model.memory import free_host_bytes, return_device_memory
+from headrace.engine.model.reread import rereading
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.weights import DecoderWeights, Source, load_weights
 from headrace.engine.progress import LoggedProgress, weights_read
@@ -91,7 +90,7 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     dtype = _DTYPE
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
     memory = WeightMemory(device)
-    dropped = source.path if isinstance(source, GgufFile) else source  # an open file is closed by then
+    again = rereading(source)  # an open file is closed by then
 
     def load(source: Source) -> DecoderWeights:
         progress = LoggedProgress(weights_read)
@@ -117,7 +116,7 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
     runner = CudaRunner(
         decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
-        weights=Weights(memory, partial(load, dropped)),
+        weights=Weights(memory, lambda: load(again())),
     )  # fmt: skip
     try:
         runner.warm_up()

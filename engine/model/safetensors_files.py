@@ -17,7 +17,7 @@ from typing import BinaryIO, NoReturn, Self
 import torch
 
 from headrace.adapters.safetensors_header import TensorEntry, read_header, refuse_file
-from headrace.adapters.untrusted import read_object
+from headrace.adapters.untrusted import open_file, read_object
 from headrace.engine.errors import ModelRejected
 
 __all__ = ["SafetensorsFolder"]
@@ -123,10 +123,11 @@ class SafetensorsFolder:
             yield first, raw.view(dtype).view(count, *inner)
 
     def _add(self, name: str) -> None:
-        path = self.path / name
-        if not path.is_file():
-            raise ModelRejected(f"{self.name}: the file {name} is missing", field=name, limit="every shard present")
-        file = self._open.enter_context(path.open("rb"))
+        try:
+            file = self._open.enter_context(open_file(self.path / name))
+        except ModelRejected as error:
+            message = f"{self.name}: the file {name} is missing, or no regular one"
+            raise ModelRejected(message, field=name, limit="every shard present") from error
         for tensor, entry in read_header(file, name).items():
             if tensor in self._entries:
                 refuse_file(name, "tensor", tensor, f"once, but {self._where[tensor][1]} has it, too")

@@ -32,6 +32,7 @@ ABORT_REASONS: Final = frozenset(
         "server_overloaded",
         "server_shutting_down",
         "slow_consumer",
+        "tokenizer_failed",
     }
 )
 """Why an admitted request may end without its answer."""

@@ -231,8 +231,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no UTF-8": (header(text(b"a") + STRING + text(b"\xff")), "UTF-8"),
     "value type": (header(text(b"a") + struct.pack("<I", 13)), "the type of a"),
     "array length": (header(text(b"a") + ARRAY + U8 + struct.pack("<Q", HUGE)), "the length of a"),
-    "array past the end": (header(text(b"a") + ARRAY + U8 + struct.pack("<Q", 1 << 23)), "the end of a"),
-    "strings past the end": (header(text(b"a") + ARRAY + STRING + struct.pack("<Q", 1 << 23)), "the end of "),
+    "array past the end": (header(text(b"a") + ARRAY + U8 + struct.pack("<Q", 1 << 21)), "the end of a"),
+    "strings past the end": (header(text(b"a") + ARRAY + STRING + struct.pack("<Q", 1 << 21)), "the end of "),
     "nested array": (header(text(b"a") + (ARRAY + ARRAY + struct.pack("<Q", 1)) * 50), "no nested arrays"),
     "bool": (header(text(b"a") + struct.pack("<IB", 7, 2)), "0 or 1"),
     "duplicate key": (header(*[text(b"a") + U8 + b"\0"] * 2), "each key once"),
@@ -270,7 +270,7 @@ def test_hostile_headers_are_refused_in_little_memory(data: bytes, word: str, tm
 
 def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.gguf", tmp_path):
-        with pytest.raises(ModelRejected, match="no such file"):
+        with pytest.raises(ModelRejected, match="no (such|regular) file"):
             GgufFile(path)
     (tmp_path / "bare.gguf").write_bytes(header())
     with GgufFile(tmp_path / "bare.gguf") as file, pytest.raises(ModelRejected, match=r"general\.architecture"):

@@ -1,0 +1,159 @@
+"""Bounds what the tokenizer of a stranger's model can cost in time and memory; never reads a file.
+
+A vocabulary, its control tokens and the steps that normalise and split text are data, but each has values that make
+opening or a short prompt take minutes, or more memory than there is. The limits are several times what known models
+need. Next to read: tokenizer.py, which asks here before a tokenizer is used.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NoReturn
+
+from headrace.adapters.untrusted import plain
+from headrace.engine.errors import ModelRejected
+
+__all__ = ["check_added", "check_core", "check_merging", "check_token_size"]
+
+_MOST_IDS: Final = 1 << 22
+_TOKEN_BYTES: Final = 4096
+_CONTROL_TOKENS: Final = 4096  # each costs time in every chat, whose messages are searched for all of them
+_ADDED_TOKENS: Final = 1 << 14
+_MERGE_COST: Final = 1 << 27
+_STEPS: Final = 32  # of a normaliser, of a pre-tokenizer or of a decoder
+_GROWTH: Final = 4096
+_WORD_CHARS: Final = 1000
+_FRAME_TOKENS: Final = 64
+_PIPES: Final = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+_UNKNOWN_STEP: Final = 8
+_STEP_GROWTH: Final = {
+    "BertNormalizer": 8,
+    "ByteLevel": 2,
+    "Lowercase": 2,
+    "Metaspace": 4,
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 11,
+    "NFKD": 11,
+} | dict.fromkeys(
+    ("BertPreTokenizer", "CharDelimiterSplit", "Digits", "FixedLength", "Nmt", "Punctuation", "Split", "Strip")
+    + ("StripAccents", "UnicodeScripts", "Whitespace", "WhitespaceSplit"),
+    1,
+)
+"""Bytes that each kind of step writes for one byte, at most."""
+_PROBES: Final = ("a b", "Hello, world! 123", "a \n\t\r b", "é 汉字 🙂\u0301", "")
+
+
+def check_added(added: int, control: int, origin: str) -> None:
+    """Refuse more added tokens, or more control tokens among them, than a chat can be searched for in time.
+
+    Raises:
+        ModelRejected: Names `origin`, the number and the limit.
+    """
+    for what, count, limit in (
+        ("control tokens", control, _CONTROL_TOKENS),
+        ("added tokens", added, _ADDED_TOKENS),
+    ):
+        if count > limit:
+            _refuse(origin, f"the number of {what}", count, limit)
+
+
+def check_merging(tokens: Iterable[str], origin: str) -> None:
+    """Refuse tokens that are too long, or whose merges would take too long to find: all ways to split each are tried.
+
+    Raises:
+        ModelRejected: Names `origin`, the cost and the limit.
+    """
+    cost = 0
+    for token in tokens:
+        check_token_size(token, origin)
+        cost += len(token) ** 2
+    if cost > _MERGE_COST:
+        _refuse(origin, "the sum of the squares of the tokens' lengths", cost, _MERGE_COST)
+
+
+def check_token_size(token: str, origin: str) -> None:
+    """Refuse a token of too many bytes.
+
+    Raises:
+        ModelRejected: Names `origin`, the size and the limit.
+    """
+    if len(token) > _TOKEN_BYTES // 4 and (size := len(token.encode(errors="replace"))) > _TOKEN_BYTES:
+        _refuse(origin, f"the size in bytes of the token {plain(token)[:20]}...", size, _TOKEN_BYTES)
+
+
+def check_core(core: Any) -> int:
+    """Refuse a `tokenizers.Tokenizer` that could cost too much; what it raises on the way is the caller's to type.
+
+    Returns:
+        Bytes into which normalising and splitting may turn one byte of text, at most.
+
+    Raises:
+        ModelRejected: Names the part, its value and the limit.
+    """
+    vocabulary: dict[str, int] = core.get_vocab(with_added_tokens=True)
+    highest = max(vocabulary.values(), default=0)
+    if highest >= _MOST_IDS:
+        _refuse("tokenizer", "the highest id", highest, _MOST_IDS - 1)
+    for token in vocabulary:
+        check_token_size(token, "tokenizer")
+    added = core.get_added_tokens_decoder().values()
+    check_added(len(added), sum(token.special for token in added), "tokenizer")
+    longest_word = getattr(core.model, "max_input_chars_per_word", 0)
+    if longest_word > _WORD_CHARS:
+        _refuse("tokenizer", "max_input_chars_per_word", longest_word, _WORD_CHARS)
+    growth = 1
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        steps = list(_steps(core, part))
+        if len(steps) > _STEPS:
+            _refuse("tokenizer", f"the number of steps of its {part}", len(steps), _STEPS)
+        for step in steps if part != "decoder" else ():
+            growth *= _growth(step)
+    if growth > _GROWTH:
+        _refuse("tokenizer", "the number of bytes that its normalizer may write for one", growth, _GROWTH)
+    _probe(core)
+    return growth
+
+
+def _steps(core: Any, part: str) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, those of sequences in sequences too."""
+    whole = getattr(core, part)
+    left = [] if whole is None else [json.loads(whole.__getstate__())]
+    while left:
+        step = left.pop()
+        inner = step.get(_PIPES[part]) if step.get("type") == "Sequence" else None
+        if inner is None:
+            yield step
+        else:
+            left += inner
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """Return how many bytes a step may write for one byte."""
+    kind = step["type"]
+    if kind == "Prepend":
+        return 1 + len(step["prepend"].encode())  # each part between special tokens gets it, and may be one byte
+    if kind == "Replace":
+        size, pattern = len(step["content"].encode()), step["pattern"].get("String")
+        return 1 + size if not pattern else max(1, -(-size // len(pattern.encode())))
+    if kind == "Precompiled":
+        texts = base64.b64decode(step["precompiled_charsmap"]).split(b"\0")
+        return max(map(len, texts))
+    return _STEP_GROWTH.get(kind, _UNKNOWN_STEP)
+
+
+def _probe(core: Any) -> None:
+    """Tokenise short texts, so that what fails for any text fails now, and count what is put around a text."""
+    for text in _PROBES:
+        bare = core.encode(text, add_special_tokens=False)
+        framed = core.encode(text, add_special_tokens=True)
+        if len(framed.ids) > len(bare.ids) + _FRAME_TOKENS:
+            _refuse("tokenizer", "the number of tokens put around a text", len(framed.ids), _FRAME_TOKENS)
+        core.decode(framed.ids, skip_special_tokens=True)
+
+
+def _refuse(origin: str, field: str, value: int, limit: int) -> NoReturn:
+    message = f"{origin}: {field} is {value}; at most {limit} allowed"
+    raise ModelRejected(message, field=origin, value=value, limit=limit)
