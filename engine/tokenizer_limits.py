@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NoReturn
 
@@ -26,20 +28,26 @@ _STEPS: Final = 32  # of a normaliser, of a pre-tokenizer or of a decoder
 _GROWTH: Final = 4096
 _WORD_CHARS: Final = 1000
 _FRAME_TOKENS: Final = 64
-_PIPES: Final = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+_PIPES: Final = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "decoder": "decoders",
+    "post_processor": "processors",
+}
 _UNKNOWN_STEP: Final = 8
 _STEP_GROWTH: Final = {
     "BertNormalizer": 8,
     "ByteLevel": 2,
     "Lowercase": 2,
+    "ByteFallback": 3,
     "Metaspace": 4,
     "NFC": 3,
     "NFD": 4,
     "NFKC": 11,
     "NFKD": 11,
 } | dict.fromkeys(
-    ("BertPreTokenizer", "CharDelimiterSplit", "Digits", "FixedLength", "Nmt", "Punctuation", "Split", "Strip")
-    + ("StripAccents", "UnicodeScripts", "Whitespace", "WhitespaceSplit"),
+    ("BertPreTokenizer", "CharDelimiterSplit", "Digits", "FixedLength", "Fuse", "Nmt", "Punctuation", "Split")
+    + ("Strip", "StripAccents", "UnicodeScripts", "Whitespace", "WhitespaceSplit"),
     1,
 )
 """Bytes that each kind of step writes for one byte, at most."""
@@ -104,21 +112,30 @@ def check_core(core: Any) -> int:
     longest_word = getattr(core.model, "max_input_chars_per_word", 0)
     if longest_word > _WORD_CHARS:
         _refuse("tokenizer", "max_input_chars_per_word", longest_word, _WORD_CHARS)
-    growth = 1
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
-        steps = list(_steps(core, part))
-        if len(steps) > _STEPS:
-            _refuse("tokenizer", f"the number of steps of its {part}", len(steps), _STEPS)
-        for step in steps if part != "decoder" else ():
-            growth *= _growth(step)
-    if growth > _GROWTH:
-        _refuse("tokenizer", "the number of bytes that its normalizer may write for one", growth, _GROWTH)
+    growth = {part: _growth_of(core, part) for part in ("normalizer", "pre_tokenizer", "decoder")}
+    for step in _steps(core, "post_processor"):
+        for side in ("single", "pair"):
+            _check_template(step.get(side) or [], side)
     _probe(core)
+    whole = growth["normalizer"] * growth["pre_tokenizer"]
+    if whole > _GROWTH:
+        _refuse("tokenizer", "the number of bytes that it may make of one", whole, _GROWTH)
+    return whole
+
+
+def _growth_of(core: Any, part: str) -> int:
+    """Return how many bytes a normalizer, pre-tokenizer or decoder may write for one byte, unless they are too many."""
+    steps = list(_steps(core, part))
+    if len(steps) > _STEPS:
+        _refuse("tokenizer", f"the number of steps of its {part}", len(steps), _STEPS)
+    growth = math.prod(map(_growth, steps))
+    if growth > _GROWTH:
+        _refuse("tokenizer", f"the number of bytes that its {part} may write for one", growth, _GROWTH)
     return growth
 
 
 def _steps(core: Any, part: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer, pre-tokenizer or decoder, those of sequences in sequences too."""
+    """Yield the steps of a part of a tokenizer, those of sequences in sequences too."""
     whole = getattr(core, part)
     left = [] if whole is None else [json.loads(whole.__getstate__())]
     while left:
@@ -130,12 +147,21 @@ def _steps(core: Any, part: str) -> Iterator[dict[str, Any]]:
             left += inner
 
 
+def _check_template(pieces: list[dict[str, Any]], side: str) -> None:
+    """Refuse a template that puts a text into its place more than once, or many tokens around it."""
+    texts = Counter(piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece)
+    if texts and max(texts.values()) > 1:
+        _refuse("tokenizer", f"how often its post_processor repeats a text ({side})", max(texts.values()), 1)
+    if len(pieces) > _FRAME_TOKENS:
+        _refuse("tokenizer", f"the number of parts of its post_processor ({side})", len(pieces), _FRAME_TOKENS)
+
+
 def _growth(step: dict[str, Any]) -> int:
     """Return how many bytes a step may write for one byte."""
     kind = step["type"]
     if kind == "Prepend":
         return 1 + len(step["prepend"].encode())  # each part between special tokens gets it, and may be one byte
-    if kind == "Replace":
+    if kind == "Replace" and "content" in step:
         size, pattern = len(step["content"].encode()), step["pattern"].get("String")
         return 1 + size if not pattern else max(1, -(-size // len(pattern.encode())))
     if kind == "Precompiled":
@@ -145,13 +171,16 @@ def _growth(step: dict[str, Any]) -> int:
 
 
 def _probe(core: Any) -> None:
-    """Tokenise short texts, so that what fails for any text fails now, and count what is put around a text."""
+    """Tokenise short texts, so that what panics for any text does so now, and count what is put around a text."""
     for text in _PROBES:
-        bare = core.encode(text, add_special_tokens=False)
-        framed = core.encode(text, add_special_tokens=True)
-        if len(framed.ids) > len(bare.ids) + _FRAME_TOKENS:
-            _refuse("tokenizer", "the number of tokens put around a text", len(framed.ids), _FRAME_TOKENS)
-        core.decode(framed.ids, skip_special_tokens=True)
+        try:
+            bare = core.encode(text, add_special_tokens=False).ids
+            framed = core.encode(text, add_special_tokens=True).ids
+            core.decode(framed, skip_special_tokens=True)
+        except Exception:  # the vocabulary cannot spell this text, and may well spell others
+            continue
+        if len(framed) > len(bare) + _FRAME_TOKENS:
+            _refuse("tokenizer", "the number of tokens put around a text", len(framed) - len(bare), _FRAME_TOKENS)
 
 
 def _refuse(origin: str, field: str, value: int, limit: int) -> NoReturn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -370,3 +372,30 @@ async def test_a_drain_waits_for_a_sleeping_engine_to_be_woken() -> None:
                 await engine.sleep(2)
             await engine.wake()
         assert [token.id for token in await read(stream)] == expected_ids("hello", 20)
+
+
+def describe(folder: Path, name: str, **changes: Any) -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "added_tokens.json"])
+async def test_files_that_describe_another_model_do_not_wake_it(folder: Path, tmp_path: Path, name: str) -> None:
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    async with Engine(model, dtype="float32", kv_memory=8 * PAGE) as engine:
+        before = await engine.generate([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.0))
+        await engine.sleep(2)
+        if (model / name).exists():
+            describe(model, name, added_by_somebody=1)
+        else:
+            (model / name).write_text('{"!!": 94}')
+        with pytest.raises(ModelRejected, match=f"model: {name} is not what it was") as caught:
+            await engine.wake()
+        assert caught.value.field == name and engine.sleep_level == 2
+        if (folder / name).exists():
+            shutil.copy(folder / name, model / name)
+        else:
+            (model / name).unlink()
+        await engine.wake()
+        assert await engine.generate([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.0)) == before
