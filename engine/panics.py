@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 from headrace.engine.errors import HeadraceError
 
-__all__ = ["is_panic", "typed"]
+__all__ = ["is_failure", "typed"]
 
 
-def is_panic(error: BaseException) -> bool:
-    """Return whether `error` is the panic of a library written in Rust."""
-    return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
+def is_failure(error: BaseException) -> bool:
+    """Return whether what was called failed, by an exception or a panic: no exit, cancellation or Ctrl-C is meant."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
@@ -31,6 +31,6 @@ def typed(fail: Callable[[str], HeadraceError]) -> Iterator[None]:
     except HeadraceError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         raise fail(str(error)) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeGuard
 
-from headrace.engine.errors import InvalidParams, PromptTooLong
+from headrace.engine.errors import InvalidParams, PromptTooLong, TokenizerFailed
 from headrace.engine.messages import Message
+from headrace.engine.panics import typed
 from headrace.engine.text import TokenTable
 
 __all__ = [
@@ -151,9 +153,10 @@ def to_token_ids(prompt: Any, tokenizer: TokenizerLike, tools: Sequence[Mapping[
 
     Raises:
         InvalidParams: The prompt is empty, of another kind, or malformed; names the part.
+        TokenizerFailed: The tokenizer cannot handle it.
     """
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt) if prompt else []  # never a BOS alone
+        ids = _guarded(partial(tokenizer.encode, prompt)) if prompt else []  # never a BOS alone
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise InvalidParams(
             f"prompt: must be a str, a list of token ids or a list of messages, got {type(prompt).__name__}",
@@ -161,7 +164,7 @@ def to_token_ids(prompt: Any, tokenizer: TokenizerLike, tools: Sequence[Mapping[
             value=prompt,
         )
     elif prompt and isinstance(prompt[0], Mapping):
-        ids = tokenizer.encode_chat(prompt, tools)
+        ids = _guarded(partial(tokenizer.encode_chat, prompt, tools))
     else:
         ids = list(prompt)
     if not ids:
@@ -174,12 +177,13 @@ def more_token_ids(added: Any, tokenizer: TokenizerLike, known: Sequence[int]) -
 
     Raises:
         InvalidParams: It is of another kind, or malformed; names the part.
+        TokenizerFailed: The tokenizer cannot handle it.
     """
     if isinstance(added, str):
-        return tokenizer.encode_more(added) if added else []
+        return _guarded(partial(tokenizer.encode_more, added)) if added else []
     if not _is_chat(added):
         return to_token_ids(added, tokenizer) if added != [] else []
-    ids = tokenizer.encode_reply(added)
+    ids = _guarded(partial(tokenizer.encode_reply, added))
     if known[-1] not in tokenizer.eos_ids:
         return ids
     for place, token in enumerate(ids):  # the answer ended itself: the template's own end of it, if there is one, goes
@@ -188,6 +192,12 @@ def more_token_ids(added: Any, tokenizer: TokenizerLike, known: Sequence[int]) -
         if tokenizer.table.pieces[token].strip():
             break
     return ids
+
+
+def _guarded(encode: Callable[[], list[int]]) -> list[int]:
+    """Return what a tokenizer gives; whatever it raises that is not typed concerns this request alone."""
+    with typed(lambda problem: TokenizerFailed(f"the tokenizer failed: {problem}")):
+        return encode()
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:

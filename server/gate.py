@@ -14,7 +14,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.engine.panics import is_panic
+from headrace.engine.panics import is_failure
 from headrace.server.auth import ANYBODY, Caller, Keyring
 from headrace.server.errors import ERROR_BODY, ApiError, as_api_error, error_response, messages_error_body
 from headrace.server.observability.telemetry import EXCHANGE, Exchange, Telemetry
@@ -95,7 +95,7 @@ class Gate:
             with continued(headers):
                 await self._app(scope, receive, send_with_id)
         except BaseException as error:
-            if not isinstance(error, Exception) and not is_panic(error):
+            if not is_failure(error):
                 raise
             if not isinstance(error, ApiError):
                 logger.error("request %s failed", scope[REQUEST_ID], exc_info=error)

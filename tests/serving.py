@@ -64,7 +64,7 @@ class Serving:
     """A server that runs in a thread."""
 
     def __init__(self, portal: BlockingPortal, engine: Engine, settings: ServerSettings) -> None:
-        app = create_app(engine, settings)
+        self.app = app = create_app(engine, settings)
         self.portal = portal
         self.engine = engine
         self.service: Service = app.state.service

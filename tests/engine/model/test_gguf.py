@@ -18,6 +18,7 @@ from leftovers import settle
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.gguf import GgufFile
+from headrace.engine.model.reread import rereading
 from headrace.engine.model.weights import DecoderWeights, load_weights
 from headrace.ops.linear import GroupQuantised
 
@@ -329,3 +330,27 @@ def test_mutated_files_raise_only_what_they_should(fuzzed: tuple[Path, bytes, in
         load(path, keep_packed=True)
     except ModelRejected as error:
         assert error.field and str(error).startswith("tiny.gguf")
+
+
+def test_a_file_is_read_again_only_if_it_describes_the_same_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, Kind.F32)
+    with GgufFile(path) as file:
+        again = rereading(file)
+    data = path.read_bytes()
+    path.write_bytes(data[:-4] + b"\0\0\0\0")  # other weights
+    assert again() == path
+    for key, old, new in (
+        ("tokenizer.ggml.tokens", b"\2" + bytes(7) + "é".encode(), b"\2" + bytes(7) + "è".encode()),
+        ("tokenizer.ggml.add_bos_token", b"add_bos_token\x07\0\0\0\x01", b"add_bos_token\x07\0\0\0\0"),
+        (
+            "llama.context_length",
+            b"context_length" + struct.pack("<II", 4, 128),
+            b"context_length" + struct.pack("<II", 4, 64),
+        ),
+    ):
+        assert data.count(old) == 1
+        path.write_bytes(data.replace(old, new))
+        with pytest.raises(ModelRejected, match="is not what it was") as caught:
+            again()
+        assert caught.value.field == key
