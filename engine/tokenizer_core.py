@@ -94,7 +94,7 @@ class TokenizerCore:
         from tokenizers import AddedToken, Tokenizer
 
         with self._typed():
-            core = Tokenizer.from_str(self._core.to_str())
+            core: Any = Tokenizer.from_str(self._core.to_str())
             core.encode_special_tokens = True
             core.add_tokens(
                 [
