@@ -21,6 +21,7 @@ __all__ = ["check_added", "check_core", "check_merging", "check_token_size"]
 
 _MOST_IDS: Final = 1 << 22
 _TOKEN_BYTES: Final = 4096
+_SURELY_SHORT: Final = _TOKEN_BYTES // 4  # characters, each of at most 4 bytes
 _CONTROL_TOKENS: Final = 4096  # each costs time in every chat, whose messages are searched for all of them
 _ADDED_TOKENS: Final = 1 << 14
 _MERGE_COST: Final = 1 << 27
@@ -88,7 +89,7 @@ def check_token_size(token: str, origin: str) -> None:
     Raises:
         ModelRejected: Names `origin`, the size and the limit.
     """
-    if len(token) > _TOKEN_BYTES // 4 and (size := len(token.encode(errors="replace"))) > _TOKEN_BYTES:
+    if len(token) > _SURELY_SHORT and (size := len(token.encode(errors="replace"))) > _TOKEN_BYTES:
         _refuse(origin, f"the size in bytes of the token {plain(token)[:20]}...", size, _TOKEN_BYTES)
 
 
@@ -105,8 +106,9 @@ def check_core(core: Any) -> int:
     highest = max(vocabulary.values(), default=0)
     if highest >= _MOST_IDS:
         _refuse("tokenizer", "the highest id", highest, _MOST_IDS - 1)
-    for token in vocabulary:
-        check_token_size(token, "tokenizer")
+    if max(map(len, vocabulary), default=0) > _SURELY_SHORT:
+        for token in vocabulary:
+            check_token_size(token, "tokenizer")
     added = core.get_added_tokens_decoder().values()
     check_added(len(added), sum(token.special for token in added), "tokenizer")
     longest_word = getattr(core.model, "max_input_chars_per_word", 0)
