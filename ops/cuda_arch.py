@@ -61,7 +61,8 @@ class Arch:
         """
         found = torch.cuda.get_device_properties(device)
         capability = (found.major, found.minor)
-        arch = cls(capability, found.multi_processor_count, found.shared_memory_per_block_optin, _features(capability))
+        shared_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined] # which torch's types lack
+        arch = cls(capability, found.multi_processor_count, shared_bytes, _features(capability))
         pretended = os.environ.get(_OVERRIDE)
         return arch.restricted_to(cls.named(pretended)) if pretended else arch
 

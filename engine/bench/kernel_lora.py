@@ -16,6 +16,7 @@ from headrace.engine.model.cuda_adapters import sites_of, table_lines
 from headrace.engine.model.decoder import AdapterOps, PlainProducts
 from headrace.ops.cuda import CudaOps, DecodeStep
 from headrace.ops.cuda_adapters import CudaAdapterOps
+from headrace.ops.cuda_arch import Arch
 from headrace.ops.cuda_attention import HeadShape
 from headrace.ops.cuda_decode import FusedDecode
 from headrace.ops.cuda_even import EvenDecode
@@ -64,7 +65,7 @@ class _Adapters:
         entries = torch.zeros(rows, 4, dtype=torch.int32, device="cuda")
         order, slots = (torch.zeros(rows, dtype=torch.int32, device="cuda") for _ in range(2))
         counts = torch.zeros(2, dtype=torch.int32, device="cuda")
-        shared_bytes = self.ops.arch.shared_bytes
+        shared_bytes = Arch.of("cuda").shared_bytes
         return LoraBatch(self.arena, self.table, entries, counts, order, slots, group, self.rank, shared_bytes)
 
 
