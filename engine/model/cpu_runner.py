@@ -29,9 +29,9 @@ from headrace.ops.cpu_lora import CpuAdapterOps, Wearers
 
 __all__ = ["CpuRunner", "cpu_ops"]
 
-# oneDNN sums in another order for fewer rows. With as many, the end of a prompt behind a cached prefix gives the bits
-# that the whole prompt gives.
-_PREFILL_ROWS = 48
+# Measured with oneDNN 3.12 on a CPU with AMX: bfloat16 products of more than 32 rows all sum in one order, and those of
+# fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).
+_ALIKE_ROWS = 40
 
 
 def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype) -> dict[int | None, CpuOps]:
@@ -148,7 +148,7 @@ class CpuRunner:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
         if batch.pooled:
             last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
-        hidden_SE = decoder.hidden(_padded(batch), steps, self._kv, last_S, self._adapters(batch.wearers))
+        hidden_SE = decoder.hidden(self._padded(batch), steps, self._kv, last_S, self._adapters(batch.wearers))
         reports: dict[int, Report] = {}
         choices: dict[int, Choice] = {}
         forced: dict[int, Sequence[int]] = {}
@@ -182,8 +182,13 @@ class CpuRunner:
     def _adapters(self, wearers: Sequence[Wearers]) -> CpuAdapterOps | None:
         return CpuAdapterOps(self._any, wearers) if wearers else None
 
+    def _padded(self, batch: StepBatch) -> Tensor:
+        """Return the step's tokens, with zeros behind them where a whole prompt would have had more.
 
-def _padded(batch: StepBatch) -> Tensor:
-    """The step's tokens, with some added behind the few of a prompt, whose results are dropped."""
-    missing = _PREFILL_ROWS - len(batch.tokens_N) if batch.paged.prefills else 0
-    return functional.pad(batch.tokens_N, (0, missing)) if missing > 0 else batch.tokens_N
+        The end of a prompt behind a cached prefix then gives the bits that it has where all of it is computed at once.
+        """
+        longest = max((row.length for row in batch.paged.prefills), default=0)
+        missing = min(longest, _ALIKE_ROWS) - len(batch.tokens_N)
+        if missing <= 0 or self._any.dtype is not torch.bfloat16:
+            return batch.tokens_N
+        return functional.pad(batch.tokens_N, (0, missing))

@@ -1,0 +1,56 @@
+"""`CpuStep`: what all layers of one step share on the CPU; plain values that `CpuOps` makes and reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.paged import GivenKv
+
+__all__ = ["CpuStep", "DecodePiece", "PrefillPiece"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePiece:
+    """Rows of one token each whose attention is one batched product. B is R * K; S counts gathered tokens of a row.
+
+    Some rows may be added behind those of the step, and their results dropped.
+    """
+
+    start: int
+    stop: int
+    rows: int
+    """R, with those added."""
+    gather: Tensor
+    buffer: Tensor
+    keys_BSD: Tensor
+    values_BSD: Tensor
+    bias_R11S: Tensor | None
+    """0 or -inf; None for a single short row, whose keys and values are exactly what it sees."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillPiece:
+    """Some queries of a prefill row and the keys that they may see. C is their number, with some added behind them."""
+
+    start: int
+    stop: int
+    gather: Tensor
+    buffer: Tensor
+    keys_KSD: Tensor
+    values_KSD: Tensor
+    bias_CS: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuStep:
+    """What all layers of one step share. Only `CpuOps` looks inside."""
+
+    cos_N1D: Tensor
+    sin_N1D: Tensor
+    write: Tensor
+    pieces: tuple[DecodePiece | PrefillPiece, ...]
+    given: tuple[GivenKv, ...]
