@@ -71,7 +71,7 @@ def test_tokens_do_not_depend_on_how_steps_are_cut_or_launched_ahead(opened: Ope
 
 
 def test_a_prompt_behind_a_cached_prefix_gives_the_same_bits(tmp_path: Path) -> None:
-    """However few of its tokens are left to compute: with AMX, oneDNN sums in another order for few rows of bfloat16."""
+    """However few of its tokens are left to compute: with AMX, oneDNN sums few rows of bfloat16 in another order."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 9}
     folder = tiny_models.random_folder(tmp_path, **sizes, num_key_value_heads=3, vocab_size=512)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
