@@ -32,7 +32,8 @@ class CpuHead:
     def __init__(self, weight_VE: Tensor | GroupQuantised, *, dtype: torch.dtype) -> None:
         """Pack the weight for products with activations in `dtype`.
 
-        With bfloat16 the weight is kept as well; that of a tied head is the embedding table, which is there anyway.
+        With bfloat16 the weight is kept beside the packed one, as rows cannot be read from that. A tied head's is the
+        embedding table, which is there anyway; another one costs its memory.
         """
         self._product = linear(weight_VE, None, dtype=dtype)
         self._weight_VE = weight_VE if dtype is torch.bfloat16 else None
