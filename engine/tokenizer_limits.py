@@ -167,8 +167,9 @@ def _growth(step: dict[str, Any]) -> int:
         size, pattern = len(step["content"].encode()), step["pattern"].get("String")
         return 1 + size if not pattern else max(1, -(-size // len(pattern.encode())))
     if kind == "Precompiled":
-        texts = base64.b64decode(step["precompiled_charsmap"]).split(b"\0")
-        return max(map(len, texts))
+        data = base64.b64decode(step["precompiled_charsmap"])
+        size = int.from_bytes(data[:4], "little")  # of the trie, whose values are places in the texts behind it
+        return max(1, *map(len, data[4 + size :].split(b"\0")))
     return _STEP_GROWTH.get(kind, _UNKNOWN_STEP)
 
 

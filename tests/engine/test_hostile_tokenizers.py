@@ -63,9 +63,9 @@ def sequence(kind: str, *steps: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", kind: list(steps)}
 
 
-def charsmap(text: bytes) -> dict[str, Any]:
-    """A precompiled normaliser whose trie is junk."""
-    data = struct.pack("<I", 16) + b"\xff" * 16 + text
+def charsmap(text: bytes, trie: bytes = b"\xff" * 16) -> dict[str, Any]:
+    """A precompiled normaliser whose trie is junk, unless it is given."""
+    data = struct.pack("<I", len(trie)) + trie + text
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
 
 
@@ -272,6 +272,14 @@ def test_a_text_that_would_grow_too_large_is_refused(tmp_path: Path) -> None:
     assert len(tokenizer.encode("ab")) == 120
     with pytest.raises(PromptTooLong, match="3600 bytes of one"):
         tokenizer.encode("a" * 20_000)
+
+
+def test_the_index_of_a_precompiled_normaliser_is_no_text_that_it_writes(tmp_path: Path) -> None:
+    """A real one, of SentencePiece's nmt_nfkc, has 195 bytes without a zero in its index and texts of up to 33."""
+    finds_nothing = bytes(4) + b"\xff" * 4 * 255
+    normalizer = sequence("normalizers", charsmap(b"abc\0", finds_nothing), replace("a", "a" * 30))
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, normalizer=normalizer))
+    assert len(tokenizer.encode("ab" * 20_000)) == 31 * 20_000
 
 
 def test_a_folder_with_a_template_for_tools_alone_renders_all_chats(tmp_path: Path) -> None:
