@@ -132,8 +132,9 @@ class Tokenizer:
         """
         chat = checked_messages(messages)
         if not self._quotes_control([chat, tools]):
-            return self._encoder.encode(self._render(chat, tools))
-        return self._encode_escaped(chat, tools)
+            return self._encode_plain(self._renderer.render(chat, tools))
+        hidden, hidden_tools = map_strings([chat, tools], self._escaping().hide)
+        return self._encode_escaped(self._renderer.render(hidden, hidden_tools))
 
     def encode_more(self, text: str) -> list[int]:
         """Ids of `text` that goes on after other text: as `encode`, without what is put around or before a whole text.
@@ -162,14 +163,13 @@ class Tokenizer:
             chat = map_strings(chat, self._escaping().hide)
         answer = f"\ue004{secrets.randbelow(10**20)}\ue005"
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
-        parts = self._render([*before, *chat], None).split(answer)
+        parts = self._renderer.render([*before, *chat], None).split(answer)
         if len(parts) != 2:
             raise InvalidParams(
                 f"messages: the chat template of {self.name} does not write an answer as it is: nothing can follow it",
                 field="messages",
             )
-        ids = self._escaping().encode(parts[1]) if quotes else self._encoder.encode(parts[1])
-        return self._checked(ids)
+        return self._encode_escaped(parts[1]) if quotes else self._encode_plain(parts[1])
 
     def start(self, max_context: int) -> None:
         """Start the process that renders chats, if there is a template; does not wait for it.
@@ -204,31 +204,31 @@ class Tokenizer:
         map_strings(value, look)
         return found
 
-    def _render(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        text = self._renderer.render(chat, tools)
-        check_text_size(text, self.table, self._max_context)
-        return text
+    def _encode_plain(self, rendered: str) -> list[int]:
+        """Encode what the template wrote, unless it is too long however it is tokenised."""
+        check_text_size(rendered, self.table, self._max_context)
+        return self._encoder.encode(rendered)
 
-    def _encode_escaped(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        """Encode a chat whose values hold special tokens' strings: those stay text, the template's own do not."""
+    def _encode_escaped(self, rendered: str) -> list[int]:
+        """Encode what the template wrote of hidden values: their special tokens stay text, the template's own do not.
+
+        The size is checked without the marks, which have more characters than most of the strings they stand for.
+        """
         escape = self._escaping()
-        hidden, hidden_tools = map_strings([chat, tools], escape.hide)
-        return self._checked(escape.encode(self._render(hidden, hidden_tools)))
-
-    def _escaping(self) -> _Escape:
-        with self._escape_lock:
-            if self._escape is None:
-                self._escape = _Escape(self._encoder, self._special, self._control)
-            return self._escape
-
-    @staticmethod
-    def _checked(ids: list[int] | None) -> list[int]:
+        check_text_size(escape.shown(rendered), self.table, self._max_context)
+        ids = escape.encode(rendered)
         if ids is None:
             raise InvalidParams(
                 "messages: they hold the string of a special token, which this tokenizer cannot write as plain text",
                 field="messages",
             )
         return ids
+
+    def _escaping(self) -> _Escape:
+        with self._escape_lock:
+            if self._escape is None:
+                self._escape = _Escape(self._encoder, self._special, self._control)
+            return self._escape
 
 
 class _Escape:
@@ -246,6 +246,7 @@ class _Escape:
         self._mark = f"\ue000{nonce}.%d\ue001"
         self._marks = re.compile(f"\ue000{nonce}\\.([0-9]{{1,9}})\ue001")
         self._strings = {token.content: index for index, token in special.items()}
+        self._contents = {index: string for string, index in self._strings.items()}
         aliases = {index: f"\ue002{nonce}.{index}\ue003" for index in special}
         self._aliases = aliases
         self._encoder, alias_ids = encoder.with_aliases({aliases[index]: token for index, token in special.items()})
@@ -257,12 +258,14 @@ class _Escape:
         """Replace special tokens' strings by marks."""
         return self._control.sub(lambda match: self._mark % self._strings[match.group()], text)
 
+    def shown(self, text: str) -> str:
+        """Replace marks by the strings that they stand for; a mark that a template has forged stands for nothing."""
+        return self._marks.sub(lambda match: self._contents.get(int(match.group(1)), ""), text)
+
     def encode(self, rendered: str) -> list[int] | None:
         """Ids of a text with marks; None where a quoted string would still become its special token."""
-        contents = {index: string for string, index in self._strings.items()}
         text = self._control.sub(lambda match: self._aliases[self._strings[match.group()]], rendered)
-        text = self._marks.sub(lambda match: contents.get(int(match.group(1)), ""), text)  # a template may forge marks
-        ids = self._encoder.encode(text)
+        ids = self._encoder.encode(self.shown(text))
         if not self._forbidden.isdisjoint(ids):
             return None
         return [self._meant.get(index, index) for index in ids]

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,18 @@ def test_the_index_of_a_precompiled_normaliser_is_no_text_that_it_writes(tmp_pat
     normalizer = sequence("normalizers", charsmap(b"abc\0", finds_nothing), replace("a", "a" * 30))
     tokenizer = Tokenizer.from_folder(folder(tmp_path, normalizer=normalizer))
     assert len(tokenizer.encode("ab" * 20_000)) == 31 * 20_000
+
+
+def test_quoted_special_tokens_have_the_size_of_their_text(tmp_path: Path) -> None:
+    """What stands for them while the template is rendered is longer, and no part of the prompt."""
+    settings = {"tokenizer_config.json": {"chat_template": "{{ messages[0].content }}"}}
+    with closing(Tokenizer.from_folder(folder(tmp_path, settings, added_tokens=added(1)))) as tokenizer:
+        chat = [{"role": "user", "content": "<|c0|>" * 20}]
+        tokenizer.start(120)
+        assert len(tokenizer.encode_chat(chat)) == 120
+        tokenizer.start(10)
+        with pytest.raises(PromptTooLong):
+            tokenizer.encode_chat(chat)
 
 
 def test_a_folder_with_a_template_for_tools_alone_renders_all_chats(tmp_path: Path) -> None:
