@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.engine.compiled_grammar import CompiledGrammar, ManyRows
-from headrace.engine.errors import GrammarRejected, InvalidParams, Overloaded, Rejected
+from headrace.engine.errors import GrammarRejected, HeadraceError, InvalidParams, Overloaded, Rejected
 from headrace.engine.fair_worker import FairWorker
 from headrace.engine.grammar_child import matcher_of
 from headrace.engine.grammar_jobs import Claim, Done, GrammarJob, GrammarJobs, Waiter
@@ -252,7 +252,7 @@ class _Vocabulary:
         try:
             ids = self._tokenizer.encode(text.decode())
             frame = set(self._tokenizer.encode(""))
-        except (UnicodeDecodeError, InvalidParams):
+        except (UnicodeDecodeError, HeadraceError):
             return self._longest_first(text)
         ids = [token for token in ids if token not in frame]
         same = b"".join(self.tokens[token] for token in ids if token < len(self.tokens)) == text

@@ -31,6 +31,7 @@ from headrace.engine import (
     RequestFailed,
     ResponseFormat,
     SamplingParams,
+    TokenizerFailed,
     compiled_grammar,
     grammar_child,
     grammar_trials,
@@ -230,6 +231,18 @@ def test_a_forced_text_is_cut_as_the_tokenizer_cuts_it(smollm2: Path, monkeypatc
             assert engine.stats().steps < len(answer.token_ids) / 2
 
     anyio.run(run)
+
+
+class Failing(ByteTokenizer):
+    """A tokenizer that cannot handle any text."""
+
+    def encode(self, text: str) -> list[int]:
+        raise TokenizerFailed("no text")
+
+
+def test_a_forced_text_that_the_tokenizer_cannot_handle_is_cut_without_it() -> None:
+    grammar = compiled(ResponseFormat.regex("forced [0-9]"), Failing())
+    assert bytes(grammar._lexers[0].matcher.compute_ff_tokens()) == b"forced "
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Pieces()], ids=["bytes", "pieces"])
