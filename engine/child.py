@@ -66,7 +66,8 @@ class Child:
         """
         start = Path(__file__).with_name("child_start.py")
         # -S: the search path is given, and whatever else an application's site module does is not for it
-        command = [_interpreter(), "-I", "-S", str(start), json.dumps(sys.path), str(script), *arguments]
+        places = json.dumps([place for place in sys.path if isinstance(place, str)])  # an import heeds no others
+        command = [_interpreter(), "-I", "-S", str(start), places, str(script), *arguments]
         self._process = subprocess.Popen(
             command,
             bufsize=0,

@@ -494,6 +494,11 @@ def test_an_application_that_is_no_python_finds_the_installed_one(monkeypatch: p
     assert render(PLAIN, HI) == "hi"
 
 
+def test_a_path_that_no_import_heeds_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    assert render(PLAIN, HI) == "hi"
+
+
 def test_a_template_cannot_forge_what_stands_for_quoted_tokens(tmp_path: Path) -> None:
     """A mark for a special token of another number, and one of more digits than Python reads."""
     folder = tiny_models.whole_folder(tmp_path / "model")
