@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,6 +70,7 @@ class ChatTemplate:
         self._most = _WIDEST * max_chars + 2**16
         self._source = json.dumps([source, dict(names or {})], default=str).encode()
         self._refusal: TemplateRefused | TemplateTooCostly | None = None
+        self._closings = 0
 
     def start(self) -> None:
         """Start a process for the first rendering; does not wait for it.
@@ -89,9 +90,13 @@ class ChatTemplate:
         Raises:
             TemplateTooCostly: It takes more time or memory than it may, or writes too much.
             TemplateRefused: The template is not valid, or refuses the messages.
-            OSError: No process can be started, or it was ended by others.
+            OSError: No process can be started, or it was ended by others or by `close`.
         """
-        chat = _line([messages, tools])
+        chat, closings = _line([messages, tools]), self._closings
+
+        def still_wanted() -> bool:
+            return self._closings == closings
+
         while True:
             if self._refusal is not None:
                 raise type(self._refusal)(*self._refusal.args)
@@ -99,36 +104,38 @@ class ChatTemplate:
                 was_used = child.answers > 0
                 try:
                     if not was_used:
-                        self._compile(child)
-                    return self._ask(child, chat, _LATE)
+                        self._compile(child, still_wanted)
+                    return self._ask(child, chat, still_wanted)
                 except ChildDied:
                     if not was_used:
                         raise
                     # It may have died before it was asked, as where memory ran out; a new one is asked once.
 
     def close(self) -> None:
-        """End the processes. The template can still be rendered, in a new process each time."""
+        """End the processes and what they render. The template can be rendered again, in a new process each time."""
+        self._closings += 1
         self._children.close()
 
-    def _compile(self, child: Child) -> None:
+    def _compile(self, child: Child, still_wanted: Callable[[], bool]) -> None:
         try:
-            self._ask(child, self._source, _LATE)
+            self._ask(child, self._source, still_wanted)
         except (TemplateRefused, TemplateTooCostly) as error:
             child.close()
             if not isinstance(error, _OutOfMemory):  # which may pass; all else will be so each time
                 self._refusal = error
             raise
 
-    def _ask(self, child: Child, line: bytes, seconds: float) -> str:
+    def _ask(self, child: Child, line: bytes, still_wanted: Callable[[], bool]) -> str:
         try:
-            answer = child.ask(line, seconds, most=self._most)
+            answer = child.ask(line, _LATE, still_wanted, most=self._most)
         except ChildDied as died:
             if died.code == -signal.SIGPROF:
                 raise TemplateTooCostly(f"the chat template runs for more than {self._seconds:g} seconds") from None
             if died.code in _CRASHES:
                 raise TemplateTooCostly("the chat template crashes Python") from None
             raise
-        assert answer is not None
+        if answer is None:
+            raise OSError("the engine closed meanwhile")
         kind, text = json.loads(answer)
         if kind == "text":
             return str(text)

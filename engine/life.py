@@ -176,12 +176,13 @@ class Life:
             self._grammars.close()
             if join is not None:
                 join()
-            opened.tokenizer.close()
             opened.runner.close()
 
         try:
             self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
             self._grammars.drop(crashed or EngineStopped("the engine closed before the response format was compiled"))
+            if opened is not None:
+                opened.tokenizer.close()  # which ends what the helper's threads render
             if opened is not None and hung:
                 self._helper.submit(partial(close, opened), lambda result, error: None)  # which may take for ever
             elif opened is not None:

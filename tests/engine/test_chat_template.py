@@ -494,6 +494,25 @@ def test_an_application_that_is_no_python_finds_the_installed_one(monkeypatch: p
     assert render(PLAIN, HI) == "hi"
 
 
+def test_closing_ends_what_is_rendered() -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template, ends = ChatTemplate(endless, seconds=60), list[str]()
+    before = set(psutil.Process().children())
+
+    def ask() -> None:
+        try:
+            template.render(HI)
+        except OSError as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: set(psutil.Process().children()) > before)
+    template.close()
+    thread.join(10)
+    assert ends == ["the engine closed meanwhile"]
+
+
 def test_a_path_that_no_import_heeds_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
     assert render(PLAIN, HI) == "hi"
