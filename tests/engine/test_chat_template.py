@@ -475,7 +475,7 @@ def test_what_no_context_can_hold_is_not_tokenised(model: Path, monkeypatch: pyt
     (model / "chat_template.jinja").write_text("{{ messages[0].content * 1000000 }}")
     with closing(Tokenizer.from_folder(model)) as tokenizer:
         tokenizer.start(256)
-        monkeypatch.setattr("headrace.engine.tokenizer._encode", pytest.fail)
+        monkeypatch.setattr(tokenizer._encoder, "encode", pytest.fail)
         with pytest.raises(PromptTooLong, match="2000000 characters are more than the context of 256 tokens"):
             tokenizer.encode_chat(chat_of("Hi"))
 
