@@ -38,6 +38,13 @@ class _BoundedConnection(StrictConnection):
     _bytes = 0
     _chunked = False
     """The head of an answer in chunks has been sent, and not yet its end."""
+    _method = b""
+    """The method of the latest request."""
+
+    @property
+    def answers_head(self) -> bool:
+        """Whether what is sent next answers a HEAD request, whose answer has no body."""
+        return self.our_state is h11.SEND_RESPONSE and self._method == b"HEAD"
 
     def send(self, event: Any) -> Any:
         """Bytes of an event, as its base: but a part of a chunked answer changes no state, and is framed right here.
@@ -53,6 +60,8 @@ class _BoundedConnection(StrictConnection):
 
     def check(self, event: Any) -> None:
         """Refuse, as its base, and count the parts of a body."""
+        if isinstance(event, h11.Request):
+            self._method = event.method
         super().check(event)
         if isinstance(event, h11.Data):
             self._parts += 1
@@ -172,9 +181,10 @@ class BoundedH11(H11Protocol):
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        for event in (h11.Response(status_code=400, headers=headers, reason=b"Bad Request"), h11.Data(data=body)):
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        content = () if self.conn.answers_head else (h11.Data(data=body),)
+        for event in (response, *content, h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self._header_timeout, self.transport.abort)

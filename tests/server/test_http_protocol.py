@@ -84,6 +84,16 @@ def test_what_a_proxy_could_read_otherwise_is_refused(server: Serving, request_b
     server.check()
 
 
+@pytest.mark.parametrize(("version", "chunk"), [("1.1", b"zz\r\n"), ("1.0", b"")])
+def test_a_malformed_head_request_is_refused_without_a_body(server: Serving, version: str, chunk: bytes) -> None:
+    head = f"HEAD /health/live HTTP/{version}\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with logged() as records:
+        answer = server.raw(head.encode() + chunk)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.endswith(b"\r\n\r\n")
+    assert records and all(record.levelno == logging.INFO for record in records)
+    server.check()
+
+
 def test_plain_requests_are_not_refused(server: Serving) -> None:
     for request in (
         CHUNKED + CHUNK + b"0\r\nA: b\r\n\r\n",
