@@ -160,7 +160,6 @@ def _build_and_load(spec: core.JitSpecNvcc) -> Any:
         loaded = _load(spec, library)
         if loaded is not None:
             return loaded
-    (own / place).unlink(missing_ok=True)  # if it is there, it cannot be loaded
     _compile(spec, own / place)
     return spec.load(own / place)
 
@@ -193,7 +192,8 @@ def _compile(spec: core.JitSpecNvcc, library: Path) -> None:
     by_file = ("-lcuda", "-lcudart")  # names that only a complete toolkit and driver have
     flags = [flag for flag in spec.extra_ldflags or () if flag not in by_file]
     folders = [f"-L{toolkit.home / name}" for name in ("lib64", "lib")]
-    compile_library(library, sources, [host.cxx, "-shared", *flags, *folders, *_libraries(toolkit)])
+    link = [host.cxx, "-shared", *flags, *folders, *_libraries(toolkit)]
+    compile_library(library, sources, link, lambda kept: _load(spec, kept) is not None)
 
 
 def _libraries(toolkit: Toolkit) -> list[str]:

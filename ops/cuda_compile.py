@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -84,13 +84,19 @@ class Progress:
 PROGRESS = Progress()
 
 
-def compile_library(target: Path, sources: Sequence[Sequence[str]], link: Sequence[str]) -> None:
+def compile_library(
+    target: Path,
+    sources: Sequence[Sequence[str]],
+    link: Sequence[str],
+    is_usable: Callable[[Path], bool] = Path.exists,
+) -> None:
     """Compile every source and link the objects, unless another process has done so meanwhile.
 
     Args:
         target: The shared library, in a folder of its own, which also gets a lock file and the log of a failure.
         sources: The argv of each, to which `-o` and the object's path are appended.
         link: The argv, to which the objects, `-o` and the library's path are appended.
+        is_usable: Says whether the library at `target` need not be compiled; one that is not usable is replaced.
 
     Raises:
         CannotCompile: A command failed; the message has its first error.
@@ -98,7 +104,7 @@ def compile_library(target: Path, sources: Sequence[Sequence[str]], link: Sequen
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / "lock", target.stem):
-        if not target.exists():
+        if not is_usable(target):
             for left in target.parent.glob(f"{_PART}*"):
                 shutil.rmtree(left, ignore_errors=True)
             _compile(target, sources, link)

@@ -157,6 +157,28 @@ def test_a_broken_library_is_compiled_again(cuda_cache: ModuleType, spec: Callab
     assert count(calls) == 4
 
 
+def test_a_library_that_another_process_has_mended_meanwhile_is_taken(
+    cuda_cache: ModuleType, spec: Callable[..., tuple[Spec, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, calls = spec()
+    cuda_cache.use_cache()
+    path = cuda_cache._build_and_load(module).path
+    whole, load = path.read_bytes(), module.load
+    path.write_bytes(b"half a")
+
+    def load_slowly(library: Path) -> Any:
+        try:
+            return load(library)
+        except Exception:
+            path.with_suffix(".new").write_bytes(whole)
+            path.with_suffix(".new").replace(path)  # as another process does that has found the same
+            raise
+
+    monkeypatch.setattr(module, "load", load_slowly)
+    assert cuda_cache._build_and_load(module).path.read_bytes() == whole
+    assert count(calls) == 2, "what the other process had compiled was removed, which that one may be about to load"
+
+
 def test_a_folder_that_cannot_be_written_is_still_read(
     cuda_cache: ModuleType, spec: Callable[..., tuple[Spec, Path]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
