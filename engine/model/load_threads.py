@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-import torch
+from headrace.engine.model.torch_threads import torch_threads, use_threads
 
 __all__ = ["Each", "load_threads"]
 
@@ -33,25 +33,23 @@ def load_threads(count: int) -> Iterator[Each]:
 
     In the calling thread torch uses as many as before once the block has ended; in other threads it always does.
     """
-    before = torch.get_num_threads()
+    before = torch_threads()
 
     def each(call: Callable[[A], R], items: Iterable[A], /) -> list[R]:
-        return _share(call, list(items), count - 1, before)
+        return _share(call, list(items), count - 1)
 
-    _use_one_thread()
-    _start_later_threads_with(before)
+    use_threads(1)
     try:
         yield each
     finally:
-        torch.set_num_threads(before)
+        use_threads(before)
 
 
-def _share(call: Callable[[A], R], items: list[A], helpers: int, threads: int) -> list[R]:
+def _share(call: Callable[[A], R], items: list[A], helpers: int) -> list[R]:
     """Return `call` of every item; of several errors, the one of the earliest item is raised."""
     places = itertools.count()  # `next` of it is atomic
     results: dict[int, R] = {}
     errors: dict[int, BaseException] = {}
-    ready = threading.Semaphore(0)
 
     def work() -> None:
         while not errors and (place := next(places)) < len(items):
@@ -61,8 +59,7 @@ def _share(call: Callable[[A], R], items: list[A], helpers: int, threads: int) -
                 errors[place] = error
 
     def help_out() -> None:
-        _use_one_thread()
-        ready.release()
+        use_threads(1)
         work()
 
     started: list[threading.Thread] = []
@@ -71,8 +68,6 @@ def _share(call: Callable[[A], R], items: list[A], helpers: int, threads: int) -
             helper = threading.Thread(target=help_out, name="headrace-load", daemon=True)
             helper.start()
             started.append(helper)
-            ready.acquire()
-        _start_later_threads_with(threads)
         work()
     finally:
         for helper in started:
@@ -80,15 +75,3 @@ def _share(call: Callable[[A], R], items: list[A], helpers: int, threads: int) -
     if errors:
         raise errors[min(errors)]
     return [results[place] for place in range(len(items))]
-
-
-def _use_one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.get_num_threads()  # a thread takes the process's number at its first look, which is this one
-
-
-def _start_later_threads_with(threads: int) -> None:
-    """Undo what `_use_one_thread` means for threads to come: they start with the number that any thread set last."""
-    setting = threading.Thread(target=torch.set_num_threads, args=(threads,), name="headrace-load", daemon=True)
-    setting.start()
-    setting.join()

@@ -17,6 +17,7 @@ from headrace.engine.model.load_threads import load_threads
 from headrace.engine.model.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.reread import rereading
 from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.torch_threads import default_threads
 from headrace.engine.model.weights import Source, open_weights
 from headrace.engine.progress import LoggedProgress, weights_read
 from headrace.engine.scheduling.plan import Capacity
@@ -89,7 +90,7 @@ def _make_runner(
     again = rereading(source)  # an open file is closed by then
     sources = iter([source])
 
-    threads = config.cpu_threads or _default_threads()
+    threads = config.cpu_threads or default_threads()
 
     def load() -> Decoder:
         packed = config.dtype == "auto"
@@ -107,8 +108,3 @@ def _make_runner(
         return decoder
 
     return CpuRunner(load, ops, capacity, threads, bank)
-
-
-def _default_threads() -> int:
-    """All that torch would use but one: the application's event loop needs a core, and so do the engine's threads."""
-    return max(1, torch.get_num_threads() - 1)

@@ -14,6 +14,7 @@ from headrace.engine.model.encoder_runner import EncoderRunner
 from headrace.engine.model.encoder_spec import EncoderSpec, longest_text
 from headrace.engine.model.encoder_weights import load_encoder
 from headrace.engine.model.find_gpu import find_gpu
+from headrace.engine.model.torch_threads import default_threads
 from headrace.engine.scheduling.plan import Capacity
 
 __all__ = ["open_encoder"]
@@ -42,7 +43,7 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
     device = torch.device("cpu") if is_on_cpu else find_gpu(config.device)
     dtype = _AUTO[device.type] if config.dtype == "auto" else _DTYPES[config.dtype]
     capacity = _capacity(config, spec, folder, device.type)
-    threads = config.cpu_threads or max(1, torch.get_num_threads() - 1)
+    threads = config.cpu_threads or default_threads()
     load = partial(load_encoder, folder, spec, dtype=dtype, device=device)
     try:
         with torch.inference_mode():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from headrace.engine.model.torch_threads import use_threads
 from headrace.engine.scheduling.plan import StepPlan
 
 __all__ = ["PlanStep", "PlanThread"]
@@ -50,12 +51,9 @@ class PlanThread:
             threads: Threads of one operation on the CPU.
         """
         self._carry_out: Callable[[StepPlan], Sequence[int]] | None = carry_out
-        self._ready = threading.Event()
         self._plans: queue.SimpleQueue[tuple[StepPlan, PlanStep] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
         self._thread.start()
-        self._ready.wait()
-        torch.set_num_threads(torch.get_num_threads())  # what threads to come start with is the application's choice
 
     def launch(self, plan: StepPlan) -> PlanStep:
         """Queue `plan` behind the steps launched before it."""
@@ -72,9 +70,7 @@ class PlanThread:
     def _run(self, threads: int) -> None:
         carry_out = self._carry_out
         assert carry_out is not None
-        torch.set_num_threads(threads)
-        torch.get_num_threads()  # a thread's first look takes the process's number: let it be this one
-        self._ready.set()
+        use_threads(threads)
         with torch.inference_mode():
             while (item := self._plans.get()) is not None:
                 plan, step = item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,29 @@ def test_results_come_in_order_from_threads_of_one_thread_each(count: int) -> No
         other.join()
     assert later == [before] and torch.get_num_threads() == before
     threads.check_ended()
+
+
+def test_loads_at_once_leave_torch_its_number_of_threads() -> None:
+    before, found = torch.get_num_threads(), list[int]()
+
+    def load() -> None:
+        everybody.wait(20)
+        with load_threads(2) as each:
+            list(each(lambda item: time.sleep(item / 1000), range(3)))
+        found.append(torch.get_num_threads())
+
+    try:
+        torch.set_num_threads(3)
+        for _ in range(40):
+            everybody = threading.Barrier(3)
+            loads = [threading.Thread(target=load) for _ in range(3)]
+            for thread in loads:
+                thread.start()
+            for thread in loads:
+                thread.join()
+        assert found == [3] * 120
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("count", [1, 3])
