@@ -44,7 +44,8 @@ class KeyLimits(_Frozen):
     """Prompt and completion tokens. A burst of a whole minute is allowed; one prompt and the answers that run may
     overdraw it, which delays later requests."""
     min_priority: Annotated[int, Field(ge=-1000, le=0, strict=True)] = 0
-    """The lowest `priority` that requests may name. Lower is served first, before the requests of all other keys."""
+    """The lowest `priority` that requests may name. Lower is served first: under the policy first_come before the
+    requests of all other keys, where keys share the device before other requests of the same key."""
 
 
 class ServerSettings(_Frozen):
