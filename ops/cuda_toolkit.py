@@ -107,9 +107,21 @@ def find_host_compilers() -> HostCompilers:
 
 
 def _command(variable: str, *names: str) -> str | None:
-    """The command that an environment variable names, or else the first of `names` that is on the `PATH`."""
+    """Return the command that an environment variable names, or else the first of `names` that is on the `PATH`.
+
+    Raises:
+        CannotCompile: The variable names something else than a command.
+    """
     named = os.environ.get(variable)
-    return next((found for name in ((named,) if named else names) if (found := shutil.which(name))), None)
+    if not named:
+        return next((found for name in names if (found := shutil.which(name))), None)
+    found = shutil.which(named)
+    if found is None:
+        raise CannotCompile(
+            f"compiling kernels needs a compiler, and {variable} names {named!r}, which is no command: "
+            f"set {variable} to one without arguments, or unset it"
+        )
+    return found
 
 
 def _homes(packages: tuple[Path, ...]) -> Iterator[Path]:

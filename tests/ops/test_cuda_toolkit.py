@@ -100,6 +100,16 @@ def test_a_missing_compiler_is_one_sentence(tmp_path: Path, there: tuple[str, ..
         find_host_compilers()
 
 
+@pytest.mark.parametrize("variable", ["CC", "CXX"])
+def test_a_variable_that_names_no_compiler_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    on_path(tmp_path, "gcc", "c++", "ccache")
+    monkeypatch.setenv(variable, "ccache gcc")
+    with pytest.raises(CannotCompile, match=rf"{variable} names 'ccache gcc', which is no command.*unset it"):
+        find_host_compilers()
+
+
 def test_missing_headers_of_python_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_path(tmp_path, "gcc", "c++")
     monkeypatch.setattr(sysconfig, "get_path", lambda *values: str(tmp_path))
