@@ -13,6 +13,7 @@ from typing import Any
 
 from anyio.lowlevel import checkpoint
 from rich.console import Console
+from rich.markup import escape
 
 from headrace.engine import Engine, LoadFailed
 from headrace.server.interrupts import ending_at_once
@@ -29,8 +30,8 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
     """
     async with AsyncExitStack() as stack:
         opening = f"opening {Path(model).name}"
-        status = console.status(f"{opening} ...")
-        telling = _told_progress(lambda message: status.update(f"{opening}: {message}"), console.is_terminal)
+        status = console.status(escape(f"{opening} ..."))
+        telling = _told_progress(lambda message: status.update(escape(f"{opening}: {message}")), console.is_terminal)
         with status, telling, ending_at_once(opening, console):
             await checkpoint()  # where Ctrl-C came before it was caught here, nothing is opened
             try:

@@ -43,3 +43,22 @@ def test_a_terminal_shows_what_loads_and_how_far_it_is(terminal: bool, monkeypat
     anyio.run(run)
     assert ("opening llama-8b: loading weights: 40 % of 15.2 GB" in shown.getvalue()) == terminal
     assert "something else" not in shown.getvalue()
+
+
+@pytest.mark.parametrize("line", ["taken from /srv/[bold]/old", "taken from /srv/old[/old]/all"])
+def test_brackets_are_shown_as_they_are(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Telling(Loading):
+        async def __aenter__(self) -> Self:
+            logging.getLogger("headrace.ops").info("%s", line)
+            await anyio.sleep(0.3)
+            return self
+
+    monkeypatch.setattr("headrace.server.opening.Engine", Telling)
+    shown = io.StringIO()
+
+    async def run() -> None:
+        async with opened("folder/llama[red]", Console(file=shown, force_terminal=True, width=100)):
+            pass
+
+    anyio.run(run)
+    assert f"opening llama[red]: {line}" in shown.getvalue()
