@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from emulated_cuda import BUILT_ON, modules
+from emulated_cuda import forget_what_is_built_on, modules
 
 __all__ = ["Launch", "compiling_for"]
-
-OURS = (*BUILT_ON, "headrace.ops.cuda_")
 
 
 class Launch(NamedTuple):
@@ -52,8 +50,7 @@ def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
     """While it lasts, launches of Triton's kernels compile for `arch`, into the folder `cache`; what was compiled."""
     launches: set[Launch] = set()
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in sys.modules if name.startswith(OURS)]:
-            patch.delitem(sys.modules, name)
+        forget_what_is_built_on()
         for name, module in modules().items():
             if name.startswith("flashinfer"):
                 patch.setitem(sys.modules, name, module)
@@ -77,5 +74,4 @@ def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
             yield launches
         finally:
             driver._active = before
-            for name in [name for name in sys.modules if name.startswith(OURS)]:
-                del sys.modules[name]
+            forget_what_is_built_on()

@@ -22,7 +22,6 @@ import importlib.machinery
 import inspect
 import mmap
 import sys
-import tempfile
 import threading
 import weakref
 from collections import deque
@@ -42,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace.engine.model import weight_files
 
-__all__ = ["Gpu", "emulated"]
+__all__ = ["Gpu", "emulated", "forget_what_is_built_on"]
 
 NONSENSE = -0x5A5A5A5A
 PROCESSORS = 132
@@ -821,6 +820,14 @@ def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         patch.setattr(torch.cuda, name, value)
 
 
+def forget_what_is_built_on() -> None:
+    """Have the modules above `triton` and `flashinfer` imported anew, also by `from package import module`."""
+    for name in [name for name in sys.modules if name.startswith(BUILT_ON)]:
+        del sys.modules[name]
+        package, _, module = name.rpartition(".")
+        vars(sys.modules[package]).pop(module, None)
+
+
 @contextlib.contextmanager
 def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
     """While it lasts, `Engine(folder, device="cuda")` runs on the emulated device, whose tensors are the CPU's.
@@ -835,11 +842,11 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
     with Recorder():  # torch imports more of itself at the first one, and must not find this triton then
         torch.ones(1).add(1)
     replaced = ("flashinfer", "triton", "tvm_ffi")
-    ours = [name for name in sys.modules if name.split(".")[0] in replaced or name.startswith(BUILT_ON)]
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setenv("XDG_CACHE_HOME", folder)
+    ours = [name for name in sys.modules if name.split(".")[0] in ("triton", "flashinfer")]
+    with pytest.MonkeyPatch.context() as patch:
         for name in ours:
             patch.delitem(sys.modules, name)
+        forget_what_is_built_on()
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)
         replace_torch(patch, gpu)
@@ -858,6 +865,5 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
             yield gpu
             assert gpu.lost or not gpu.addresses.backed, "pages outlive their engine"
         finally:
-            for name in [name for name in sys.modules if name.startswith(BUILT_ON)]:
-                del sys.modules[name]
+            forget_what_is_built_on()
     assert not gpu.faults, gpu.faults

@@ -22,9 +22,9 @@ FEW, PAGES, MANY = 24, 40, 300
 PROMPTS = [draw(length, length) for length in (40, 3, 70, 16, 90)]
 
 
-def opened_on(zoo: Zoo, device: str, **options: Any) -> Opened:
-    """A runner with `PAGES` pages."""
-    folder = zoo.folder("qwen3")
+def opened_on(zoo: Zoo, device: str, name: str = "qwen3", **options: Any) -> Opened:
+    """Open the checkpoint of that name in a runner with `PAGES` pages."""
+    folder = zoo.folder(name)
     options = {"dtype": "bfloat16", "kv_memory": kv_bytes(folder, PAGES), "max_rows": 4, "max_context": 256} | options
     return open_engine(EngineConfig(model=folder, device=device, **options))
 

@@ -60,7 +60,7 @@ def check_stops(zoo: Zoo, device: str, **options: Any) -> None:
     nothing = frozenset[int]()
 
     def run(stops: list[frozenset[int]]) -> tuple[list[list[int]], list[int]]:
-        opened = opened_on(zoo, device, **options)
+        opened = opened_on(zoo, device, "exact", **options)  # whose tokens no rounding changes
         try:
             return outcome(opened, stops)
         finally:

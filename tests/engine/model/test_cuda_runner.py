@@ -297,7 +297,7 @@ def test_filters_that_appear_late_are_captured_by_the_launcher(zoo: Zoo, gpu: Gp
 
 def test_an_engine_takes_the_pages_that_fit_beside_all_else(zoo: Zoo, gpu: Gpu) -> None:
     page = kv_bytes(zoo.folder("exact"), 1)
-    gpu.free_bytes = int((1 << 30) + 4 * 4 * 512 + 100.5 * page / 0.9)
+    gpu.free_bytes = int((1 << 30) + 8 * 4 * 512 + 100.5 * page / 0.9)
 
     async def run() -> None:
         async with engine_on(zoo, "exact", kv_memory=None, max_rows=4, max_context=512) as engine:
@@ -441,13 +441,19 @@ def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
 @torch.inference_mode()
 def test_logits_leave_the_head_in_float32(gpu: Gpu, rows: int) -> None:
     """Two logits that are closer than a step of bfloat16 stay apart in every kernel that multiplies by the head."""
-    cuda, attention, linear, even = (
-        importlib.import_module(f"headrace.ops.cuda{name}") for name in ("", "_attention", "_linear", "_even_linear")
+    cuda, arch, attention, linear, even = (
+        importlib.import_module(f"headrace.ops.cuda{name}")
+        for name in ("", "_arch", "_attention", "_linear", "_even_linear")
     )
     scratch = linear.LinearScratch("cpu")
     shape = attention.HeadShape(heads=2, kv_heads=1, head_dim=64)
     ops = cuda.CudaOps(
-        shape, eps=1e-5, cos_sin_PD=torch.ones(8, 64), scratch=scratch, even=even.EvenLinear(scratch, eps=1e-5)
+        shape,
+        arch.Arch.named("sm_90"),
+        eps=1e-5,
+        cos_sin_PD=torch.ones(8, 64),
+        scratch=scratch,
+        even=even.EvenLinear(scratch, eps=1e-5),
     )
     weight_VE = torch.ones(128, 64)
     weight_VE[100, 0] += 1 / 128
