@@ -52,7 +52,7 @@ class ChildLate(OSError):
 
 
 class Child:
-    """One process. Not for two threads at a time."""
+    """A process that answers lines. Only one thread at a time may use it."""
 
     def __init__(self, script: Path, *arguments: str) -> None:
         """Start `script`, which reads a line, writes a line, and so on; does not wait for it.

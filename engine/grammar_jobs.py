@@ -103,7 +103,7 @@ class GrammarJobs:
             return False
 
     def end(self, job: GrammarJob) -> list[Waiter]:
-        """Forget a job that has ended: the requests that wait for it."""
+        """Forget a job that has ended and return the requests that wait for it."""
         with self._lock:
             self._forget(job)
             waiters, job.waiters = job.waiters, []

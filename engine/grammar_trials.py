@@ -131,7 +131,7 @@ class Trials:
 
         Args:
             source: The grammar as llguidance reads it.
-            vocabulary: Of the model, always the same one.
+            vocabulary: Returns the vocabulary of the model, which must always be the same.
             still_wanted: Asked many times a second; once it says no, it is not asked again, and the trial ends.
 
         Returns:
