@@ -22,6 +22,7 @@ import importlib.machinery
 import inspect
 import mmap
 import sys
+import tempfile
 import threading
 import weakref
 from collections import deque
@@ -842,8 +843,9 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
     with Recorder():  # torch imports more of itself at the first one, and must not find this triton then
         torch.ones(1).add(1)
     replaced = ("flashinfer", "triton", "tvm_ffi")
-    ours = [name for name in sys.modules if name.split(".")[0] in ("triton", "flashinfer")]
-    with pytest.MonkeyPatch.context() as patch:
+    ours = [name for name in sys.modules if name.split(".")[0] in replaced]
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("XDG_CACHE_HOME", folder)
         for name in ours:
             patch.delitem(sys.modules, name)
         forget_what_is_built_on()
