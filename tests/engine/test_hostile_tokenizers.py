@@ -223,7 +223,7 @@ def with_pieces(*pieces: str) -> dict[str, Any]:
 
 GGUF: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "100,000 control tokens": (lambda: many(100_000, 3), "at most 4096"),
-    "100,000 tokens of the user": (lambda: many(100_000, 4), "at most 16384"),
+    "100,000 tokens of the user": (lambda: many(100_000, 4), "at most 32768"),
     "a piece of 200,000 letters": (lambda: with_pieces("a" * 200_000), "4096"),
     "many long pieces": (lambda: with_pieces(*(chr(0x4E00 + at) * 1300 for at in range(200))), "squares"),
 }
