@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Annotated
 
 import typer
@@ -59,6 +59,8 @@ def build(
 
     console = Console()
     started = time.perf_counter()
+    if cache is not None:
+        _check_folder(Path(cache).expanduser())
     with ExitStack() as stack:
         if wheel is not None and cache is None:
             cache = stack.enter_context(TemporaryDirectory(prefix="headrace-kernels-"))
@@ -71,3 +73,12 @@ def build(
                 folder, count = build_kernels(config)
         place = folder if wheel is None else write_wheel(folder, Path(wheel))
     console.print(f"{count} kernels in {place} after {time.perf_counter() - started:.0f} s", soft_wrap=True)
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot keep kernels, before they take minutes to compile."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise typer.BadParameter(f"{folder} cannot be written: {error}", param_hint="--cache") from error

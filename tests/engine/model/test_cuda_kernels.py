@@ -118,3 +118,14 @@ def test_kernels_of_several_models_become_one_wheel(
     libraries = [f"headrace_kernels_sm90a/flashinfer/module{index}/module{index}.so" for index in range(2)]
     assert [name for name in names if "flashinfer" in name] == libraries
     assert not warmed[0].exists(), "a folder that nobody asked for was left"
+
+
+def test_a_folder_that_cannot_keep_kernels_is_refused_before_they_are_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = folder / "config.json" / "kernels"  # below a file there can be no folder
+    monkeypatch.setattr(sys, "argv", ["headrace", "kernels", "build", str(folder), "--cache", str(taken)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "cannot be written" in " ".join(capsys.readouterr().err.split())
