@@ -26,7 +26,7 @@ logger = logging.getLogger("headrace.ops")
 
 _GROUP = "headrace.kernels"
 _DATE = (1980, 1, 1, 0, 0, 0)
-"""Of every file, so that the same kernels give the same wheel."""
+"""The time that every file in a wheel gets, so that the same kernels give the same wheel."""
 
 
 def installed_kernels(label: str) -> Iterator[Path]:

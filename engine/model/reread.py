@@ -59,7 +59,7 @@ def _digests(path: Path) -> Mapping[str, bytes]:
 
 
 def _described(file: GgufFile) -> Mapping[str, bytes]:
-    """As `_digests`, of an open file, without what only describes the file itself."""
+    """Return a digest for each key of an open GGUF file, without those that only describe the file itself."""
     said = {key: value for key, value in file.metadata.items() if not key.startswith("general.")}
     said["the model's shape"] = file.spec()
     return {key: blake2b(repr(value).encode(errors="backslashreplace")).digest() for key, value in said.items()}

@@ -195,7 +195,7 @@ class FileMaker:
                 yield first, self.staging.send(block, self.dtype)
 
     def _fill_groups(self, targets: tuple[Tensor, Tensor, Tensor], source: GgufFile, part: Part) -> None:
-        """As `_fill`, for the quants, scales and minima of a packed parameter."""
+        """Write the quants, scales and minima of one tensor over `targets`, its rows of a packed parameter."""
         name = self.names.of(part)
         order = self._row_order(part)
         for first, block in source.groups(name, self.block_elements):

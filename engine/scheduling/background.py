@@ -27,37 +27,37 @@ class BackgroundLast:
         """Ids of users that have not started yet."""
 
     def lane(self, request: Request) -> Hashable:
-        """Tier, then the lane in it."""
+        """Return the tier of the request, and the lane that the tier's policy gives it."""
         return _tier(request), self._of(request).lane(request)
 
     def place(self, request: Request) -> Any:
-        """As the tier has it."""
+        """Return the place that the tier's policy gives the request."""
         return self._of(request).place(request)
 
     def urgency(self, request: Request, now: float) -> Any:
-        """Tier, then the urgency in it."""
+        """Return the tier of the request, and its urgency within the tier."""
         return _tier(request), self._of(request).urgency(request, now)
 
     def standing(self, request: Request, now: float) -> Any:
-        """Tier, then the standing in it: all of background gives way before any user does."""
+        """Return the tier, and the standing within it: all of background gives way before any user does."""
         return _tier(request), self._of(request).standing(request, now)
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
-        """A user starts before a prompt of background goes on; within a tier, as that has it."""
+        """Start a user before a prompt of background goes on; ask the tier's policy about two of one tier."""
         if _tier(waiting) != _tier(prefilling):
             return _tier(waiting) < _tier(prefilling)
         return self._of(waiting).overtakes(waiting, prefilling, now)
 
     def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
-        """As the tier has it."""
+        """Return what the tier's policy says."""
         return self._of(request).worthwhile(request, now, pace)
 
     def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
-        """As the tier has it; users that may come before background are not foreseen."""
+        """Return the wait in seconds that the tier's policy expects; users who are yet to come do not count."""
         return self._of(request).expected_wait(request, tokens, pace)
 
     def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:
-        """The latest of background while more users wait than rows are coming; then what the users' policy says."""
+        """Give up the latest of background while more users wait than rows come, then as the users' policy does."""
         users, background = self._tiers
         tiers: tuple[list[Request], list[Request]] = [], []
         for request in running:
@@ -68,22 +68,22 @@ class BackgroundLast:
         return background.displaced(tiers[1], coming)
 
     def is_ahead(self, request: Request) -> bool:
-        """As the tier has it."""
+        """Return what the tier's policy says."""
         return self._of(request).is_ahead(request)
 
     def arrived(self, request: Request) -> None:
-        """Tell the tier."""
+        """Tell the tier's policy that the request waits."""
         if _tier(request) == 0:
             self._waiting_users.add(request.id)
         self._of(request).arrived(request)
 
     def started(self, request: Request) -> None:
-        """Tell the tier."""
+        """Tell the tier's policy that the request has started."""
         self._waiting_users.discard(request.id)
         self._of(request).started(request)
 
     def served(self, works: Iterable[Work]) -> None:
-        """Tell each tier of its own works."""
+        """Tell the policy of each tier of the works of its own requests."""
         tiers: tuple[list[Work], list[Work]] = [], []
         for work in works:
             tiers[_tier(work.request)].append(work)
@@ -91,7 +91,7 @@ class BackgroundLast:
             policy.served(part)
 
     def ended(self, request: Request) -> None:
-        """Tell the tier."""
+        """Tell the tier's policy that the request has ended."""
         self._waiting_users.discard(request.id)
         self._of(request).ended(request)
 
