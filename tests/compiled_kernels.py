@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from emulated_cuda import forget_what_is_built_on, modules
+from emulated_cuda import built_anew, modules
 
 __all__ = ["Launch", "compiling_for"]
 
@@ -49,8 +49,7 @@ class Target:
 def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
     """While it lasts, launches of Triton's kernels compile for `arch`, into the folder `cache`; what was compiled."""
     launches: set[Launch] = set()
-    with pytest.MonkeyPatch.context() as patch:
-        forget_what_is_built_on()
+    with built_anew(), pytest.MonkeyPatch.context() as patch:
         for name, module in modules().items():
             if name.startswith("flashinfer"):
                 patch.setitem(sys.modules, name, module)
@@ -74,4 +73,3 @@ def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
             yield launches
         finally:
             driver._active = before
-            forget_what_is_built_on()

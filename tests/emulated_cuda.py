@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace.engine.model import weight_files
 
-__all__ = ["Gpu", "emulated", "forget_what_is_built_on"]
+__all__ = ["Gpu", "emulated", "built_anew"]
 
 NONSENSE = -0x5A5A5A5A
 PROCESSORS = 132
@@ -821,12 +821,27 @@ def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         patch.setattr(torch.cuda, name, value)
 
 
-def forget_what_is_built_on() -> None:
-    """Have the modules above `triton` and `flashinfer` imported anew, also by `from package import module`."""
-    for name in [name for name in sys.modules if name.startswith(BUILT_ON)]:
-        del sys.modules[name]
-        package, _, module = name.rpartition(".")
-        vars(sys.modules[package]).pop(module, None)
+@contextlib.contextmanager
+def built_anew() -> Iterator[None]:
+    """While it lasts, import the modules above `triton` and `flashinfer` anew; then bring back those of before."""
+    before = _take_modules()
+    try:
+        yield
+    finally:
+        _take_modules()
+        for name, module in before.items():
+            sys.modules[name] = module
+            package, _, last = name.rpartition(".")
+            setattr(sys.modules[package], last, module)
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Remove the modules from where imports look for them, also those by `from package import module`."""
+    taken = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(BUILT_ON)}
+    for name in taken:
+        package, _, last = name.rpartition(".")
+        vars(sys.modules[package]).pop(last, None)
+    return taken
 
 
 @contextlib.contextmanager
@@ -844,11 +859,10 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
         torch.ones(1).add(1)
     replaced = ("flashinfer", "triton", "tvm_ffi")
     ours = [name for name in sys.modules if name.split(".")[0] in replaced]
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+    with built_anew(), pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("XDG_CACHE_HOME", folder)
         for name in ours:
             patch.delitem(sys.modules, name)
-        forget_what_is_built_on()
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)
         replace_torch(patch, gpu)
@@ -863,9 +877,6 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
         open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
         patch.setattr(open_cuda, "check_compilers", lambda: None)  # nothing is compiled here
         patch.setattr(weight_files, "_Staging", Staging)
-        try:
-            yield gpu
-            assert gpu.lost or not gpu.addresses.backed, "pages outlive their engine"
-        finally:
-            forget_what_is_built_on()
+        yield gpu
+        assert gpu.lost or not gpu.addresses.backed, "pages outlive their engine"
     assert not gpu.faults, gpu.faults
