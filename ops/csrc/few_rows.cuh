@@ -354,26 +354,46 @@ inline __device__ void set_up(const Chunks<S>& ring, const Exchange<S>& exchange
 
 // --- the warps that find factors of a norm
 
-// For this block's rows, from the sums of squares that the last product left.
+constexpr int kShares = 16;  // of a row's squares: share s is part s, part s + 16 and so on
+
+// Adds numbers two by two, so that the sum of a power of two of them is that of the sums of its halves.
+template <int kCount>
+inline __device__ float sum_of(const float* numbers, int stride) {
+  if constexpr (kCount == 1) {
+    return *numbers;
+  } else {
+    return sum_of<kCount / 2>(numbers, stride) + sum_of<kCount / 2>(numbers + kCount / 2 * stride, stride);
+  }
+}
+
+// For this block's rows, from the sums of squares that the last product left. They are added in the same order however many
+// threads a row has: a factor must not depend on the number of rows, or the same token would be computed differently in
+// another batch.
 template <class S>
 inline __device__ void find_factors(const Inputs& with, float* factors, int thread) {
-  constexpr int kTogether = kScalers / S::kOwn;  // threads of a row
-  __shared__ float shares[kScalers];
+  constexpr int kTogether = kScalers / S::kOwn;   // threads of a row
+  constexpr int kEach = kShares / kTogether;      // neighbouring shares of a thread
+  static_assert(kEach * kTogether == kShares);
+  __shared__ float sums[kScalers];
   wait_for_last_kernel();
-  const int own = thread % S::kOwn, row = blockIdx.x % S::kSplits * S::kOwn + own;
+  const int own = thread % S::kOwn, row = blockIdx.x % S::kSplits * S::kOwn + own, first = thread / S::kOwn * kEach;
   const int rows = with.rows, parts = with.size_in / 64;  // known before the loop: its reads are asked for together
-  float share = 0.f;
+  float shares[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) shares[i] = 0.f;
   if (row < rows) {
-#pragma unroll 16
-    for (int part = thread / S::kOwn; part < parts; part += kTogether) share += __ldcg(with.squares_in + part * rows + row);
+#pragma unroll (16 / kEach)
+    for (int part = first; part < parts; part += kShares) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (part + i < parts) shares[i] += __ldcg(with.squares_in + (part + i) * rows + row);
+      }
+    }
   }
-  shares[thread] = share;
+  sums[thread] = sum_of<kEach>(shares, 1);
   scalers_meet();
   if (thread < S::kOwn) {
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) sum += shares[i * S::kOwn + thread];
-    factors[thread] = rsqrtf(sum / with.size_in + with.eps);
+    factors[thread] = rsqrtf(sum_of<kTogether>(sums + thread, S::kOwn) / with.size_in + with.eps);
   }
   __syncwarp();
   factors_ready();

@@ -68,6 +68,26 @@ def test_a_norm_between_two_products_costs_no_precision(rows: int, hidden: int, 
     assert error(fed, reference.silu_mul(truth)) < 8e-3
 
 
+@pytest.mark.parametrize(("hidden", "size_in"), [(4096, 14336), (1024, 3072), (576, 1536)])
+def test_a_row_gets_the_same_bits_however_many_rows_there_are(hidden: int, size_in: int) -> None:
+    """The end of a prompt behind a cached prefix is then computed as it was with the whole prompt."""
+    x, residual, norm = random(64, size_in), random(64, hidden), random(hidden)
+    first, second = random(hidden, size_in) / size_in**0.5, random(6144, hidden) / hidden**0.5
+    even = EvenLinear(SCRATCH, eps=EPS, pdl=True)
+
+    def chain(rows: int) -> tuple[torch.Tensor, ...]:
+        kept, scaled, out, fed = residual[:rows].clone(), poison(rows, hidden), poison(rows, 6144), poison(rows, 3072)
+        squares = even.add(x[:rows], first, kept, norm, scaled)
+        even.product(scaled, second, out, squares)
+        even.silu_mul(scaled, second, fed, squares)
+        return kept, scaled, out, fed
+
+    whole = chain(64)
+    for rows in (2, 10, 16, 17, 32, 33, 63):
+        for one, all_of_it in zip(chain(rows), whole, strict=True):
+            assert torch.equal(one, all_of_it[:rows])
+
+
 @pytest.mark.parametrize("rows", [16, 64])
 def test_a_chain_in_a_graph_is_the_same_every_time(rows: int) -> None:
     """Each kernel begins while those before it still run."""
