@@ -55,6 +55,7 @@ class Renderer:
             InvalidParams: There is no template, it refuses the messages, or it costs too much.
             RequestFailed: No process can be started to render it, or it was ended by others.
         """
+        tools = tools or None  # an empty list offers none, and templates ask whether there is a list
         template = self._templates.get(self._sources[tools is not None])
         if template is None:
             raise InvalidParams(
