@@ -8,12 +8,11 @@ Next to read: template_child.py, which runs there, and child.py.
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.engine.child import Child, ChildDied, Children
+from headrace.engine.child import Child, ChildCrashed, Children, ChildTooSlow
 
 __all__ = ["MAX_SOURCE", "ChatTemplate", "TemplateRefused", "TemplateTooCostly"]
 
@@ -24,7 +23,6 @@ _SECONDS: Final = 2.0
 _MEMORY: Final = 2**30
 _MAX_CHARS: Final = 16 * 2**20
 _LATE: Final = 20.0  # seconds of a clock on the wall, where the processor has much else to do
-_CRASHES: Final = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL)
 _WIDEST: Final = 6  # bytes of a character in an answer, at most
 
 
@@ -64,8 +62,8 @@ class ChatTemplate:
             memory: Bytes that one rendering may have in use.
             max_chars: Characters that a rendering may write.
         """
-        script, limits = Path(__file__).with_name("template_child.py"), json.dumps([seconds, memory, max_chars])
-        self._children = Children(lambda: Child(script, limits))
+        script = Path(__file__).with_name("template_child.py")
+        self._children = Children(lambda: Child(script, str(memory), str(max_chars)))
         self._seconds = seconds
         self._most = _WIDEST * max_chars + 2**16
         self._source = json.dumps([source, dict(names or {})], default=str).encode()
@@ -97,19 +95,15 @@ class ChatTemplate:
         def still_wanted() -> bool:
             return self._closings == closings
 
-        while True:
-            if self._refusal is not None:
-                raise type(self._refusal)(*self._refusal.args)
-            with self._children.one() as child:
-                was_used = child.answers > 0
-                try:
-                    if not was_used:
-                        self._compile(child, still_wanted)
-                    return self._ask(child, chat, still_wanted)
-                except ChildDied:
-                    if not was_used:
-                        raise
-                    # It may have died before it was asked, as where memory ran out; a new one is asked once.
+        if self._refusal is not None:
+            raise type(self._refusal)(*self._refusal.args)
+
+        def attempt(child: Child) -> str:
+            if not child.answers:
+                self._compile(child, still_wanted)
+            return self._ask(child, chat, still_wanted)
+
+        return self._children.ask(attempt)
 
     def close(self) -> None:
         """End the processes and what they render. The template can be rendered again, in a new process each time."""
@@ -127,13 +121,11 @@ class ChatTemplate:
 
     def _ask(self, child: Child, line: bytes, still_wanted: Callable[[], bool]) -> str:
         try:
-            answer = child.ask(line, _LATE, still_wanted, most=self._most)
-        except ChildDied as died:
-            if died.code == -signal.SIGPROF:
-                raise TemplateTooCostly(f"the chat template runs for more than {self._seconds:g} seconds") from None
-            if died.code in _CRASHES:
-                raise TemplateTooCostly("the chat template crashes Python") from None
-            raise
+            answer = child.ask(line, self._seconds, still_wanted, patience=_LATE, most=self._most)
+        except ChildTooSlow:
+            raise TemplateTooCostly(f"the chat template runs for more than {self._seconds:g} seconds") from None
+        except ChildCrashed:
+            raise TemplateTooCostly("the chat template crashes Python") from None
         if answer is None:
             raise OSError("the engine closed meanwhile")
         kind, text = json.loads(answer)

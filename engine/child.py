@@ -2,8 +2,9 @@
 
 What may never return, or take any amount of memory, runs there: grammars on trial and chat templates. A child is a new
 interpreter, not a fork, so it holds neither the model nor torch. It ends with its standard input: when the engine
-closes, and when the application dies in whatever way. Next to read: child_start.py, grammar_child.py and
-template_child.py, which run there.
+closes, and when the application dies in whatever way. It depends on no setting of the application: signals may be
+ignored, others may collect the exit status of every process, and the application may fork itself. Next to read:
+child_start.py, grammar_child.py and template_child.py, which run there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import contextlib
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,13 +22,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-__all__ = ["Child", "ChildDied", "ChildLate", "Children"]
+__all__ = ["Child", "ChildCrashed", "ChildDied", "ChildLate", "ChildTooSlow", "Children"]
+
+R = TypeVar("R")
 
 _GLANCE: Final = 0.05  # seconds between two looks at whether the answer is still wanted
 _CHUNK: Final = 1 << 20  # bytes read at once, at most
 _IDLE: Final = 2  # children kept for later
+_CRASHES: Final = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL)
 
 
 class ChildDied(OSError):
@@ -42,6 +48,14 @@ class ChildDied(OSError):
         self.code = code
 
 
+class ChildCrashed(ChildDied):
+    """The question made the process crash, and would do so again."""
+
+
+class ChildTooSlow(ChildDied):
+    """The question took more processor time than it was given."""
+
+
 class ChildLate(OSError):
     """The answer did not come in time; the process has been ended."""
 
@@ -55,11 +69,11 @@ class Child:
     """A process that answers lines. Only one thread at a time may use it."""
 
     def __init__(self, script: Path, *arguments: str) -> None:
-        """Start `script`, which reads a line, writes a line, and so on; does not wait for it.
+        """Start `script`, whose function `answers` gives a line for each line; does not wait for it.
 
         Args:
             script: A Python file that imports nothing of headrace.
-            arguments: What the script finds in `sys.argv[1:]`.
+            arguments: What `answers` gets after the lines.
 
         Raises:
             OSError: No process can be started.
@@ -68,21 +82,26 @@ class Child:
         # -S: the search path is given, and whatever else an application's site module does is not for it
         places = json.dumps([place for place in sys.path if isinstance(place, str)])  # an import heeds no others
         command = [_interpreter(), "-I", "-S", str(start), places, str(script), *arguments]
-        self._process = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at a terminal is not for it
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        os.set_blocking(self._stdin.fileno(), False)
-        os.set_blocking(self._stdout.fileno(), False)
+        # A socket, since a write to a pipe whose reader has died kills an application that has SIGPIPE at its default.
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            theirs.setblocking(True)  # whatever default the application has set
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=theirs,
+                    stdout=theirs,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # an interrupt at a terminal is not for it
+                )
+            except BaseException:
+                self._socket.close()
+                raise
+        self._socket.setblocking(False)
         self._owner = os.getpid()
         self.answers = 0
         """Number of lines that it has answered."""
+        _started.add(self)
 
     @property
     def is_alive(self) -> bool:
@@ -90,46 +109,64 @@ class Child:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(
-        self, line: bytes, seconds: float, still_wanted: Callable[[], bool] = lambda: True, *, most: int = _CHUNK
+        self,
+        line: bytes,
+        seconds: float,
+        still_wanted: Callable[[], bool] = lambda: True,
+        *,
+        patience: float,
+        most: int = _CHUNK,
     ) -> bytes | None:
         """Send a line and return the answer; whenever there is none, the process has been ended.
 
         Args:
             line: The question, with neither a line feed in it nor at its end.
-            seconds: How long it may take.
+            seconds: Processor time that the answer may take.
             still_wanted: Asked many times a second; once it says no, it is not asked again.
+            patience: Seconds in which a processor must have had time for it.
             most: Bytes that the answer may have.
 
         Returns:
             A line with its line feed, or None if it is no longer wanted.
 
         Raises:
-            ChildLate: It took too long.
-            ChildDied: The process ended, or answered more than `most` bytes.
+            ChildTooSlow: It took more processor time than it may.
+            ChildLate: There was no answer in time.
+            ChildCrashed: It made the process crash.
+            ChildDied: The process was ended by others, or answered more than `most` bytes.
         """
-        watch = _Watch(time.monotonic() + seconds, still_wanted)
+        began = time.monotonic()
+        watch = _Watch(began + patience, still_wanted)
         answer: bytes | None = None
         try:
-            if self._send(line + b"\n", watch):
+            if self._send(b"%f %b\n" % (seconds, line), watch):
                 answer = self._receive(most, watch)
         except _Late:
-            raise ChildLate(seconds) from None
-        except BrokenPipeError:
-            self.close()
-            raise ChildDied(self._process.returncode) from None
+            raise ChildLate(patience) from None
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._died(time.monotonic() - began > seconds) from None
         finally:
             if answer is None:
                 self.close()
         self.answers += 1
         return answer
 
+    def _died(self, worked_long: bool) -> ChildDied:
+        """Return the error for a process that ended while it was asked; `worked_long` for as long as it may."""
+        self.close()
+        code = self._process.returncode
+        # Popen says 0 where others collected the exit status, or where none is kept because SIGCHLD is ignored.
+        if code == -signal.SIGPROF or (code == 0 and worked_long):
+            return ChildTooSlow(code)
+        return ChildCrashed(code) if code in _CRASHES else ChildDied(code)
+
     def _send(self, line: bytes, watch: _Watch) -> bool:
         left = memoryview(line)
         while left:
             try:
-                left = left[os.write(self._stdin.fileno(), left) :]
+                left = left[self._socket.send(left, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
-                if not watch.wait(self._stdin.fileno(), select.POLLOUT):
+                if not watch.wait(self._socket.fileno(), select.POLLOUT):
                     return False
         return True
 
@@ -137,13 +174,12 @@ class Child:
         parts: list[bytes] = []
         size = 0
         while not (parts and parts[-1].endswith(b"\n")):
-            if not watch.wait(self._stdout.fileno(), select.POLLIN):
+            if not watch.wait(self._socket.fileno(), select.POLLIN):
                 return None
-            parts.append(os.read(self._stdout.fileno(), _CHUNK))
+            parts.append(self._socket.recv(_CHUNK))
             size += len(parts[-1])
             if not parts[-1] or size > most:
-                self.close()
-                raise ChildDied(self._process.returncode)
+                raise ConnectionResetError
         return b"".join(parts)
 
     def close(self) -> None:
@@ -151,9 +187,19 @@ class Child:
         if self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
-        for pipe in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        self._socket.close()
+
+
+_started: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    """Close the sockets that a fork of the application inherits, with which processes would outlive the application."""
+    for child in list(_started):
+        child.close()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 class _Late(Exception):
@@ -215,6 +261,30 @@ class Children:
             yield child
         finally:
             self._keep(child)
+
+    def ask(self, use: Callable[[Child], R]) -> R:
+        """Return what `use` makes of a child; where that was ended by others after earlier answers, of another one.
+
+        A child that waits may die at any time, as where the system runs out of memory, and is no loss. A new one is
+        replaced once, if it was killed: what kills it may kill many at once.
+
+        Raises:
+            OSError: No process can be started, or new ones were ended by others.
+            BaseException: Whatever else `use` raises.
+        """
+        killed = 0
+        while True:
+            with self.one() as child:
+                was_used = child.answers > 0
+                try:
+                    return use(child)
+                except ChildDied as died:
+                    if type(died) is not ChildDied:
+                        raise
+                    if not was_used:
+                        killed += 1
+                        if died.code != -signal.SIGKILL or killed > 1:
+                            raise
 
     def close(self) -> None:
         """End the children that wait; those that are lent end when they come back."""

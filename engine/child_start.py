@@ -1,18 +1,23 @@
-"""Prepares the process of a `Child` and runs its script there: `child_start.py SEARCH_PATH SCRIPT [ARGUMENT...]`.
+"""Runs the script of a `Child` in a process of its own: `child_start.py SEARCH_PATH SCRIPT [ARGUMENT...]`.
 
-Imports nothing of headrace. SEARCH_PATH is the `sys.path` of the application, as JSON.
+Imports nothing of headrace. SEARCH_PATH is the `sys.path` of the application, as JSON. SCRIPT has a function
+`answers(lines, *arguments)`, which yields the answer to each line, both without a line feed. Each line on standard
+input begins with the seconds of processor time that its answer may take, and a space. The system ends the process with
+SIGPROF when they are over, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import runpy
 import signal
 import sys
+from collections.abc import Callable, Iterator
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "serve"]
 
 
 def prepare() -> None:
@@ -26,8 +31,26 @@ def prepare() -> None:
         file.write("1000")  # where memory runs out, this process goes and not the one that holds the model
 
 
+def serve(answers: Callable[..., Iterator[bytes]], *arguments: str) -> None:
+    """Answer the lines of standard input until there are no more, or `answers` ends."""
+    for answer in answers(_lines(), *arguments):
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+        del answer
+
+
+def _lines() -> Iterator[bytes]:
+    """Yield the lines of standard input, and have the time of each begin there."""
+    while line := sys.stdin.buffer.readline():
+        seconds, _, line = line.removesuffix(b"\n").partition(b" ")
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))
+        yield line
+
+
 if __name__ == "__main__":
     prepare()
     sys.path[:] = json.loads(sys.argv[1])
-    del sys.argv[:2]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    with contextlib.suppress(BrokenPipeError):  # the application has ended
+        serve(runpy.run_path(sys.argv[2], run_name="headrace_child")["answers"], *sys.argv[3:])
+    os._exit(0)

@@ -1,23 +1,21 @@
 """Compiles grammars for `Trials` in a process of its own, which may be ended at any time; keeps none of them.
 
-Run as a script, which imports nothing of headrace. The first line of JSON on standard input is the vocabulary; each
-further one is a grammar and the seconds of processor time that it may take. The answer to each is a line: what is wrong
-with it, or an empty text, and the seconds that it took. Where a grammar takes longer, the system ends the process with
-SIGPROF. The engine uses `matcher_of`, too.
+Run by child_start.py; imports nothing of headrace. The first line is the vocabulary, each further one a grammar, all of
+it JSON. The answer to each is a line: what is wrong with it, or an empty text, and the seconds of processor time that
+it took. The engine uses `matcher_of`, too.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["matcher_of"]
+__all__ = ["answers", "matcher_of"]
 
 _STATES: Final = 50_000  # of some 60 bytes each, in a lexer that rows of one format share
 _BYTES: Final = 4 << 30  # of address space
@@ -65,28 +63,21 @@ class _Vocabulary:
         return [self._ids[piece] for piece in (text[at : at + 1] for at in range(len(text))) if piece in self._ids]
 
 
-def _serve() -> None:
+def answers(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Read the vocabulary, then try one grammar after the other."""
     import resource
 
     from llguidance import LLTokenizer, TokenizerWrapper
 
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
-    lines = iter(sys.stdin.buffer.readline, b"")
     tokens, special_ids, eos_ids = json.loads(next(lines))
     tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, special_ids, eos_ids[0])), eos_token=eos_ids)
-    print(json.dumps(["", time.process_time()]), flush=True)
+    yield json.dumps(["", time.process_time()]).encode()
     for line in lines:
-        source, seconds = json.loads(line)
         began = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            matcher_of(tokenizer, source)
+            matcher_of(tokenizer, json.loads(line))
             answer = ""
         except ValueError as error:
             answer = str(error) or "it is no grammar"
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps([answer, time.process_time() - began]), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+        yield json.dumps([answer, time.process_time() - began]).encode()

@@ -7,12 +7,11 @@ A call of llguidance cannot be interrupted, and thirty characters are enough for
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.engine.child import Child, ChildDied, ChildLate, Children
+from headrace.engine.child import Child, ChildCrashed, ChildLate, Children, ChildTooSlow
 from headrace.engine.response_format import ResponseFormat
 
 __all__ = ["Starved", "TooSlow", "Trials", "Unfit", "Vocabulary", "may_take_long"]
@@ -141,20 +140,23 @@ class Trials:
             TooSlow: It takes more than two seconds of a processor.
             Unfit: It cannot be compiled.
             Starved: Ten seconds were not enough for that.
-            OSError: There can be no other process, or it died, as where it took too much memory.
+            OSError: There can be no other process, or a new one was ended by others.
         """
+
+        def attempt(child: Child) -> bytes | None:
+            line = vocabulary_line(vocabulary()) if not child.answers else b""
+            if line and not child.ask(line, _PATIENCE, still_wanted, patience=_PATIENCE):
+                return None
+            return child.ask(json.dumps(source).encode(), _SECONDS, still_wanted, patience=_PATIENCE)
+
         try:
-            with self._children.one() as child:
-                line = vocabulary_line(vocabulary()) if not child.answers else b""
-                if line and not child.ask(line, _PATIENCE, still_wanted):
-                    return False
-                answer = child.ask(json.dumps([source, _SECONDS]).encode(), _PATIENCE, still_wanted)
+            answer = self._children.ask(attempt)
         except ChildLate:
             raise Starved from None
-        except ChildDied as died:
-            if died.code == -signal.SIGPROF:
-                raise TooSlow(_SECONDS) from None
-            raise
+        except ChildTooSlow:
+            raise TooSlow(_SECONDS) from None
+        except ChildCrashed:
+            raise Unfit("compiling it takes too much memory or crashes", _SECONDS) from None
         if answer is None:
             return False
         why, seconds = json.loads(answer)

@@ -193,7 +193,7 @@ class Grammars:
         except Unfit as error:
             limit = error.seconds if isinstance(error, TooSlow) else None
             refusal = _refused(GrammarRejected, str(error), wanted, limit)
-            refusal.work = math.ceil(error.seconds * _TOKENS_A_SECOND)
+            refusal.work = max(1, math.ceil(error.seconds * _TOKENS_A_SECOND))  # clocks may be coarse
             return _Told(claim, job, error=refusal)
         except Starved:
             what = "the machine is too busy to try whether it can be compiled"

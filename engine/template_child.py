@@ -1,8 +1,8 @@
 """Renders one chat template in a process of its own, within limits that the operating system keeps; tokenises nothing.
 
-Run as a script by `ChatTemplate`, as `template_child.py [seconds, bytes, characters]`; imports nothing of headrace. The
-first line on standard input is `[source, names]`, each further one a chat, `[messages, tools]`. Each answer is a line
-`[kind, text]`: kind is "text", or "refused", "costly" or "memory" with the reason for a text.
+Run by child_start.py for `ChatTemplate`; imports nothing of headrace. The first line is `[source, names]`, each further
+one a chat, `[messages, tools]`. Each answer is a line `[kind, text]`: kind is "text", or "refused", "costly" or
+"memory" with the reason for a text.
 
 A template is a program that comes with the model. Jinja's sandbox keeps it from everything but its own values, and
 nothing keeps it from computing for ever or building values of any size. So the kernel kills this process when a line
@@ -12,10 +12,8 @@ takes too much processor time, whatever it is doing, and grants it no more than 
 from __future__ import annotations
 
 import json
-import os
 import resource
-import signal
-import sys
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Final
 
@@ -23,7 +21,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["serve"]
+__all__ = ["answers"]
 
 _NODES: Final = 25_000  # of a template: its syntax tree
 _REASON: Final = 500  # characters
@@ -162,28 +160,18 @@ def _limit(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def serve(seconds: float, memory: int, most: int) -> None:
+def answers(lines: Iterator[bytes], memory: str, most: str) -> Iterator[bytes]:
     """Answer lines until there are no more, or until so much memory stays in use that others would have less.
 
     Args:
-        seconds: Processor time of one line; the process is killed by SIGPROF when that is over.
+        lines: Each has processor time of its own, and the process is killed when that is over.
         memory: Bytes that may be in use besides the interpreter.
         most: Characters that the template may write.
     """
-    _limit(memory)
-    renderer, compiled = _Renderer(memory, most), 0
-    for line in iter(sys.stdin.buffer.readline, b""):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        answer = renderer.answer(line)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
-        del line, answer
+    _limit(int(memory))
+    renderer, compiled = _Renderer(int(memory), int(most)), 0
+    for line in lines:
+        yield renderer.answer(line)
         compiled = compiled or _address_space()
         if _address_space() > compiled + _KEPT:
             return
-
-
-if __name__ == "__main__":
-    serve(*json.loads(sys.argv[1]))
-    os._exit(0)

@@ -24,6 +24,7 @@ from scripted import no_leaks
 from headrace.engine import Engine, InvalidParams, ModelRejected, PromptTooLong, RequestFailed, SamplingParams
 from headrace.engine.chat_template import MAX_SOURCE, ChatTemplate, TemplateRefused, TemplateTooCostly
 from headrace.engine.child import Child, ChildDied, Children
+from headrace.engine.rendering import Renderer
 from headrace.engine.tokenizer import Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<d>", "parameters": {"type": "object"}}}]
@@ -469,6 +470,12 @@ def test_a_long_template_is_refused_with_the_model(model: Path) -> None:
     with pytest.raises(ModelRejected, match=f"at most {MAX_SOURCE} characters") as caught:
         Tokenizer.from_folder(model)
     assert caught.value.field == "chat_template" and caught.value.limit == MAX_SOURCE
+
+
+def test_an_empty_list_of_tools_offers_none() -> None:
+    sources = {"default": "plain {{ tools is none }}", "tool_use": "tools {{ tools | length }}"}
+    with closing(Renderer(sources, {}, "model")) as renderer:
+        assert [renderer.render(HI, tools) for tools in (None, [], TOOLS)] == ["plain True", "plain True", "tools 1"]
 
 
 def test_what_no_context_can_hold_is_not_tokenised(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
