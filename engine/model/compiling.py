@@ -1,4 +1,4 @@
-"""`compiles`: whether kernels of our own can be compiled, and a warning of what is slower without; knows no kernel."""
+"""`compiles`: whether kernels of ops/csrc can be had, and a warning of what is slower without; knows no kernel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ logger = logging.getLogger("headrace.engine")
 
 
 def compiles(builds: Iterable[Callable[[], object]], without: str) -> bool:
-    """Call all of `builds` at once; False, and a warning that begins with `without`, where one of them cannot.
+    """Call all of `builds` at once and return whether all succeeded; the engine can do without these kernels.
 
-    Wheels of compiled kernels lack those of our own, so that they need a compiler.
+    Args:
+        builds: Each takes a kernel from the cache or from a wheel, or compiles it.
+        without: What is slower if one cannot be had: the beginning of the warning in the log.
     """
     try:
         with ThreadPoolExecutor() as pool:

@@ -47,7 +47,7 @@ def buckets(max_rows: int) -> list[int]:
 
 
 def _can_be_even(shape: HeadShape, arch: Arch) -> bool:
-    """Whether decodes may attend by equal shares of pages: FlashInfer's wheels of compiled kernels lack that one."""
+    """Return whether the kernel of decodes that takes equal shares of pages can run here and could be compiled."""
     if EvenDecode.refuses(shape, arch) is not None:
         return False
     return compiles([partial(EvenDecode.build, shape)], "decodes attend through FlashInfer, which is slower")

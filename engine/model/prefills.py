@@ -6,8 +6,8 @@ run, and never decodes (graphs.py does). Next to read: ../../ops/cuda.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.compiling import compiles
 from headrace.engine.model.cuda_adapters import BARE, CudaBank, Worn
 from headrace.engine.model.cuda_reports import MOST_POSITIONS, Lines
 from headrace.engine.model.cuda_rows import DeviceRows
@@ -31,7 +32,6 @@ from headrace.ops.cuda_tile_attention import TileAttention
 __all__ = ["Prefills"]
 
 _RING = 4
-logger = logging.getLogger("headrace.engine")
 
 
 class _Batch(NamedTuple):
@@ -76,12 +76,11 @@ class _Wearing(NamedTuple):
 
 
 def _attention(shape: HeadShape, device: torch.device, arch: Arch) -> PrefillAttention | TileAttention:
-    """The fastest that there is for heads of `shape`: wheels of FlashInfer's kernels lack that of our own."""
+    """Return the fastest attention for prefills that this GPU can run and that could be compiled."""
     if TileAttention.refuses(shape, arch) is None:
-        try:
+        without = "prefills attend through FlashInfer, which is slower"
+        if compiles([partial(TileAttention.build, shape)], without):
             return TileAttention(shape, device, pdl=True)
-        except (RuntimeError, OSError) as error:
-            logger.warning("prefills attend through FlashInfer, which is slower: a kernel was not compiled: %s", error)
     return PrefillAttention(shape, device, backend="fa3" if arch.has("wgmma") else "fa2")
 
 

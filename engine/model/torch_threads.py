@@ -7,14 +7,11 @@ one thread means restoring it for those to come, and in between nobody else may 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 __all__ = ["default_threads", "torch_threads", "use_threads"]
-
-R = TypeVar("R")
 
 _changing = threading.Lock()
 """Held while the process's number is meant for one thread alone."""
@@ -28,22 +25,13 @@ def torch_threads() -> int:
 
 def use_threads(count: int) -> None:
     """Have torch use `count` threads in the calling thread, and in threads to come as many as before."""
-    with _changing:
-        later = _in_a_thread(torch.get_num_threads)
+    with _changing, ThreadPoolExecutor(1, "headrace-torch") as fresh:
+        later = fresh.submit(torch.get_num_threads).result()  # the process's number, since it looks for the first time
         torch.set_num_threads(count)
         torch.get_num_threads()  # the first look of a thread takes the process's number, which is `count` now
-        _in_a_thread(lambda: torch.set_num_threads(later))
+        fresh.submit(torch.set_num_threads, later).result()
 
 
 def default_threads() -> int:
     """Return all threads that torch would use but one: the event loop and the engine's threads need a core, too."""
     return max(1, torch_threads() - 1)
-
-
-def _in_a_thread(call: Callable[[], R]) -> R:
-    """Return what `call` gives in a new thread."""
-    found: list[R] = []
-    thread = threading.Thread(target=lambda: found.append(call()), name="headrace-torch", daemon=True)
-    thread.start()
-    thread.join()
-    return found[0]
