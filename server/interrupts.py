@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
@@ -25,6 +26,7 @@ def ending_at_once(doing: str, console: Console) -> Iterator[None]:
     """End the process at SIGINT or SIGTERM with one line on stderr; do nothing where this is not the main thread.
 
     Nothing is lost that way: nobody is served yet, and a file that is being written gets its name when it is whole.
+    What the process has started, such as compilers of kernels, ends with it.
 
     Args:
         doing: What is interrupted, such as "opening small.gguf".
@@ -35,6 +37,7 @@ def ending_at_once(doing: str, console: Console) -> Iterator[None]:
         console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), ControlType.SHOW_CURSOR))
         sys.stderr.write(f"headrace: interrupted while {doing}\n")
         sys.stderr.flush()
+        _kill_descendants()
         os._exit(_BY_SIGNAL + number)
 
     caught = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
@@ -46,3 +49,32 @@ def ending_at_once(doing: str, console: Console) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _kill_descendants() -> None:
+    """Kill all processes that this one has started, and those that they have started."""
+    sys.setswitchinterval(60.0)  # no other thread sees that a compiler has ended and starts the next one
+    found, new = set[int](), _started_by({os.getpid()})
+    while new:
+        for process in new:  # one that stands still starts nothing while others are looked for
+            _signal(process, signal.SIGSTOP)
+        found |= new
+        new = _started_by({os.getpid(), *found}) - found
+    for process in found:
+        _signal(process, signal.SIGKILL)
+
+
+def _started_by(parents: set[int]) -> set[int]:
+    """Return the ids of the processes whose parent is one of `parents`."""
+    found = set[int]()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parent = status.read_text(errors="replace").rpartition(")")[2].split()[1]
+            if int(parent) in parents:
+                found.add(int(status.parent.name))
+    return found
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    with suppress(OSError):  # it has ended, or runs as another user
+        os.kill(process, number)

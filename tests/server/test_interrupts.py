@@ -1,0 +1,63 @@
+"""Ctrl-C and SIGTERM while a model is opened end the process, and the compilers that it has started."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from leftovers import wait_until
+
+OPENING = """
+import sys, threading
+from pathlib import Path
+from rich.console import Console
+from headrace.ops.cuda_compile import compile_library
+from headrace.server.interrupts import ending_at_once
+
+folder, sources = Path(sys.argv[1]), [["sh", str(Path(sys.argv[1], "nvcc"))]] * 8
+with ending_at_once("opening it", Console()):
+    thread = threading.Thread(target=compile_library, args=(folder / "kernel" / "kernel.so", sources, ["true"]))
+    thread.start()
+    thread.join()
+"""
+# As nvcc does: it runs cicc, and waits for it. The exit status of a killed one is an error, after which others go on.
+NVCC = 'echo $$ >> "{0}/started"\nsh -c \'echo $$ >> "{0}/started"; sleep 60 & wait\'\n'
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_compilers_end_with_the_process(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "nvcc").write_text(NVCC.format(tmp_path))
+    command = [sys.executable, "-c", OPENING, str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        opening = psutil.Process(process.pid)
+        wait_until(lambda: len(sleepers(opening)) >= 1, lambda: "no compiler was started")
+        compilers = opening.children(recursive=True)
+        process.send_signal(number)
+        assert process.stderr is not None
+        assert process.stderr.read() == "headrace: interrupted while opening it\n"
+        assert process.wait() == 128 + number
+    try:
+        wait_until(lambda: not any(map(runs, compilers)), lambda: f"compilers go on: {compilers}")
+        assert not any(runs(psutil.Process(pid)) for pid in started(tmp_path) if psutil.pid_exists(pid))
+    finally:
+        for each in filter(runs, compilers):
+            each.kill()
+
+
+def sleepers(process: psutil.Process) -> list[psutil.Process]:
+    return [each for each in process.children(recursive=True) if each.name() == "sleep"]
+
+
+def started(folder: Path) -> list[int]:
+    return [int(line) for line in (folder / "started").read_text().split()]
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
