@@ -514,7 +514,7 @@ def test_closing_ends_what_is_rendered() -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    until(lambda: set(psutil.Process().children()) > before)
+    until(lambda: set(psutil.Process().children()) - before)  # some of those before may end meanwhile
     template.close()
     thread.join(10)
     assert ends == ["the engine closed meanwhile"]

@@ -10,12 +10,14 @@ import time
 from statistics import median
 
 import psutil
+from leftovers import settle
 from simulation.engine_world import live
 
 _SECONDS = float(os.environ.get("HEADRACE_SOAK_SECONDS", "30"))
 
 
 def test_a_long_life_holds_no_more_in_the_end() -> None:
+    settle()
     process, began = psutil.Process(), time.perf_counter()
     before = process.memory_info().rss
     world = live(5, seconds=_SECONDS)
