@@ -44,7 +44,7 @@ class AdapterDevice:
     slots: int
     """Adapters that it holds at a time."""
     granules: int
-    """Its memory for them, in units of `granule_bytes`."""
+    """Memory of the device for adapters, in units of `granule_bytes`."""
     granule_bytes: int
     read: Callable[[str, Path | None, Stamp | None], LoadedAdapter]
     """Reads and checks a folder, from any thread; with a root the plain name of a folder in it; `read_adapter`

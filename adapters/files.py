@@ -46,7 +46,7 @@ _SETTLED_NS = 2 * 10**9
 _READERS = 4  # threads: one alone copies out of the page cache at a quarter of what they do
 _ALONE_BYTES = 4 << 20  # that are read without others
 _recipes: WeakValueDictionary[bytes, Recipe] = WeakValueDictionary()
-"""Those in use, by all that they were made of: what was made alike is parsed once, and shares one."""
+"""Recipes in use, by all that they were made of: what was made alike is parsed once and shares one."""
 
 
 def read_adapter(

@@ -18,9 +18,9 @@ class Stamp(NamedTuple):
 
     files: tuple[tuple[int, int, int, int, int], ...]
     digest: bytes
-    """Of what was read."""
+    """Digest of the bytes that were read."""
     recipe: Recipe | None = None
-    """What it was made by, which need not be worked out again; None for virtual tokens."""
+    """The recipe that made the adapter, which need not be worked out again; None for virtual tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +35,9 @@ class LoadedAdapter:
     prefix_LPsD: Tensor | None
     """Prefix tuning: [layers, P, 2 * K, D], the virtual tokens' keys as after rotation, then their values."""
     digest: bytes
-    """Of everything above."""
+    """Digest of the layout, the updates and the virtual tokens."""
     stamp: Stamp | None = None
-    """Of its files; None where they were too young to tell a later change by."""
+    """The stamp of the adapter's files; None where they were too young to tell a later change by."""
 
     @property
     def virtual_tokens(self) -> int:

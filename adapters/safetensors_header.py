@@ -43,7 +43,7 @@ class TensorEntry:
     """Where a tensor lies in its file."""
 
     dtype: str
-    """As the header spells it, such as `BF16`."""
+    """Name of the dtype as the header spells it, such as `BF16`."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
@@ -78,7 +78,7 @@ def _entry(name: str, tensor: str, given: object) -> TensorEntry:
 
 
 def read_header(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> dict[str, TensorEntry]:
-    """As `header_bytes` and `parse_header`."""
+    """Read and check the header of a safetensors file; see `header_bytes` and `parse_header` for limits and errors."""
     return parse_header(header_bytes(file, name, most), os.fstat(file.fileno()).st_size, name)
 
 

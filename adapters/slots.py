@@ -33,7 +33,7 @@ class Replacing(IntEnum):
     IDLE = auto()
     """Adapters that no row wears."""
     PINNED = auto()
-    """The same, though somebody asked to keep them."""
+    """Adapters that no row wears, though somebody asked to keep them."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -42,18 +42,18 @@ class AdapterVersion:
 
     digest: bytes
     granules: int
-    """Of the device's memory."""
+    """Granules of the device's memory that the adapter takes."""
     virtual_tokens: int = 0
     residency: Residency = Residency.ABSENT
     slot: int = -1
     start: int = -1
-    """First of its granules."""
+    """The first of the adapter's granules; -1 while it has none."""
     users: int = 0
-    """Requests of it that have not ended."""
+    """Requests with this adapter that have not ended."""
     holders: int = 0
-    """Those of them that hold a row."""
+    """Requests with this adapter that hold a row."""
     pins: int = 0
-    """How often somebody asked to keep it on the device."""
+    """Number of requests to keep the adapter on the device that were not withdrawn."""
     retired: bool = False
     """No name stands for it any more: it goes with its last user."""
 

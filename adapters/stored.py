@@ -22,33 +22,33 @@ from headrace.adapters.layout import BlockLayout
 __all__ = ["DTYPES", "PIECE_BYTES", "Part", "Recipe", "Span", "Stored", "cut"]
 
 PIECE_BYTES = 2 << 20
-"""Of the memory that holds what was read, where it comes in pieces."""
+"""Size of one piece of memory, where what was read is held in pieces."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What tensors may be stored in, by `Part.KIND`."""
+"""Dtypes in which tensors may be stored, in the order of `Part.KIND`."""
 _BITS: tuple[tuple[type[np.signedinteger[Any]], int], ...] = (
     (np.int32, 0x7FFFFFFF),
     (np.int16, 0x7FFF),
     (np.int16, 0x7FFF),
 )
-"""For each of them, a type of its size and the bits of its magnitude, which grow with it."""
+"""For each of `DTYPES`, an integer type of its size and the mask of its magnitude's bits."""
 
 
 class Part(IntEnum):
     """Columns of `Recipe.parts`. A part is a run of a stored matrix's elements, row after row, in one piece."""
 
     AT = 0
-    """Its first byte in memory."""
+    """Offset in memory of the part's first byte."""
     FIRST = 1
-    """Which of the matrix's elements is its first."""
+    """Index in the matrix of the part's first element."""
     COUNT = 2
     COLUMNS = 3
-    """Of the matrix."""
+    """Number of the matrix's columns."""
     TO = 4
     """Where the matrix begins in the block, in elements."""
     DOWN = 5
-    """From one row's to the next in the block."""
+    """Elements in the block between one row of the matrix and the next."""
     ALONG = 6
-    """From one column's to the next in the block."""
+    """Elements in the block between one column of the matrix and the next."""
     KIND = 7
     """The place of its dtype among `DTYPES`."""
 
@@ -68,11 +68,11 @@ class Recipe:
 
     layout: BlockLayout
     elements: int
-    """Of the block."""
+    """Number of the block's elements."""
     spans: tuple[Span, ...]
-    """What is read."""
+    """Bytes of the file that are read."""
     nbytes: int
-    """Memory that they take."""
+    """Bytes of memory that the spans take."""
     parts: NDArray[np.int64]
     """[parts, 8]: see `Part`, in the order of memory."""
     scales: NDArray[np.float32]
@@ -85,11 +85,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """What a recipe's spans hold."""
+    """The bytes that were read for a recipe."""
 
     recipe: Recipe
     dtype: torch.dtype
-    """Of the block."""
+    """Dtype of the block."""
     pieces: Sequence[Tensor]
     """uint8: one that holds everything, or several of `PIECE_BYTES`, one behind another."""
 

@@ -86,7 +86,7 @@ def check_depth(value: object, origin: str) -> None:
 
 
 def parse_members(data: bytes, origin: str) -> dict[str, object]:
-    """As `parse_object`, for a large object: member by member, so that other threads have their turns."""
+    """Parse a large JSON object member by member, so that other threads have their turns; else as `parse_object`."""
     found: dict[str, object] = {}
     with _as_rejected(origin):
         for key, value in in_turns(_members(data.decode(), _decoder(origin))):
