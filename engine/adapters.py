@@ -44,7 +44,7 @@ class AdapterInfo:
 
     name: str
     digest: str
-    """Of its weights, in hexadecimal: two of the same digest give the same tokens."""
+    """Digest of the weights, in hexadecimal: two adapters of the same digest give the same tokens."""
     nbytes: int
     """Memory of its weights: on a CPU in float32, else in the dtype of the arithmetic."""
     virtual_tokens: int
@@ -52,7 +52,7 @@ class AdapterInfo:
     where: Literal["device", "loading", "host", "disk"]
     pinned: bool
     requests: int
-    """Its requests that have not ended."""
+    """Requests with this adapter that have not ended."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class _Source(NamedTuple):
     path: str
     root: Path | None
     stamp: Stamp | None = None
-    """Of what was read there."""
+    """The stamp of the files that were read there."""
 
 
 class Adapters:
@@ -88,11 +88,11 @@ class Adapters:
         self._model = model
         self._names: dict[str, _Named] = {}
         self.versions: dict[str, AdapterVersion] = {}
-        """What each name stands for now."""
+        """The version that each name stands for now."""
         self._pool: WeakKeyDictionary[AdapterVersion, LoadedAdapter] = WeakKeyDictionary()
         """Weights in host memory, least recently used first."""
         self._sources: WeakKeyDictionary[AdapterVersion, dict[str, _Source]] = WeakKeyDictionary()
-        """By name, where each name's folder is; of what has lost its names, the last one's."""
+        """The folder of each name that a version has; of a version without names, the folder of its last name."""
         self._turn = anyio.Lock()
         self._closed_by: Exception | None = None
         self._workers: tuple[Worker, ...] = ()
@@ -158,7 +158,7 @@ class Adapters:
         await checkpoint()
 
     def list(self) -> list[AdapterInfo]:
-        """All that are loaded, by name."""
+        """Return all loaded adapters in the order of their names."""
         return [self._info(name, named) for name, named in sorted(self._names.items())]
 
     def pin(self, name: str, pinned: bool = True) -> None:
@@ -293,7 +293,7 @@ class Adapters:
     def _fill(
         self, move: Move, version: AdapterVersion, loaded: LoadedAdapter | None, sources: dict[str, _Source]
     ) -> tuple[LoadedAdapter, str | None]:
-        """In the mover's thread: give the device what a slot is for, from host memory or from the folder of a name."""
+        """Give the device an adapter's weights, of host memory or a name's folder; runs in the mover's thread."""
         device = self._opened_for_adapters()
         name = None
         if loaded is None:

@@ -20,11 +20,11 @@ class Alarm:
     __slots__ = ("_make_future", "sleeping")
 
     def __init__(self) -> None:
-        """Nobody sleeps."""
+        """Make an alarm for which no task sleeps yet."""
         self._make_future: Any = None
-        """Of the event loop, once somebody has slept; `anyio.Event` where the loop has no futures."""
+        """Makes what a task awaits: the event loop's own futures, or `anyio.Event` where it has none; None at first."""
         self.sleeping: Any = None
-        """What the task that sleeps waits for; None where none does. A plain field, since every token looks at it."""
+        """The future or event that a sleeping task awaits, or None. A plain field, since every token reads it."""
 
     def ring(self) -> None:
         """Wake the task that sleeps, if one does."""

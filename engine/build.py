@@ -102,7 +102,7 @@ def open_engine(config: EngineConfig) -> Opened:
 
 
 def _open_encoder(config: EngineConfig, path: Path) -> Opened:
-    """As `open_engine`, of an encoder: it embeds texts or scores pairs of them."""
+    """Open an encoder, which embeds texts or scores pairs of them, as `open_engine` opens other models."""
     spec, tokenizer = encoder_from_hf(read_hf_config(path)), Tokenizer.from_folder(path, is_exact=False)
     device = open_encoder(config, spec, path)
     embedding = scoring = None

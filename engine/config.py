@@ -81,7 +81,7 @@ class EngineConfig(BaseModel):
     kv_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
     """Bytes of keys and values, or text such as "2GiB"; None takes a share of what is free."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """Of keys and values: `auto` is `dtype`; `fp8` (e4m3, on GPUs) halves their memory and traffic."""
+    """Dtype of keys and values: `auto` is `dtype`; `fp8` (e4m3, on GPUs) halves their memory and traffic."""
     swap_memory: Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, lt=2**63)] = 0
     """Bytes of host memory, or text, for pages that the device has no room for; 0 computes them again."""
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16

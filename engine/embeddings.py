@@ -37,7 +37,7 @@ class Embeddings:
     vectors: NDArray[np.float32]
     """[inputs, dimensions], in the order of the inputs."""
     usage: Usage
-    """Over all inputs."""
+    """Tokens of all inputs together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

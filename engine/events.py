@@ -21,7 +21,7 @@ class Logprob:
 
     id: int
     token: str
-    """Its text; U+FFFD for what is no whole character."""
+    """Text of the token, with U+FFFD for bytes that are no whole character."""
     bytes: bytes
     logprob: float
     """Natural logarithm of its probability."""
@@ -34,7 +34,7 @@ class TokenLogprobs(Logprob):
     """The token that is at a position, and the likeliest ones there."""
 
     top_logprobs: list[Logprob]
-    """As many as were asked for, the likeliest first; the token itself may be among them."""
+    """The likeliest tokens, as many as were asked for, likeliest first; the token itself may be among them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Token:
     """The characters this token completes; empty while a character is still incomplete or a stop string may still
     follow. Joined over a choice it is exactly the decoded completion."""
     index: int = 0
-    """Which of the `n` choices this token belongs to."""
+    """Number of the choice that the token belongs to, from 0 to `n` - 1."""
     position: int
     """Place in its choice, from 0."""
     finish_reason: FinishReason | None = None
@@ -57,7 +57,7 @@ class Token:
     logprob: float | None = None
     """Natural-log probability, where the request asks for log-probabilities."""
     logprobs: TokenLogprobs | None = None
-    """The same with rank and alternatives."""
+    """The token's log-probability with its rank and with alternatives."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class Control(Protocol):
         ...
 
     def let_go(self, request: Request) -> None:
-        """One fewer may go on after a request."""
+        """Note that one reader fewer may go on after a request."""
         ...
 
 
@@ -140,7 +140,7 @@ class Generation:
         self._control = control
         self._window = window
         self.paused = False
-        """Its choices wait for its reader."""
+        """Whether the choices wait for their reader."""
         self._stop_texts = stop_texts
         self._watch = watch
         self._choice_of: dict[int, int] = {}
@@ -168,12 +168,12 @@ class Generation:
                 stop_text.feed(token, last=False)
 
     def share(self) -> None:
-        """One more reader may go on after it."""
+        """Note that one more reader may go on after this generation."""
         for request in self.requests:
             request.keepers += 1
 
     def let_go(self) -> None:
-        """One reader fewer may go on after it; each of them says so once."""
+        """Note that one reader fewer may go on after this generation; each reader says so once."""
         for request in self.requests:
             if request.keepers:
                 self._control.let_go(request)

@@ -34,7 +34,7 @@ _HARMLESS: Final = frozenset(
 _NAMED: Final = frozenset(("properties", "$defs", "definitions"))
 _DATA: Final = frozenset(("enum", "const", "default", "examples", "required"))
 _SUSPICIOUS: Final = ("&", "~", "\\u", "multipleOf", "attern")
-"""In a grammar, in which schemas may lie."""
+"""Parts of a grammar, or of a schema in it, with which compiling may take long."""
 
 
 class Unfit(Exception):

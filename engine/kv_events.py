@@ -37,9 +37,9 @@ class KvLoad:
     pages: int
     """Pages of the pool; 0 while the engine sleeps."""
     pages_held: int
-    """Those that requests hold."""
+    """Pages that requests hold."""
     pages_cached: int
-    """Those that nobody holds, kept for their prefix."""
+    """Pages that nobody holds, kept for their prefix."""
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> KvLoad:
@@ -73,7 +73,7 @@ class KvEvents:
         self._alarm = anyio.Event()
 
     def __aiter__(self) -> KvEvents:
-        """Itself."""
+        """Return the reader itself."""
         return self
 
     async def __anext__(self) -> KvEvent:
@@ -115,7 +115,7 @@ class KvEvents:
             self._alarm.set()
 
     def close(self, crashed: EngineCrashed | None) -> None:
-        """Nothing more will come."""
+        """End the reader: nothing more will come."""
         self._closed, self._crashed = True, crashed
         self._alarm.set()
 
@@ -124,12 +124,12 @@ class KvWatch:
     """All readers of one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        """Have none."""
+        """Start without readers."""
         self._scheduler = scheduler
         self._readers: WeakSet[KvEvents] = WeakSet()
 
     def open(self) -> KvEvents:
-        """One more; it is forgotten when nobody holds it any more, and with the last one what was noted for them."""
+        """Return a new reader. It counts until nobody holds it; without readers, nothing is noted."""
         log = self._scheduler.pool.log
         log.start(self._put)
         reader = KvEvents(log, KvLoad.of(self._scheduler))
@@ -137,7 +137,7 @@ class KvWatch:
         return reader
 
     def tell(self) -> None:
-        """Something may have changed since the last call."""
+        """Tell the readers what has changed since the last call."""
         if self._readers:
             load = KvLoad.of(self._scheduler)
             for reader in list(self._readers):
@@ -146,7 +146,7 @@ class KvWatch:
             log.stop()
 
     def close(self, crashed: EngineCrashed | None) -> None:
-        """Nothing more will come."""
+        """End all readers: nothing more will come."""
         for reader in list(self._readers):
             reader.close(crashed)
 

@@ -136,7 +136,7 @@ class StepLoop:
         self._wake()
 
     def let_go(self, request: Request) -> None:
-        """One fewer may go on after `request`."""
+        """Note that one reader fewer may go on after `request`."""
         self.scheduler.let_go(request)
 
     @property

@@ -44,7 +44,7 @@ class Mailbox(Generic[T]):
         return len(items)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing more will come; the reader gets what is left, then `error` if there is one. Only the first counts."""
+        """End the stream: the reader gets what is left, then `error` if there is one. Later calls change nothing."""
         if self._closed:
             return
         self._closed = True

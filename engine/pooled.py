@@ -72,7 +72,7 @@ class _Asked(Protocol):
 
     @property
     def cost(self) -> float:
-        """Roughly its characters."""
+        """The work of tokenising, in characters, roughly."""
         ...
 
     def check(self, opened: Opened) -> None:
@@ -80,7 +80,7 @@ class _Asked(Protocol):
         ...
 
     def tokenize(self, opened: Opened) -> Pooled:
-        """Its token ids and what is wanted of them."""
+        """Return the token ids and how they are pooled."""
         ...
 
 
@@ -93,21 +93,21 @@ class Text(NamedTuple):
 
     @property
     def text(self) -> Any:
-        """As `_Asked`."""
+        """The text that may be too long."""
         return self.prompt
 
     @property
     def is_short(self) -> bool:
-        """As `_Asked`."""
+        """Whether tokenising is quick enough for the event loop's own thread."""
         return is_short(self.prompt)
 
     @property
     def cost(self) -> float:
-        """As `_Asked`."""
+        """The work of tokenising, in characters, roughly."""
         return tokenizing_cost(self.prompt)
 
     def check(self, opened: Opened) -> None:
-        """As `_Asked`.
+        """Refuse what is too long however it is tokenised.
 
         Raises:
             PromptTooLong: It has too many characters.
@@ -116,7 +116,7 @@ class Text(NamedTuple):
             check_text_size(_dense(self.prompt, opened), opened.tokenizer.table, opened.info.max_context)
 
     def tokenize(self, opened: Opened) -> Pooled:
-        """As `_Asked`.
+        """Return the token ids and how they are pooled.
 
         Raises:
             InvalidParams: It is malformed.
@@ -137,21 +137,21 @@ class Pair(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As `_Asked`."""
+        """The text that may be too long."""
         return self.document
 
     @property
     def is_short(self) -> bool:
-        """As `_Asked`."""
+        """Whether tokenising is quick enough for the event loop's own thread."""
         return is_short(self.query) and is_short(self.document)
 
     @property
     def cost(self) -> float:
-        """As `_Asked`."""
+        """The work of tokenising, in characters, roughly."""
         return tokenizing_cost(self.query) + tokenizing_cost(self.document)
 
     def check(self, opened: Opened) -> None:
-        """As `_Asked`.
+        """Refuse what is too long however it is tokenised.
 
         Raises:
             PromptTooLong: One of both has too many characters.
@@ -162,7 +162,7 @@ class Pair(NamedTuple):
             check_text_size(_dense(self.document, opened), table, most)
 
     def tokenize(self, opened: Opened) -> Pooled:
-        """As `_Asked`; what is too long is cut at the end of the document.
+        """Return the token ids and how they are pooled; what is too long is cut at the end of the document.
 
         Raises:
             InvalidParams: One of both is no text that UTF-8 can express.

@@ -38,7 +38,7 @@ class Scores:
     """`cross-encoder`: a model that reads query and document together, from 0 to 1 where its files ask for a sigmoid.
     `embedding`: the cosine of their vectors, from -1 to 1."""
     usage: Usage
-    """Over all documents, and with a cross-encoder the query once for each."""
+    """Tokens of all documents; a cross-encoder counts the query once for each."""
 
 
 async def score(

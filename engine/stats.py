@@ -73,7 +73,7 @@ class EngineStats:
     running: int
     paused: int
     swapped: int
-    """Of those that wait or pause: whose pages are in host memory."""
+    """Requests that wait or pause, and whose pages are in host memory."""
     pages: int
     """Pages of the pool."""
     pages_held: int
@@ -83,13 +83,13 @@ class EngineStats:
     host_pages: int
     """Pages that host memory has room for."""
     host_pages_used: int
-    """Those of them that swapped requests hold, or that are kept for their prefix."""
+    """Pages in host memory that swapped requests hold, or that are kept for their prefix."""
     live_tokens: int
     """Distinct tokens in held pages."""
     prompt_tokens: int
     """Prompt tokens of all admitted requests."""
     cached_tokens: int
-    """Those of them that the prefix cache spared."""
+    """Prompt tokens that the prefix cache spared."""
     generated_tokens: int
     preemptions: int
     swaps: int

@@ -40,7 +40,7 @@ class TokenStream:
         self._finish_reasons: list[FinishReason | None] = [None] * turn.asking.params.n
         prompt_logprobs = turn.asking.params.prompt_logprobs
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None if prompt_logprobs is None else [None]
-        """As far as anybody has looked."""
+        """Log-probabilities of the prompt, as far as the reader has looked."""
         self._unyielded: list[Token] = []
         """Tokens that were taken and not read, the next one last."""
         self._reader = TaskWatch(turn.generation.cancel)

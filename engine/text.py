@@ -53,13 +53,13 @@ class TokenTable:
         self.fewest_tokens: Callable[[str], int] = lambda text: 0
         """A number of tokens that no tokenising of a text falls below; 0 where nothing is known."""
         self.joins_space = False
-        """Its tokenizer takes several white characters for one."""
+        """Whether the tokenizer takes several white characters for one."""
         self.texts: list[str | None] = [
             None if index in self.byte_ids else _complete_text(piece) for index, piece in enumerate(pieces)
         ]
         """Text per id; None where it depends on the neighbours."""
         self.visible_texts = ["" if index in self.special_ids else text for index, text in enumerate(self.texts)]
-        """The same with special tokens left out."""
+        """Text per id, with special tokens left out."""
 
 
 class Detokenizer:

@@ -59,7 +59,7 @@ class Turns:
                 return
 
     def together(self, running: list[Request]) -> list[Request]:
-        """The others."""
+        """Return the requests of `running` that may share a step."""
         return [each for each in running if not each.alone] if self.any else running
 
     def _most(self, request: Request) -> int:

@@ -21,9 +21,9 @@ class Beam(NamedTuple):
     """A sequence that still grows."""
 
     parent: int
-    """Which of the beams before the last `advance` it goes on from."""
+    """Index, among the beams before the last `advance`, of the beam that this one continues."""
     tokens: list[int]
-    """Of the completion."""
+    """Tokens of the completion."""
     score: float
     """Sum of the log-probabilities of its tokens."""
 

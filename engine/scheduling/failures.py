@@ -58,7 +58,7 @@ class Failures:
         return emissions
 
     def limit(self, running: list[Request]) -> tuple[list[Request], bool]:
-        """Those of `running` that one step may hold, and whether these are all: others go on before new ones start."""
+        """Return the requests of `running` that one step may hold, and whether these are all: if not, none starts."""
         if not self.is_cautious:
             return running, True
         able = [request for request in running if request.can_go_on]

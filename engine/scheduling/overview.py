@@ -25,7 +25,7 @@ class Overview:
 
     @property
     def preemptions(self) -> int:
-        """How often a request lost its row and pages to another."""
+        """Number of times that a request lost its row and pages to another."""
         return self._roster.preemptions
 
     @property

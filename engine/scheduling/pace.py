@@ -19,9 +19,9 @@ class Pace:
         self.step_seconds = 0.0
         self.token_seconds = 0.0
         self.chunk_seconds = 0.0
-        """That chunks of a few tokens add, however few: much on a device whose usual steps are graphs."""
+        """Seconds that a chunk adds however few tokens it has: many on a device whose usual steps are graphs."""
         self.turn_seconds = 0.0
-        """Of a step with whatever was in it: how long a running request waits for its next token."""
+        """Seconds of a step with whatever was in it: how long a running request waits for its next token."""
 
     def observe(self, prefilled: int, seconds: float, chunks: int = 1) -> None:
         """Take in a step of so many seconds, in which so many tokens of prompts were computed, in so many chunks."""

@@ -21,7 +21,7 @@ class PageStored:
     """A request that starts as this page does finds it from now on."""
 
     key: str
-    """Of the page and all that comes before it, within its scope."""
+    """Key of the page and of all that comes before it, within its scope."""
     parent: str | None
     """`key` of the page before it; None for the first."""
     scope: str
@@ -92,4 +92,4 @@ class PageLog:
 
 
 def _nobody(event: PageStored | PageRemoved) -> None:
-    """Nobody has asked."""
+    """Drop an event, as nobody has asked for any."""

@@ -205,7 +205,7 @@ class PagePool:
         return True
 
     def register_rest(self, page: int, key: bytes) -> None:
-        """The same for a page that is not full; once it is, or holds more, its other key replaces this one."""
+        """Remember the prefix `key` of a page that is not full, until a key of more tokens replaces it."""
         self.register(page, key)
         if self._key_of.get(page) == key:
             self._partly.add(page)

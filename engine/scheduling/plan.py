@@ -111,7 +111,7 @@ class NewRow(NamedTuple):
     tokens: list[int]
     sampling: Sampling
     slot: int = -1
-    """Of the adapter that the row wears for as long as the request holds it; -1 for none."""
+    """Slot of the adapter that the row has for as long as the request holds it; -1 for none."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the request: once the device has sampled one, steps launched ahead may leave the row alone."""
 
@@ -168,10 +168,10 @@ class StepPlan:
 
     step: int
     left_rows: list[int] = field(default_factory=list)
-    """That requests with options have left since the last plan: what these asked may be forgotten."""
+    """Rows that requests with options have left since the last plan; the options may be forgotten."""
     new_rows: list[NewRow] = field(default_factory=list)
     options: list[RowOptions] = field(default_factory=list)
-    """Of those new rows that ask for more than their sampling; only runners that can do it are asked."""
+    """Options of the new rows that ask for more than sampling; only runners that have the abilities get any."""
     given: list[GivenTokens] = field(default_factory=list)
     entries: list[PageEntry] = field(default_factory=list)
     spills: list[tuple[int, int]] = field(default_factory=list)
@@ -181,18 +181,18 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source page, destination page), copied before anything of this step is written."""
     decodes: list[Request] = field(default_factory=list)
-    """Those that compute one token and sample the next: the first works. They are most of all, so they stand in columns
+    """Requests that compute one token and sample the next: the first works. They are the most, so they stand in columns
     and become `Work` values only for whoever wants those."""
     rows: list[int] = field(default_factory=list)
-    """Of `decodes`."""
+    """Rows of `decodes`, in order."""
     starts: list[int] = field(default_factory=list)
-    """Of `decodes`."""
+    """Positions of the tokens that `decodes` compute, in order."""
     others: list[Work] = field(default_factory=list)
     """The works after them."""
     tokens: int = 0
     """Sum over the works."""
     alone: bool = False
-    """Its one work depends on nothing else: a single token is computed as a decode is, sampled or not."""
+    """Whether the one work depends on nothing else: a single token is computed as a decode is, sampled or not."""
     _works: list[Work] | None = None
 
     @property
@@ -247,13 +247,13 @@ class Outcome(NamedTuple):
     """What a commit means for the requests of its step."""
 
     requests: Sequence[Request]
-    """Those that gained one token and go on. They are most of all, so they stand in columns."""
+    """Requests that gained one token and go on. They are the most, so they stand in columns."""
     tokens: Sequence[int]
-    """Theirs."""
+    """Tokens that `requests` gained, in order."""
     others: list[Emission]
 
     def pieces(self, size: int) -> Iterator[Outcome]:
-        """The same in parts of at most `size` requests."""
+        """Yield the outcome in parts of at most `size` requests."""
         for start in range(0, len(self.requests), size):
             yield Outcome(self.requests[start : start + size], self.tokens[start : start + size], [])
         for start in range(0, len(self.others), size):
@@ -318,7 +318,7 @@ class Resizable(Protocol):
 
     @property
     def most_pages(self) -> int:
-        """That it can ever hold."""
+        """Number of pages that the runner can hold at most."""
         ...
 
     def resize(self, num_pages: int) -> None:

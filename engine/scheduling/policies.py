@@ -79,11 +79,11 @@ class SizeClasses(FirstCome):
         return self.size(request), request.priority
 
     def urgency(self, request: Request, now: float) -> Any:
-        """Those that have waited too long by arrival, then class by class."""
+        """Requests that have waited too long come first, by arrival; then one class after another."""
         return -1 if self.is_late(request, now) else self.size(request), request.order
 
     def standing(self, request: Request, now: float) -> Any:
-        """As in the queue: one after another has waited too long, and then gives way to none that came later."""
+        """Order as in the queue: a request that has waited too long gives way to none that came later."""
         return self.urgency(request, now)
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
@@ -137,7 +137,7 @@ class FairShare(FirstCome):
         return tenant.served, adapter.served, request.order
 
     def standing(self, request: Request, now: float) -> Any:
-        """Those that gave way too often already, by arrival; then what the tenant was given."""
+        """Requests that gave way too often already come first, by arrival; then the tenant that was given least."""
         if request.preemptions >= _GIVES_WAY:
             return 0, 0.0, request.order
         return 1, self._accounts(request)[0].served, request.order
@@ -176,7 +176,7 @@ class FairShare(FirstCome):
         return self._weight(tenant) / sum(map(self._weight, busy))
 
     def arrived(self, request: Request) -> None:
-        """Its tenant and its adapter catch up with those that are served now, if they had nothing in the queue."""
+        """Let the request's tenant and adapter catch up with those served now, if they had nothing in the queue."""
         self._tenants.join(request.tenant, request).parts.join(request.adapter, request)
 
     def started(self, request: Request) -> None:
@@ -242,7 +242,7 @@ class Deadlines(FairShare):
         return self._accounts(request)[0].served, self.place(request)
 
     def standing(self, request: Request, now: float) -> Any:
-        """As in the queue, but for those that gave way too often already."""
+        """Order as in the queue, after the requests that gave way too often already."""
         if request.preemptions >= _GIVES_WAY:
             return super().standing(request, now)
         return 1, *self.urgency(request, now)

@@ -112,11 +112,11 @@ class FirstCome:
         return request.order
 
     def urgency(self, request: Request, now: float) -> Any:
-        """There is one lane."""
+        """Order within the one lane."""
         return request.order
 
     def standing(self, request: Request, now: float) -> Any:
-        """As in the queue."""
+        """Order as in the queue."""
         return request.order
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
@@ -124,29 +124,29 @@ class FirstCome:
         return False
 
     def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
-        """Until the deadline has passed."""
+        """Serve each request until its deadline has passed."""
         return True
 
     def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
-        """Not foreseen."""
+        """Expect no wait, as none is foreseen."""
         return 0.0
 
     def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:
-        """Nobody."""
+        """Preempt no request for its row."""
         return ()
 
     def is_ahead(self, request: Request) -> bool:
-        """Nobody does."""
+        """Let no request leave the last rows to others."""
         return False
 
     def arrived(self, request: Request) -> None:
-        """Nothing is remembered."""
+        """Remember nothing."""
 
     def started(self, request: Request) -> None:
-        """Nothing is remembered."""
+        """Remember nothing."""
 
     def served(self, works: Iterable[Work]) -> None:
-        """Nothing is remembered."""
+        """Remember nothing."""
 
     def ended(self, request: Request) -> None:
-        """Nothing is remembered."""
+        """Remember nothing."""

@@ -24,7 +24,7 @@ class State(Enum):
     RUNNING = auto()
     """Holds a row and pages and is planned."""
     PAUSED = auto()
-    """Its reader is behind: not planned, preempted first; keeps row and pages unless preempted."""
+    """The reader is behind: the request is not planned, and keeps row and pages unless preempted, which it is first."""
     FINISHED = auto()
     """Has its finish reason; row and pages go when its last launched step is committed."""
 
@@ -133,7 +133,7 @@ class Request:
     unsent: int = 0
     """Trailing `tokens` that the host chose and the device does not know yet."""
     is_held: bool = False
-    """Its row was `LATE`, and the device leaves it alone until it is told to go on."""
+    """Whether the row was `LATE`, so that the device leaves it alone until it is told to go on."""
     copied: int = -1
     """The latest step that copies or fetches a page for it, which only later ones may copy."""
     stored: int = 0
@@ -250,7 +250,7 @@ def goes_on(held: Request, token: int) -> Request:
 
 
 def branch(request: Request, count: int, seed: int) -> Request:
-    """The same request anew from its first `count` tokens, with other noise; it forks the pages of `request`."""
+    """Return a request that starts with the first `count` tokens of `request`, forks its pages and samples anew."""
     reporting = request.reporting
     return Request(
         tokens=request.tokens[:count],

@@ -37,7 +37,7 @@ class Roster:
         self.requests: dict[int, Request] = {}
         self.waiting = Waiting(policy)
         self.running: list[Request] = []
-        """Those that are planned, by `Request.order`."""
+        """Requests that are planned, by `Request.order`."""
         self.paused: list[Request] = []
         self.free_rows = list(range(capacity.max_rows - 1, -1, -1))
         self.left_rows: list[int] = []

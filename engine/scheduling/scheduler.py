@@ -81,7 +81,7 @@ class Scheduler(Overview):
         self.prompt_tokens = 0
         """Prompt tokens of all requests admitted so far."""
         self.cached_tokens = 0
-        """Those of them that the prefix cache spared."""
+        """Prompt tokens that the prefix cache spared."""
         self.prefixes = Prefixes(self.pool, enabled=prefix_cache)
         self._policy = FirstCome() if policy is None else policy
         self.pace = Pace()
@@ -130,7 +130,7 @@ class Scheduler(Overview):
         return True
 
     def let_go(self, request: Request) -> None:
-        """One fewer may go on after `request`."""
+        """Note that one reader fewer may go on after `request`."""
         self.prefixes.let_go(request)
 
     def pause(self, request: Request) -> None:
@@ -359,7 +359,7 @@ class Scheduler(Overview):
 
     @property
     def least_pages(self) -> int:
-        """Of `resize`, so that every request that has been taken in can go on."""
+        """The fewest pages for `resize` with which every request that has been taken in can go on."""
         return self._resizing.least_pages
 
     def resize(self, num_pages: int) -> list[StepPlan]:

@@ -111,9 +111,9 @@ class Report(NamedTuple):
     """Log-probabilities at one position, from the logits as the model gave them."""
 
     logprob: float
-    """Of the token that is there."""
+    """Log-probability of the token at the position."""
     rank: int
-    """1 and how many tokens are likelier."""
+    """Number of likelier tokens, plus 1."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability) of the likeliest tokens, in falling order, lower ids first among equals."""
 

@@ -117,7 +117,7 @@ class Waiting:
         return lane.tokens.first(bisect_right(lane.places, self._policy.place(request)))
 
     def in_order(self, now: float) -> Iterator[Request]:
-        """All that wait at `now` (in seconds), first come those to serve first; each may be removed once it is seen.
+        """Yield the requests that wait at `now` (seconds), the most urgent first; each may be removed once seen.
 
         What being served does to the urgency of its lane counts for the next.
         """
@@ -154,5 +154,5 @@ class Waiting:
             assert lane.tokens.sums == list(map(sum, lane.tokens.chunks)), "the tokens of a lane are added up wrongly"
 
     def __iter__(self) -> Iterator[Request]:
-        """All that wait, in no order."""
+        """Yield the requests that wait, in no order."""
         return (request for lane in self._lanes.values() for request in lane.requests)

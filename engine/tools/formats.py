@@ -188,7 +188,7 @@ class Mistral(ToolParser):
 
 
 class MistralArgs(Mistral):
-    """The same reader for the newer models, for which it forces the second way."""
+    """Reads the calls of the newer Mistral models, and forces these to write each call behind its name."""
 
     markers = ("[ARGS]",)
 

@@ -39,7 +39,7 @@ class ToolParser(Machine):
     foreign_markers: tuple[str, ...] = ()
     """Unless it contains one of these."""
     keeps_special_tokens = False
-    """Its tags are special tokens, which the text must then keep."""
+    """Whether the format's tags are special tokens, which the text must then keep."""
 
     def __init__(self, reasoning: ReasoningMode = "none", make_id: Callable[[int], str] | None = None) -> None:
         """Start a completion.
