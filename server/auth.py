@@ -43,7 +43,7 @@ class Keyring:
 
     @property
     def empty(self) -> bool:
-        """Nobody has a key, so nobody needs one."""
+        """Whether nobody has a key, so that nobody needs one."""
         return not self._callers
 
     def caller(self, secret: bytes) -> Caller | None:

@@ -239,7 +239,7 @@ class _Answer:
         self.tokens += tokens
 
     def summary(self, stopped: bool) -> str:
-        """Its figures, in one line."""
+        """The answer's figures, in one line."""
         parts = ["stopped"] if stopped else []
         parts.append(f"{self.tokens} tokens")
         if self._last > self._first:

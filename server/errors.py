@@ -81,7 +81,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same of a field that the client knows by another name; what follows it inside the field is left out."""
+        """Return the error with the field's name as the client knows it; a place inside the field is left out."""
         name = _NAME.match(self.param or "")
         known = names.get(name[0]) if name is not None else None
         if known is None or self.param is None:

@@ -45,7 +45,7 @@ MESSAGES_PATH: Final = "/v1/messages"
 """Anthropic's endpoint, with errors and a header of the request id as its clients know them."""
 METRICS_PATH: Final = "/metrics"
 SUBPROTOCOL: Final = "headrace"
-"""Of WebSockets whose client cannot send headers; the key comes as another one, `headrace.key.` and it in base64url."""
+"""Subprotocol for clients that cannot send headers; the key comes as another, `headrace.key.` and it in base64url."""
 
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PORT: Final = re.compile(rb":\d{1,5}$")

@@ -40,7 +40,7 @@ class Permit:
     weight: int
     limits: Limits
     tokens: int = 0
-    """Of the prompt."""
+    """Tokens of the prompt, once they are known."""
     waiting: bool = True
     ended: bool = False
 

@@ -155,7 +155,7 @@ def settle_memory() -> None:
 
 
 def most_connections() -> int:
-    """As many as the system allows this process; its soft limit of open files is raised to the hard one.
+    """Return how many connections the system allows; the soft limit of open files is raised to the hard one.
 
     Raises:
         InvalidParams: They are too few to serve anybody; names the number of open files to allow.

@@ -208,7 +208,7 @@ def serve(
 
 
 def _adapters(given: list[str] | None, model: str | None) -> dict[str, str]:
-    """Those that are named; those of the examples where nothing was, not even the model."""
+    """Return the adapters that are named; where not even a model was, those of the examples."""
     from headrace.server.demo import demo_adapters
 
     if given is None and model is None:

@@ -66,9 +66,9 @@ class ServerSettings(_Frozen):
     vllm_metric_names: bool = False
     """Show metrics under vLLM's names too, where they mean the same."""
     key_limits: dict[Name, KeyLimits] = Field(default_factory=dict)
-    """Of single keys."""
+    """Limits of single keys, by name."""
     default_limits: KeyLimits = KeyLimits()
-    """Of keys that have none of their own, and of everybody where there are no keys."""
+    """Limits of keys that have none of their own, and of everybody where there are no keys."""
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
     """Host headers that are served, without ports; `*` is any."""
     allowed_origins: tuple[str, ...] = ()
@@ -79,18 +79,18 @@ class ServerSettings(_Frozen):
     """Refuse unknown fields instead of ignoring them."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20
     max_upload_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
-    """Of all bodies that are being read, by their announced lengths; one key may have half of it at once."""
+    """Bytes of all bodies that are being read, as announced; one key may have half of them at once."""
     max_answer_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
-    """Of all vectors and scores that are being computed or not yet read; one key may have half of it at once."""
+    """Bytes of all vectors and scores that are computed or not yet read; one key may have half of them at once."""
     max_url_bytes: Annotated[int, Field(ge=64)] = 8192
     max_header_bytes: Annotated[int, Field(ge=1024)] = 32_768
-    """All header lines of a request together."""
+    """Bytes of all header lines of a request together."""
     max_nesting: Annotated[int, Field(ge=8, le=512)] = 64
     """Arrays and objects inside each other in a body."""
     body_timeout: Seconds = 20.0
     """Seconds in which a body must have arrived."""
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16
-    """`n` of one request."""
+    """Choices (`n`) of one request."""
     max_prompts: Annotated[int, Field(ge=1, le=2048)] = 128
     """Prompts of one completions request."""
     max_inputs: Annotated[int, Field(ge=1, le=65536)] = 2048
@@ -110,7 +110,7 @@ class ServerSettings(_Frozen):
     ready_stall: Seconds = 60.0
     """Seconds without a finished step, while one runs, after which the server is not ready."""
     stall_abort: Seconds = 300.0
-    """Likewise, after which running requests are ended with an error."""
+    """Seconds without a finished step, while one runs, after which running requests are ended with an error."""
     drain_seconds: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that running requests have to end once the server is told to stop."""
     max_events_per_second: Annotated[int, Field(ge=100)] = 8000

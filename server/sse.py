@@ -31,11 +31,11 @@ class Framing(NamedTuple):
 
 
 DATA: Final = Framing(b"data: [DONE]\n\n", _COMMENT)
-"""Of chats and completions, whose events have no names."""
+"""Framing of chats and completions, whose events have no names."""
 TYPED: Final = Framing(b"", _COMMENT)
-"""Of responses, whose last event says that it is the last."""
+"""Framing of responses, whose last event says that it is the last."""
 MESSAGES: Final = Framing(b"", b'event: ping\ndata: {"type":"ping"}\n\n')
-"""Of Anthropic's messages."""
+"""Framing of Anthropic's messages."""
 
 
 class TokenEvents(EventSourceResponse):

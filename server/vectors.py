@@ -39,7 +39,7 @@ class Worked(NamedTuple):
     """What came of a request."""
 
     parts: list[bytes]
-    """Its body, JSON; given up part by part as it is sent."""
+    """The answer's body, as JSON; each part is given up once it is sent."""
     usage: Usage
 
 
@@ -48,7 +48,7 @@ class VectorAsk:
     """What a request wants, whatever its endpoint."""
 
     texts: Sequence[str | list[int]]
-    """All that is to be computed."""
+    """Texts, as text or token ids, that are to be computed."""
     adapter: str | None
     priority: int
     work: Callable[[str, anyio.Event], Awaitable[Worked]]

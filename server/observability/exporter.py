@@ -79,7 +79,7 @@ class _Families(Collector):
         self._service = service
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry need not look for names before the engine is open."""
+        """Return no metric: the registry need not look for names before the engine is open."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -210,7 +210,7 @@ def _histogram(name: str, what: str, histogram: Histogram) -> Metric:
 
 
 def _renamed(family: Metric, name: str, labels: dict[str, str]) -> Metric:
-    """The same values under another name, with more labels."""
+    """Return the metric's values under another name, with more labels."""
     copy = Metric(name, family.documentation, family.type)
     for sample in family.samples:
         renamed = name + sample.name.removeprefix(family.name)

@@ -51,7 +51,7 @@ class Histogram:
         """Start empty; a value counts for the first of the rising `bounds` that it does not exceed."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """Of each bound, then of everything beyond."""
+        """Number of values for each bound, then of those beyond all bounds."""
         self.total = 0.0
         """Sum of the values."""
 

@@ -39,7 +39,7 @@ class Exchange:
         self.began = time.perf_counter()
         self.status = 0
         self.figures: Figures | None = None
-        """Of the generation that was its answer; a route that generates puts them here."""
+        """Figures of the generation that answered the request; a route that generates puts them here."""
 
 
 class Telemetry:

@@ -32,13 +32,13 @@ class AdapterCard(_Body):
     id: str
     object: Literal["adapter"]
     digest: str
-    """Of its weights."""
+    """Digest of the weights."""
     nbytes: Count
     virtual_tokens: Count
     where: Literal["device", "loading", "host", "disk"]
     pinned: bool
     requests: Count
-    """Its requests that have not ended."""
+    """Requests with this adapter that have not ended."""
 
 
 class AdapterList(_Body):

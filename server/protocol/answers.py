@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     tokens: Sequence[Token] = ()
-    """Those whose ids made the text, or will make that of a later piece."""
+    """Tokens whose ids made the text, or will make the text of a later piece."""
     prompt: Sequence[TokenLogprobs | None] | None = None
     """Log-probabilities of the prompt, where they are wanted; the same in every piece."""
 

@@ -40,7 +40,7 @@ class Block:
     kind: Literal["reasoning", "text", "call"]
     call_id: str = ""
     name: str = ""
-    """Of the tool that is called."""
+    """Name of the tool that is called."""
     complete: bool = False
     """It is over, and was not cut."""
     parts: list[str] = field(default_factory=list)

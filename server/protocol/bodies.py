@@ -200,7 +200,7 @@ class ModelCard(_Body):
     owned_by: str
     max_model_len: Count
     parent: str | None = None
-    """Of an adapter: the model on which it stands."""
+    """The model that an adapter was made for; None for a model."""
 
 
 class ModelList(_Body):

@@ -89,7 +89,7 @@ class ChatAnswer:
         return frames + self._chunk(index, {}, self._reason(index, reason))
 
     def _with_logprobs(self, piece: Piece) -> bytes:
-        """The same chunks, of which the first has the log-probabilities of all tokens that they hold."""
+        """Return the chunks, the first with the log-probabilities of all tokens that they hold."""
         index, text, reason = piece[:3]
         deltas = [self._delta(index, each) for each in self._parse(piece)] if self._parsers else [{"content": text}]
         deltas = [delta for delta in deltas if delta is not None and delta.get("content") != ""]

@@ -188,7 +188,7 @@ class CompletionAnswer:
             self._aligned[piece.choice].take(piece.text, piece.tokens)
 
     def _logprobs(self, index: int) -> bytes:
-        """Of the tokens that were taken in since the last look."""
+        """Return the log-probabilities of the tokens that were taken in since the last call."""
         return orjson.dumps(completion_logprobs(self._aligned[index].all(), self._top or 0))
 
     # -- as one body ------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ _REASONING: Final = r'reasoning[suffix="</think>"]: /(?s:.*)/'
 
 
 def checked(structure: CallStructure | None) -> CallStructure | None:
-    """The same structure.
+    """Return the structure of calls, once it is known that a grammar can say them.
 
     Raises:
         InvalidParams: No grammar here can say such calls; names `tool_choice`.

@@ -74,7 +74,7 @@ class Operation(NamedTuple):
 
 
 def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[Operation]:
-    """All that is served over HTTP; the bodies of the two endpoints for tokens are their routes'."""
+    """Return all that is served over HTTP; the two endpoints for tokens take their bodies from their routes."""
     generates = (404, 429, 503)
     return [
         Operation(

@@ -29,19 +29,19 @@ class BestOf:
         self._pieces: list[list[Piece]] = [[] for _ in range(prompts * generated)]
 
     def opening(self) -> bytes:
-        """Nothing."""
+        """Return nothing, as a ranking is sent whole."""
         return b""
 
     def feed(self, piece: Piece) -> bytes:
-        """Nothing: it cannot be streamed."""
+        """Refuse to stream, which a ranking cannot do."""
         raise NotImplementedError
 
     def closing(self, usage: Usage) -> bytes:
-        """Nothing."""
+        """Return nothing, as a ranking is sent whole."""
         return b""
 
     def failing(self, error: ApiError) -> bytes:
-        """The error."""
+        """Return the body of an error."""
         return self._answer.failing(error)
 
     def keep(self, piece: Piece) -> None:
