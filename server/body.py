@@ -55,7 +55,7 @@ async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) ->
 
 
 def _parse_long(body: bytes, max_nesting: int) -> dict[str, Any]:
-    """Parse a long body as `_parse` does, but without the garbage collector, which would visit new objects repeatedly."""
+    """Parse a long body as `_parse` does, but without the garbage collector, which would visit new ones repeatedly."""
     with not_collected():
         return _parse(body, max_nesting)
 
