@@ -28,6 +28,8 @@ __all__ = [
 _idle_streams: list[torch.cuda.Stream] = []
 _borrowing = threading.Lock()
 
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
 
 def free_host_bytes() -> int:
     """Bytes of host memory that can be taken without swapping, within this process's control group."""
@@ -37,8 +39,10 @@ def free_host_bytes() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-    limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    return free if limit is None or used is None else max(0, min(free, limit - used))
+    limit, used = _number("memory.max"), _number("memory.current")
+    if limit is None or used is None:
+        return free
+    return max(0, min(free, limit - used + _cached_files()))
 
 
 def return_freed_memory() -> None:
@@ -88,8 +92,17 @@ def returned_if_short(stream: torch.cuda.Stream) -> Iterator[None]:
         raise
 
 
-def _number(path: str) -> int | None:
+def _number(name: str) -> int | None:
     try:
-        return int(Path(path).read_text())
+        return int((_CONTROL_GROUP / name).read_text())
     except (OSError, ValueError):  # no such control group, or "max"
         return None
+
+
+def _cached_files() -> int:
+    """Return the bytes of files that a control group counts as used, and that the system takes back when it must."""
+    try:
+        figures = dict(line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        return int(figures["inactive_file"]) + int(figures["active_file"])
+    except (OSError, ValueError, KeyError):
+        return 0

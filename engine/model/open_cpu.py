@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 
 import torch
@@ -18,6 +19,7 @@ from headrace.engine.model.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.reread import rereading
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.model.torch_threads import default_threads
+from headrace.engine.model.weight_plan import all_parts
 from headrace.engine.model.weights import Source, open_weights
 from headrace.engine.progress import LoggedProgress, weights_read
 from headrace.engine.scheduling.plan import Capacity
@@ -28,7 +30,7 @@ __all__ = ["open_cpu"]
 _GRANULE_BYTES = 4096  # which bounds what slots hold; they take no memory of their own
 _ROWS = 64
 _BATCHED_TOKENS = 512
-_FREE_SHARE = 0.125  # of free host memory: the application lives here too
+_FREE_SHARE = 0.125  # of what the model leaves free: the application lives here too
 
 
 def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
@@ -47,12 +49,12 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype)
     page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
-    free = free_host_bytes()
+    free = _free_beside(config, spec, dtype)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=int(free * _FREE_SHARE))
     kv_bytes = capacity.num_pages * page_bytes
     if kv_bytes > free:  # the system might grant it, and kill the process once the pages are written
         raise InvalidParams(
-            f"kv_memory: the host has {free} bytes free, got {config.kv_memory}",
+            f"kv_memory: the host has {free} bytes free beside the model, got {config.kv_memory}",
             field="kv_memory",
             value=config.kv_memory,
             limit=free,
@@ -76,6 +78,29 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
         field="device",
         value=config.device,
     )
+
+
+def _free_beside(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of host memory that a model leaves free.
+
+    Raises:
+        DeviceUnavailable: The host has too little memory for the model alone.
+    """
+    free = free_host_bytes()
+    elements = sum(math.prod(shape) for _, shape in all_parts(spec))
+    if spec.has_head and (spec.tied_head or dtype is torch.bfloat16):
+        elements += (
+            spec.vocab_size * spec.hidden_size
+        )  # the table of embeddings, or the head's rows, beside its packing
+    needed = elements * dtype.itemsize
+    if needed > free:
+        raise DeviceUnavailable(
+            f"device: the weights take {needed} bytes in {str(dtype).removeprefix('torch.')}, the host has {free} free",
+            field="device",
+            value=config.device,
+            limit=free,
+        )
+    return free - needed
 
 
 def _make_runner(

@@ -23,6 +23,10 @@ from headrace.engine.model.memory import return_freed_memory
 from headrace.engine.opened import Opened
 
 PAGE = tiny_models.PAGE_BYTES
+LAYER_ELEMENTS, HEAD_ELEMENTS = 15_520, 96 * 32
+"""Parameters of the tiny model's layers with its last norm, and of its head."""
+TINY_BYTES = (LAYER_ELEMENTS + 2 * HEAD_ELEMENTS) * 4
+"""Memory of the tiny model in float32: the head is held packed and as the table of embeddings."""
 WEIGHT_BYTES = 134_515_008 * 2
 """SmolLM2-135M's parameters in bfloat16."""
 
@@ -81,7 +85,7 @@ def test_options_that_do_not_fit_the_model_are_refused(
 
 
 def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: 4 * PAGE - 4)
+    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: TINY_BYTES + 4 * PAGE - 4)
     with pytest.raises(InvalidParams) as caught:
         opened(folder)
     assert caught.value.field == "kv_memory"
@@ -90,12 +94,31 @@ def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: 
 def test_more_than_the_machine_has_is_refused_before_the_weights_are_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: 4 * PAGE)
+    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: TINY_BYTES + 4 * PAGE)
     assert opened(folder, kv_memory=4 * PAGE).capacity.num_pages == 4
     monkeypatch.delattr("headrace.engine.model.open_cpu.open_weights")
     with pytest.raises(InvalidParams, match=str(4 * PAGE)) as caught:
         opened(folder, kv_memory=5 * PAGE)
     assert (caught.value.field, caught.value.value, caught.value.limit) == ("kv_memory", 5 * PAGE, 4 * PAGE)
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(False, "bfloat16"), (False, "float32"), (True, "bfloat16")])
+def test_what_the_weights_take_is_no_memory_for_keys_and_values(
+    tied: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head in bfloat16 is held twice: packed, and in rows; a tied one's rows are the table of embeddings."""
+    folder = tiny_models.random_folder(tmp_path, tie_word_embeddings=tied)
+    device = opened(folder, dtype=dtype, kv_memory=PAGE)
+    copies = {(False, "bfloat16"): 3, (False, "float32"): 2, (True, "bfloat16"): 2}[tied, dtype]
+    weights = (LAYER_ELEMENTS + copies * HEAD_ELEMENTS) * (2 if dtype == "bfloat16" else 4)
+    monkeypatch.setattr(
+        "headrace.engine.model.open_cpu.free_host_bytes", lambda: weights + 8 * 3 * device.info.page_bytes
+    )
+    assert opened(folder, dtype=dtype).capacity.num_pages == 3
+    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: weights - 1)
+    with pytest.raises(DeviceUnavailable, match=f"weights take {weights} bytes in {dtype}") as caught:
+        opened(folder, dtype=dtype)
+    assert (caught.value.field, caught.value.limit) == ("device", weights - 1)
 
 
 def test_memory_that_the_system_refuses_is_a_typed_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
