@@ -89,8 +89,8 @@ class Child:
             try:
                 self._process = subprocess.Popen(
                     command,
-                    stdin=theirs,
-                    stdout=theirs,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,  # an interrupt at a terminal is not for it
                 )
