@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.panics import typed
-from headrace.engine.tokenizer_limits import check_added, check_merging, check_token_size
+from headrace.engine.tokenizer_limits import check_added, check_merging, check_token_sizes
 
 __all__ = ["BYTE_OF_CHAR", "GgufBackend", "build_gguf_tokenizer", "gguf_eos_ids"]
 
@@ -135,8 +135,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
     if pre is None:
         raise _rejected("pre", f"unknown pre-tokenizer; known are {', '.join(_PRE)}", name)
     merges = _strings(metadata, "merges")
-    pairs = [(left, right) for left, gap, right in (merge.partition(" ") for merge in merges) if gap]
-    if len(pairs) != len(merges):
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    if set(map(len, pairs)) != {2}:
         raise _rejected("merges", "each must be two tokens with a space between", None)
     core = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=pre.whole_words))
     if pre.nfc:
@@ -223,23 +223,21 @@ def _add_special_tokens(core: Any, vocabulary: _Vocabulary, roles: Iterable[str]
 
 def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     tokens = _strings(metadata, "tokens")
-    for token in tokens:
-        check_token_size(token, _PREFIX + "tokens")
+    check_token_sizes(tokens, _PREFIX + "tokens")
     types = metadata.get(_PREFIX + "token_type")
     types = [1] * len(tokens) if types is None else types
     if not isinstance(types, list) or len(types) != len(tokens):
         raise _rejected("token_type", f"must be a list of {len(tokens)} numbers", type(types).__name__)
     control = types.count(_CONTROL)
     check_added(control + types.count(_USER_DEFINED), control, _PREFIX + "token_type")
-    ids: dict[str, int] = {}
-    for index, token in enumerate(tokens):
-        ids.setdefault(token, index)  # a token that is there twice can only be reached by its first id
+    # A token that is there twice can only be reached by its first id, so that one is set last.
+    ids = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
     return _Vocabulary(tokens, types, ids)
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     values = metadata.get(_PREFIX + key)
-    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list) or not values or set(map(type, values)) != {str}:
         raise _rejected(key, "must be a list of at least one string", type(values).__name__)
     return values
 

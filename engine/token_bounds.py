@@ -68,10 +68,11 @@ def _costs(pieces: Iterable[bytes]) -> NDArray[np.float64]:
     """
     import numpy as np
 
-    pieces = list(pieces)
+    pieces = sorted(pieces, key=len)
     sizes_V = np.fromiter(map(len, pieces), np.int64, len(pieces))
     longest = np.ones(256)
-    np.maximum.at(longest, np.frombuffer(b"".join(pieces), np.uint8), np.repeat(sizes_V, sizes_V))
+    # Of several values for one byte the last stays, which is that of the longest piece.
+    longest[np.frombuffer(b"".join(pieces), np.uint8)] = np.repeat(sizes_V, sizes_V)
     cost: NDArray[np.float64] = np.zeros(256)
     own = [piece[0] for piece in pieces if len(piece) == 1]
     cost[own] = 1 / longest[own]

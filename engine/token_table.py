@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.engine.errors import ModelRejected
@@ -25,20 +25,28 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fuse (?:Strip )?)?")
 
 
-def token_table(core: Any, special_ids: frozenset[int], is_exact: bool) -> TokenTable:
-    """The bytes of every id, by the rules of the tokenizer's decoder."""
-    table = _of_decoder(core, special_ids, is_exact)
+def token_table(core: Any, vocabulary: Mapping[str, int], special_ids: frozenset[int], is_exact: bool) -> TokenTable:
+    """Return the bytes of every id, by the rules of the tokenizer's decoder.
+
+    Args:
+        core: A `tokenizers.Tokenizer`.
+        vocabulary: The id of each of its tokens, those that were added too.
+        special_ids: Ids of control tokens.
+        is_exact: Whether ids must give their text to the letter.
+
+    Raises:
+        ModelRejected: No table can follow the decoder, or a token is too long once decoded.
+    """
+    table = _of_decoder(core, _tokens(core, vocabulary), special_ids, is_exact)
     one, several = (core.encode(text, add_special_tokens=False).ids for text in ("a b", "a \n\t\r b"))
     table.joins_space = one == several
     table.fewest_tokens = fewest_tokens_rule(core, table.pieces)
     return table
 
 
-def _of_decoder(core: Any, special_ids: frozenset[int], is_exact: bool) -> TokenTable:
+def _of_decoder(core: Any, tokens: Sequence[str], special_ids: frozenset[int], is_exact: bool) -> TokenTable:
     steps = _decoder_steps(core)
     kinds = [step["type"] for step in steps]
-    size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    tokens = [core.id_to_token(index) or "" for index in range(size)]
     if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
         return TokenTable([_byte_level_piece(token) for token in tokens], special_ids)
     if kinds == ["WordPiece"] and not is_exact:
@@ -62,6 +70,18 @@ def _of_decoder(core: Any, special_ids: frozenset[int], is_exact: bool) -> Token
             check_token_size(token := token.replace(old, new), "tokenizer.decoder")
         pieces.append(token.encode())
     return TokenTable(pieces, special_ids, byte_ids)
+
+
+def _tokens(core: Any, vocabulary: Mapping[str, int]) -> list[str]:
+    """Return the token of each id, "" where the vocabulary has no such id."""
+    size = max(vocabulary.values(), default=-1) + 1
+    tokens = [""] * size
+    for token, index in vocabulary.items():
+        tokens[index] = token
+    if len(vocabulary) == size and all(tokens):
+        return tokens
+    # Ids are missing, or several tokens share one: the library knows which of them it stands for.
+    return [core.id_to_token(index) or "" for index in range(size)]
 
 
 def _decoder_steps(core: Any) -> list[dict[str, Any]]:

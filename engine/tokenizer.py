@@ -51,13 +51,14 @@ class Tokenizer:
         self._core.no_truncation()
         self._core.no_padding()
         self.name = name
-        self._encoder = TokenizerCore(self._core, name, growth=check_core(self._core))
+        vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # a copy, which takes its time
+        self._encoder = TokenizerCore(self._core, name, growth=check_core(self._core, vocabulary))
         own = () if backend.eos_token_id is None else (int(backend.eos_token_id),)
         self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *own}))
         """Ids that end a completion, ascending."""
         added = self._core.get_added_tokens_decoder()
         self._special = {index: token for index, token in added.items() if token.special}
-        self.table: TokenTable = token_table(self._core, frozenset(self._special), is_exact)
+        self.table: TokenTable = token_table(self._core, vocabulary, frozenset(self._special), is_exact)
         """What each id stands for, for `Detokenizer`."""
         self.vocab_size: int = len(self.table.pieces)
         """One more than the highest id; the model's logits may be wider."""

@@ -11,13 +11,13 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NoReturn
 
 from headrace.adapters.untrusted import plain
 from headrace.engine.errors import ModelRejected
 
-__all__ = ["check_added", "check_core", "check_merging", "check_token_size"]
+__all__ = ["check_added", "check_core", "check_merging", "check_token_size", "check_token_sizes"]
 
 _MOST_IDS: Final = 1 << 22
 _TOKEN_BYTES: Final = 4096
@@ -93,8 +93,23 @@ def check_token_size(token: str, origin: str) -> None:
         _refuse(origin, f"the size in bytes of the token {plain(token)[:20]}...", size, _TOKEN_BYTES)
 
 
-def check_core(core: Any) -> int:
+def check_token_sizes(tokens: Collection[str], origin: str) -> None:
+    """Refuse a vocabulary with a token of too many bytes.
+
+    Raises:
+        ModelRejected: Names `origin`, the size and the limit.
+    """
+    if max(map(len, tokens), default=0) > _SURELY_SHORT:
+        for token in tokens:
+            check_token_size(token, origin)
+
+
+def check_core(core: Any, vocabulary: Mapping[str, int]) -> int:
     """Refuse a `tokenizers.Tokenizer` that could cost too much; what it raises on the way is the caller's to type.
+
+    Args:
+        core: The tokenizer.
+        vocabulary: The id of each of its tokens, those that were added too.
 
     Returns:
         Bytes into which normalising and splitting may turn one byte of text, at most.
@@ -102,13 +117,10 @@ def check_core(core: Any) -> int:
     Raises:
         ModelRejected: Names the part, its value and the limit.
     """
-    vocabulary: dict[str, int] = core.get_vocab(with_added_tokens=True)
     highest = max(vocabulary.values(), default=0)
     if highest >= _MOST_IDS:
         _refuse("tokenizer", "the highest id", highest, _MOST_IDS - 1)
-    if max(map(len, vocabulary), default=0) > _SURELY_SHORT:
-        for token in vocabulary:
-            check_token_size(token, "tokenizer")
+    check_token_sizes(vocabulary, "tokenizer")
     added = core.get_added_tokens_decoder().values()
     check_added(len(added), sum(token.special for token in added), "tokenizer")
     longest_word = getattr(core.model, "max_input_chars_per_word", 0)

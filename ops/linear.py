@@ -33,7 +33,7 @@ _INT4_TOKENS = 4
 _INT4_OUT_MULTIPLE = 16
 _INT4_BLOCK_OUTS = 64  # of the packed layout, in which blocks lie one after the other
 _INT4_ZERO = 8
-_BLOCK_ELEMENTS = 1 << 18
+_BLOCK_ELEMENTS = 1 << 16  # in float32 an eighth or less of what a core caches
 _STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of them is padding
 
 
@@ -76,10 +76,15 @@ class GroupQuantised:
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight as a float matrix `[out, in]`, computed in float32 and rounded once."""
         dense_OI = torch.empty(self.values_OI.shape, dtype=dtype)
-        for rows in _row_blocks(self.values_OI):
-            values_OGg = self.values_OI[rows].view(-1, self.scale_OG.shape[1], GROUP).float()
-            values_OGg.mul_(self.scale_OG[rows].unsqueeze(-1)).add_(self.minimum_OG[rows].unsqueeze(-1))
-            dense_OI[rows] = values_OGg.flatten(1)
+        blocks = _row_blocks(self.values_OI)
+        shape = (min(blocks[0].stop, len(dense_OI)), self.scale_OG.shape[1], GROUP) if blocks else (0,)
+        scratch_OGg = torch.empty(shape)  # for all blocks: the system would zero the pages of a new one each time
+        for rows in blocks:
+            values_OI = self.values_OI[rows]
+            block_OGg = scratch_OGg[: len(values_OI)]
+            block_OGg.copy_(values_OI.view(block_OGg.shape))
+            block_OGg.mul_(self.scale_OG[rows].unsqueeze(-1)).add_(self.minimum_OG[rows].unsqueeze(-1))
+            dense_OI[rows].copy_(block_OGg.flatten(1))
         return dense_OI
 
 

@@ -141,13 +141,14 @@ class _Header:
         data, at = self.data, self.at
         end = min(len(data), _MAX_METADATA_BYTES)
         found: list[str] = []
+        length_at, add = _LENGTH.unpack_from, found.append  # a vocabulary has a hundred thousand and more
         with contextlib.suppress(struct.error, UnicodeDecodeError):
             for _ in range(count):
-                (length,) = _LENGTH.unpack_from(data, at)
-                start, stop = at + 8, at + 8 + length
-                if length > _MAX_STRING_BYTES or stop > end:
+                start = at + 8
+                stop = start + length_at(data, at)[0]
+                if stop > end or stop - start > _MAX_STRING_BYTES:
                     break
-                found.append(str(data[start:stop], "utf-8"))
+                add(data[start:stop].decode())
                 at = stop
         self.at = at
         return found + [self.text(field, _MAX_STRING_BYTES) for _ in range(count - len(found))]

@@ -199,10 +199,10 @@ class FileMaker:
         name = self.names.of(part)
         order = self._row_order(part)
         for first, block in source.groups(name, self.block_elements):
-            for constants in block[1:]:
-                self._note_extremes(name, constants)
             for target, rows in zip(targets, block, strict=True):
                 _place(target, rows.to(self.device), first, order)
+        for constants in targets[1:]:
+            self._note_extremes(name, constants)
         self._advance(name)
 
     def _row_order(self, part: Part) -> Tensor | None:
@@ -217,10 +217,10 @@ class FileMaker:
 
     def _note_extremes(self, name: str, rows: Tensor) -> None:
         """Refuse a block of which anything is NaN or infinite: here on a CPU, later for all blocks on a GPU."""
-        extremes = torch.stack(torch.aminmax(rows)).float()
+        extremes = torch.aminmax(rows)
         if self.device.type != "cpu":
-            self.extremes.append((name, extremes))
-        elif not bool(extremes.isfinite().all()):
+            self.extremes.append((name, torch.stack(extremes).float()))
+        elif not all(math.isfinite(float(extreme)) for extreme in extremes):
             self._refuse_not_finite(name)
 
     def check_finite(self) -> None:
