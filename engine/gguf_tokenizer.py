@@ -6,6 +6,7 @@ the table here; a name that is not in it is refused, since a wrong split gives w
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -14,7 +15,7 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.panics import typed
 from headrace.engine.tokenizer_limits import check_added, check_merging, check_token_sizes
 
-__all__ = ["BYTE_OF_CHAR", "GgufBackend", "build_gguf_tokenizer", "gguf_eos_ids"]
+__all__ = ["BYTE_OF_CHAR", "GgufBackend", "build_gguf_tokenizer", "byte_level_piece", "gguf_eos_ids"]
 
 _PREFIX: Final = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
@@ -70,6 +71,15 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_OF_CHAR: Final[Mapping[str, int]] = _byte_alphabet()
 """The byte that each character of a byte-level token stands for."""
+_BYTES: Final = {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
+
+
+def byte_level_piece(token: str) -> bytes:
+    """Return the bytes that a byte-level token spells in 256 printable characters; any other token spells itself."""
+    try:
+        return codecs.charmap_encode(token, "strict", _BYTES)[0]
+    except UnicodeEncodeError:
+        return token.encode()
 
 
 class _Vocabulary(NamedTuple):

@@ -112,7 +112,7 @@ def check_text_size(prompt: object, table: TokenTable, max_context: int, name: s
             limit=most,
         )
     if isinstance(prompt, str) and size * _CHARACTER > max_context:
-        fewest = table.fewest_tokens(prompt)
+        fewest = table.fewest_tokens(prompt, max_context)
         if fewest > max_context:
             raise PromptTooLong(
                 f"{name}: its {size} characters are at least {fewest} tokens, more than the context of {max_context}",

@@ -50,8 +50,9 @@ class TokenTable:
         self.byte_ids = frozenset(byte_ids)
         self.longest = max(map(len, pieces), default=0)
         """Bytes of the longest piece."""
-        self.fewest_tokens: Callable[[str], int] = lambda text: 0
-        """A number of tokens that no tokenising of a text falls below; 0 where nothing is known."""
+        self.fewest_tokens: Callable[[str, int], int] = lambda text, enough: 0
+        """A number of tokens that no tokenising of a text falls below, counted until it is more than `enough`; 0 where
+        nothing is known."""
         self.joins_space = False
         """Whether the tokenizer takes several white characters for one."""
         self.texts: list[str | None] = [

@@ -6,9 +6,11 @@ that holds such a byte has. For a long text that takes a thousandth of the time 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
+
+from headrace.engine.gguf_tokenizer import byte_level_piece
+from headrace.engine.tokenizer_steps import steps_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,55 +18,99 @@ if TYPE_CHECKING:
 
 __all__ = ["fewest_tokens_rule"]
 
-_WHOLE_TEXT: Final = frozenset(("ByteLevel", "Digits", "Metaspace", "Split"))
+_BYTE_LEVEL: Final = "ByteLevel"
+_WHOLE_TEXT: Final = frozenset((_BYTE_LEVEL, "Digits", "Metaspace", "Split"))
 """Pre-tokenizers that keep all of a text; `Split` may be told otherwise."""
 _KEEP_ASCII: Final = frozenset(("NFC", "NFKC"))
 _ONLY_ADD: Final = frozenset(("Prepend", "Replace"))
 """Normalisers of SentencePiece models, which write a space as another character; `Replace` may be told otherwise."""
+_SPACE: Final = "\u2581"
 _ROUNDING: Final = 1e-9
+_PART: Final = 1 << 16  # characters that are counted at once, between which other threads run
 
 
-def fewest_tokens_rule(core: Any, pieces: Sequence[bytes]) -> Callable[[str], int]:
-    """How to find a number of tokens that no text falls below, 0 where nothing is known of it.
+def fewest_tokens_rule(core: Any) -> Callable[[str, int], int]:
+    """Return the function from a text, and a number that is enough, to a number of tokens that it never falls below.
+
+    It returns 0 where nothing is known of a text, and counts no further than somewhat past the number that is enough.
 
     Args:
         core: A `tokenizers.Tokenizer`.
-        pieces: The bytes of every id.
     """
-    normalizers = _steps(core.normalizer, "normalizers")
-    kinds = {step["type"] for step in normalizers}
-    replaces = [step for step in normalizers if step["type"] == "Replace"]
-    added = core.get_added_tokens_decoder().values()
-    if (
-        type(core.model).__name__ != "BPE"
-        or not kinds <= _KEEP_ASCII | _ONLY_ADD
-        or any(step["pattern"] != {"String": " "} or step["content"] != "\u2581" for step in replaces)
-        or not all(map(_keeps_all, _steps(core.pre_tokenizer, "pretokenizers")))
-        or any(token.lstrip or token.rstrip for token in added)
-    ):
+    spelled = _spelled(core)
+    if spelled is None:
         return _unknown
-    cost = _costs([*pieces, *(token.content.encode() for token in added)])
-    ascii_alone = bool(kinds & _KEEP_ASCII)
+    added = core.get_added_tokens_decoder().values()
+    cost = _costs([*spelled, *(token.content.encode() for token in added)])
+    ascii_alone = any(step["type"] in _KEEP_ASCII for step in steps_of(core, "normalizer"))
 
-    def fewest(text: str) -> int:
+    def fewest(text: str, enough: int) -> int:
         import numpy as np
 
         if ascii_alone and not text.isascii():
             return 0
-        counts = np.bincount(np.frombuffer(text.encode(errors="ignore"), np.uint8), minlength=256)
-        return int(-(-(counts @ cost) * (1 - _ROUNDING) // 1))
+        tokens = 0.0
+        for start in range(0, len(text), _PART):
+            part = np.frombuffer(text[start : start + _PART].encode(errors="ignore"), np.uint8)
+            tokens += float(np.bincount(part, minlength=256) @ cost) * (1 - _ROUNDING)
+            if tokens > enough:
+                break
+        return int(-(-tokens // 1))
 
     return fewest
 
 
-def _unknown(text: str) -> int:
+def _unknown(text: str, enough: int) -> int:
     return 0
 
 
+def _spelled(core: Any) -> list[bytes] | None:
+    """Return the bytes of text that each token may be made of; None where a text is not kept as it is.
+
+    This is what the encoder reads, which a decoder of another kind may write otherwise.
+    """
+    normalizers, splits = steps_of(core, "normalizer"), steps_of(core, "pre_tokenizer")
+    model, kinds = core.model, {step["type"] for step in normalizers}
+    if (
+        type(model).__name__ != "BPE"
+        or model.continuing_subword_prefix
+        or model.end_of_word_suffix
+        or not kinds <= _KEEP_ASCII | _ONLY_ADD
+        or not all(map(_keeps_all, splits))
+        or any(token.lstrip or token.rstrip for token in core.get_added_tokens_decoder().values())
+    ):
+        return None
+    spaces = [_space_of(step) for step in [*normalizers, *splits] if step["type"] in ("Replace", "Metaspace")]
+    tokens: dict[str, int] = core.get_vocab(with_added_tokens=False)
+    levels = sum(step["type"] == _BYTE_LEVEL for step in splits)
+    if levels:
+        return None if levels > 1 or spaces else [byte_level_piece(token) for token in tokens]
+    if any(space != _SPACE for space in spaces):
+        return None
+    bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    if not model.byte_fallback or not bytes_of.keys() <= tokens.keys():  # without one a character may be unknown
+        bytes_of = {}
+    texts = tokens if model.ignore_merges else tokens.keys() - bytes_of.keys()  # which no merge makes of their names
+    spelled = [*bytes_of.values(), *(token.encode() for token in texts)]
+    if spaces:  # one that a text holds already stands for itself
+        spelled += [token.replace(_SPACE, " ").encode() for token in texts]
+    return spelled
+
+
+def _space_of(step: dict[str, Any]) -> str:
+    """Return what a step writes for a space; empty where it replaces something else."""
+    if step["type"] == "Metaspace":
+        return str(step["replacement"])
+    return str(step["content"]) if step["pattern"] == {"String": " "} else ""
+
+
 def _costs(pieces: Iterable[bytes]) -> NDArray[np.float64]:
-    """The least part of a token that each byte takes: one over the length of the longest piece with it.
+    """Return the least part of a token that each byte takes: one over the length of the longest piece with it.
 
     A byte without a piece of its own takes nothing: a tokenizer may leave it out, or write one token for many of them.
+
+    Returns:
+        float64 [256].
     """
     import numpy as np
 
@@ -80,19 +126,5 @@ def _costs(pieces: Iterable[bytes]) -> NDArray[np.float64]:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer leaves nothing of a text out."""
+    """Return whether a pre-tokenizer leaves nothing of a text out."""
     return step["type"] in _WHOLE_TEXT and step.get("behavior") != "Removed"
-
-
-def _steps(part: Any, name: str) -> list[dict[str, Any]]:
-    """The steps of a part of a tokenizer, in order; of a sequence within a sequence, too."""
-    if part is None:
-        return []
-    waiting, found = [json.loads(part.__getstate__())], list[dict[str, Any]]()
-    while waiting:
-        step = waiting.pop(0)
-        if step["type"] == "Sequence":
-            waiting[:0] = step[name]
-        else:
-            found.append(step)
-    return found

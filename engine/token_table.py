@@ -5,21 +5,19 @@ Next to read: text.py, which turns ids into text with them.
 
 from __future__ import annotations
 
-import codecs
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
+from headrace.engine.gguf_tokenizer import byte_level_piece
 from headrace.engine.text import TokenTable
 from headrace.engine.token_bounds import fewest_tokens_rule
 from headrace.engine.tokenizer_limits import check_token_size
+from headrace.engine.tokenizer_steps import steps_of
 
 __all__ = ["token_table"]
 
-_BYTES = {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Per-token steps, then byte fallback, then steps on the joined text; other orders give texts that no table can give.
 _PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fuse (?:Strip )?)?")
@@ -40,15 +38,15 @@ def token_table(core: Any, vocabulary: Mapping[str, int], special_ids: frozenset
     table = _of_decoder(core, _tokens(core, vocabulary), special_ids, is_exact)
     one, several = (core.encode(text, add_special_tokens=False).ids for text in ("a b", "a \n\t\r b"))
     table.joins_space = one == several
-    table.fewest_tokens = fewest_tokens_rule(core, table.pieces)
+    table.fewest_tokens = fewest_tokens_rule(core)
     return table
 
 
 def _of_decoder(core: Any, tokens: Sequence[str], special_ids: frozenset[int], is_exact: bool) -> TokenTable:
-    steps = _decoder_steps(core)
+    steps = steps_of(core, "decoder")
     kinds = [step["type"] for step in steps]
     if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
-        return TokenTable([_byte_level_piece(token) for token in tokens], special_ids)
+        return TokenTable([byte_level_piece(token) for token in tokens], special_ids)
     if kinds == ["WordPiece"] and not is_exact:
         return TokenTable([_word_piece(token, steps[0]["prefix"]) for token in tokens], special_ids)
     if not kinds or not _PIECE_DECODER.fullmatch("".join(f"{kind} " for kind in kinds)):
@@ -84,14 +82,6 @@ def _tokens(core: Any, vocabulary: Mapping[str, int]) -> list[str]:
     return [core.id_to_token(index) or "" for index in range(size)]
 
 
-def _decoder_steps(core: Any) -> list[dict[str, Any]]:
-    if core.decoder is None:
-        return []
-    state = json.loads(core.decoder.__getstate__())
-    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
-    return steps
-
-
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
     if step["type"] == "Metaspace":
         return step["replacement"], " "
@@ -103,11 +93,3 @@ def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
 def _word_piece(token: str, prefix: str) -> bytes:
     """A piece goes on with a word where it has the prefix, and else begins one."""
     return (token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()
-
-
-def _byte_level_piece(token: str) -> bytes:
-    """A byte-level token spells its bytes in 256 printable characters; any other is itself."""
-    try:
-        return codecs.charmap_encode(token, "strict", _BYTES)[0]
-    except UnicodeEncodeError:
-        return token.encode()

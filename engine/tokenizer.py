@@ -47,7 +47,7 @@ class Tokenizer:
         Raises:
             ModelRejected: The tokenizer decodes in a way that cannot be done token by token, or could cost too much.
         """
-        self._hf, self._core = backend, backend.backend_tokenizer
+        self._core = backend.backend_tokenizer
         self._core.no_truncation()
         self._core.no_padding()
         self.name = name

@@ -8,14 +8,14 @@ need. Next to read: tokenizer.py, which asks here before a tokenizer is used.
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NoReturn
 
 from headrace.adapters.untrusted import plain
 from headrace.engine.errors import ModelRejected
+from headrace.engine.tokenizer_steps import steps_of
 
 __all__ = ["check_added", "check_core", "check_merging", "check_token_size", "check_token_sizes"]
 
@@ -29,12 +29,6 @@ _STEPS: Final = 32  # of a normaliser, of a pre-tokenizer or of a decoder
 _GROWTH: Final = 4096
 _WORD_CHARS: Final = 1000
 _FRAME_TOKENS: Final = 64
-_PIPES: Final = {
-    "normalizer": "normalizers",
-    "pre_tokenizer": "pretokenizers",
-    "decoder": "decoders",
-    "post_processor": "processors",
-}
 _UNKNOWN_STEP: Final = 8
 _STEP_GROWTH: Final = {
     "BertNormalizer": 8,
@@ -127,7 +121,7 @@ def check_core(core: Any, vocabulary: Mapping[str, int]) -> int:
     if longest_word > _WORD_CHARS:
         _refuse("tokenizer", "max_input_chars_per_word", longest_word, _WORD_CHARS)
     growth = {part: _growth_of(core, part) for part in ("normalizer", "pre_tokenizer", "decoder")}
-    for step in _steps(core, "post_processor"):
+    for step in steps_of(core, "post_processor"):
         for side in ("single", "pair"):
             _check_template(step.get(side) or [], side)
     _probe(core)
@@ -139,26 +133,13 @@ def check_core(core: Any, vocabulary: Mapping[str, int]) -> int:
 
 def _growth_of(core: Any, part: str) -> int:
     """Return how many bytes a normalizer, pre-tokenizer or decoder may write for one byte, unless they are too many."""
-    steps = list(_steps(core, part))
+    steps = steps_of(core, part)
     if len(steps) > _STEPS:
         _refuse("tokenizer", f"the number of steps of its {part}", len(steps), _STEPS)
     growth = math.prod(map(_growth, steps))
     if growth > _GROWTH:
         _refuse("tokenizer", f"the number of bytes that its {part} may write for one", growth, _GROWTH)
     return growth
-
-
-def _steps(core: Any, part: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a part of a tokenizer, those of sequences in sequences too."""
-    whole = getattr(core, part)
-    left = [] if whole is None else [json.loads(whole.__getstate__())]
-    while left:
-        step = left.pop()
-        inner = step.get(_PIPES[part]) if step.get("type") == "Sequence" else None
-        if inner is None:
-            yield step
-        else:
-            left += inner
 
 
 def _check_template(pieces: list[dict[str, Any]], side: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
+from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR, build_gguf_tokenizer
 from headrace.engine.text import Detokenizer
 from headrace.engine.tokenizer import Tokenizer
 
@@ -53,12 +54,12 @@ def pieces() -> Tokenizer:
 
 
 @cache
-def as_transformers(tokenizer: Tokenizer) -> Any:
-    """Return the tokenizer of a GGUF file as transformers' own class, with the special tokens that this class adds."""
+def as_transformers(metadata: Callable[[], dict[str, Any]]) -> Any:
+    """Return the tokenizer of GGUF metadata as transformers' own class, with the special tokens that it adds."""
     from transformers import PreTrainedTokenizerFast
 
     wrap: Any = PreTrainedTokenizerFast  # its constructor has no types
-    backend = tokenizer._hf
+    backend = build_gguf_tokenizer(metadata())
     return wrap(
         tokenizer_object=backend.backend_tokenizer,
         chat_template=backend.chat_template,

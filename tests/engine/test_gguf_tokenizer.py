@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from tokenizer_files import as_transformers, byte_metadata, piece_metadata, pieces, text_of, tokens_of
 
 from headrace.engine.errors import ModelRejected
+from headrace.engine.gguf_tokenizer import build_gguf_tokenizer
 from headrace.engine.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """Build the shared tokenizer outside the time limit of any one example."""
-    as_transformers(pieces())
+    pieces()
+    as_transformers(piece_metadata)
 
 
 # --- SentencePiece vocabularies
@@ -38,7 +40,7 @@ def test_pieces_merge_by_score_and_fall_back_to_bytes() -> None:
 @given(st.lists(st.integers(0, 300)))
 def test_a_completion_continues_its_prompt(completion: list[int]) -> None:
     prompt = pieces().encode("hello")
-    whole = as_transformers(pieces()).decode(
+    whole = as_transformers(piece_metadata).decode(
         [*prompt, *completion], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     assert text_of(pieces(), completion) == whole[len("hello") :]
@@ -83,7 +85,7 @@ def test_a_space_at_the_start_is_kept_without_a_space_prefix() -> None:
 )
 def test_known_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
     tokenizer = Tokenizer.from_gguf(byte_metadata(pre=pre))
-    tokens = as_transformers(tokenizer).convert_ids_to_tokens(tokenizer.encode(text))
+    tokens = as_transformers(lambda: byte_metadata(pre=pre)).convert_ids_to_tokens(tokenizer.encode(text))
     assert [token.replace("Ġ", " ") for token in tokens] == expected
 
 
@@ -151,11 +153,11 @@ def test_damaged_metadata_names_the_field(changes: dict[str, Any], field: str) -
 )
 def test_special_tokens_are_those_that_transformers_would_know(metadata: dict[str, Any]) -> None:
     """Among them are tokens that have a role and that the file takes for plain ones."""
-    tokenizer = Tokenizer.from_gguf(metadata)
-    other = as_transformers(tokenizer)
-    assert json.loads(tokenizer._core.to_str()) == json.loads(other.backend_tokenizer.to_str())
-    assert tokenizer._hf.special_tokens_map == other.special_tokens_map
-    assert tokenizer._hf.eos_token_id == other.eos_token_id
+    backend = build_gguf_tokenizer(metadata)
+    other = as_transformers(lambda: metadata)
+    assert json.loads(backend.backend_tokenizer.to_str()) == json.loads(other.backend_tokenizer.to_str())
+    assert backend.special_tokens_map == other.special_tokens_map
+    assert backend.eos_token_id == other.eos_token_id
 
 
 def test_opening_a_gguf_file_imports_neither_transformers_nor_the_compiler_of_torch(tmp_path: Path) -> None:
@@ -192,6 +194,6 @@ def test_a_large_vocabulary_looks_nothing_up(monkeypatch: pytest.MonkeyPatch, tm
     small = byte_metadata(pre="qwen2")["tokenizer.ggml.tokens"]
     tokens = small + [f"<{index}>" for index in range(100_001)]
     metadata = byte_metadata(pre="qwen2", tokens=tokens, token_type=[1] * 260 + [3] + [1] * 100_001)
-    as_transformers(Tokenizer.from_gguf(metadata)).save_pretrained(tmp_path)
+    as_transformers(lambda: metadata).save_pretrained(tmp_path)
     assert Tokenizer.from_folder(tmp_path).vocab_size == len(tokens)
     assert looked_up == []

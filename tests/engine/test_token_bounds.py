@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,10 +20,12 @@ from headrace.engine.prompts import check_text_size
 from headrace.engine.token_bounds import fewest_tokens_rule
 from headrace.engine.tokenizer import Tokenizer
 
+ENOUGH = 1 << 30
 BYTES = Tokenizer.from_gguf(byte_metadata())
 ALPHABETS = [
     st.characters(exclude_categories=["Cs"]),
     st.sampled_from("he lo1\n"),
+    st.sampled_from(["\u2581", "\u2581\u2581", "a"]),
     st.sampled_from(["<|im_start|>", "<\uff5cend\u2581it\uff5c>", "</s>", "hell", "  ", "\u0301", "\u00e9", "\u4e2d"]),
 ]
 TEXTS = st.lists(st.one_of(ALPHABETS), max_size=60).map("".join)
@@ -40,19 +43,40 @@ def core_of(**changes: Any) -> Core:
     return core
 
 
-CORES: dict[str, Callable[[], tuple[Any, list[bytes]]]] = {
-    "smollm2": lambda: (smollm2()._core, smollm2().table.pieces),
-    "sentencepiece": lambda: (pieces()._core, pieces().table.pieces),
-    "bytes": lambda: (BYTES._core, BYTES.table.pieces),
-    "nfc": lambda: made(core_of(normalizer=normalizers.NFC())),
-    "strips": lambda: made(stripping()),
-    "removes": lambda: made(core_of(pre_tokenizer=pre_tokenizers.Split(" ", "removed"))),
+def pieces_of(lost: tuple[str, ...] = (), **changes: Any) -> Core:
+    """The small SentencePiece tokenizer with another model, or without some of its tokens."""
+    state = json.loads(pieces()._core.to_str())
+    state["model"] |= {"fuse_unk": True} | changes
+    for token in lost:
+        del state["model"]["vocab"][token]
+    return Core.from_str(json.dumps(state))
+
+
+def byte_levels(*splits: Any) -> Core:
+    """A tokenizer with a byte-level decoder and other pre-tokenizers."""
+    return core_of(pre_tokenizer=pre_tokenizers.Sequence(list(splits)))
+
+
+CORES: dict[str, Callable[[], Any]] = {
+    "smollm2": lambda: smollm2()._core,
+    "sentencepiece": lambda: pieces()._core,
+    "no fallback": lambda: pieces_of(byte_fallback=False),
+    "one byte missing": lambda: pieces_of(lost=("<0xA9>",)),
+    "parts of words": lambda: pieces_of(byte_fallback=False, continuing_subword_prefix="##", merges=[]),
+    "spaces as they are": lambda: without_normalizer(pieces_of()),
+    "bytes": lambda: BYTES._core,
+    "decodes bytes alone": lambda: byte_levels(pre_tokenizers.Digits()),
+    "encodes bytes twice": lambda: byte_levels(pre_tokenizers.ByteLevel(False), pre_tokenizers.ByteLevel(False)),
+    "writes spaces, then bytes": lambda: byte_levels(pre_tokenizers.Metaspace(), pre_tokenizers.ByteLevel(False)),
+    "nfc": lambda: core_of(normalizer=normalizers.NFC()),
+    "strips": lambda: stripping(),
+    "removes": lambda: core_of(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
 }
 
 
-def made(core: Core) -> tuple[Any, list[bytes]]:
-    tokens = [core.id_to_token(index) or "" for index in range(core.get_vocab_size())]
-    return core, [bytes(BYTE_OF_CHAR.get(char, 63) for char in token) for token in tokens]
+def without_normalizer(core: Core) -> Core:
+    core.normalizer = None
+    return core
 
 
 def stripping() -> Core:
@@ -62,9 +86,9 @@ def stripping() -> Core:
 
 
 @cache
-def rule(name: str) -> tuple[Any, Callable[[str], int]]:
-    core, table = CORES[name]()
-    return core, fewest_tokens_rule(core, table)
+def rule(name: str) -> tuple[Any, Callable[[str, int], int]]:
+    core = CORES[name]()
+    return core, fewest_tokens_rule(core)
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -72,7 +96,7 @@ def rule(name: str) -> tuple[Any, Callable[[str], int]]:
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
     core, bound = rule(name)
-    fewest = bound(text)
+    fewest = bound(text, ENOUGH)
     assert 0 <= fewest <= len(core.encode(text, add_special_tokens=False).ids)
 
 
@@ -83,6 +107,11 @@ def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
         ("smollm2", "the " * 1000, 100),
         ("bytes", "xq\u4e2d" * 100, 400),
         ("sentencepiece", "5" * 100, 100),
+        ("no fallback", "h" * 100, 10),
+        ("no fallback", "\u00e9" * 100, 0),
+        ("one byte missing", "\u00e9" * 100, 0),
+        ("decodes bytes alone", "x" * 100, 100),
+        ("encodes bytes twice", "x" * 100, 0),
         ("nfc", "x" * 100, 100),
         ("nfc", "e\u0301" * 100, 0),
         ("strips", "x" * 100, 0),
@@ -92,7 +121,7 @@ def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
 def test_the_bound_is_worth_having_where_bytes_are_kept_and_0_where_they_may_not_be(
     name: str, text: str, fewest: int
 ) -> None:
-    found = rule(name)[1](text)
+    found = rule(name)[1](text, ENOUGH)
     assert found >= fewest and bool(found) == bool(fewest)
 
 
@@ -105,3 +134,11 @@ def test_a_text_is_refused_untokenised_where_its_bytes_are_too_many_tokens() -> 
     assert caught.value.work == 0
     chat = [{"role": "user", "content": "7" * 8193}]
     check_text_size(chat, table, 8192)  # its template may leave some of it out
+
+
+def test_no_more_of_a_text_is_counted_than_it_takes_to_refuse_it() -> None:
+    bound = rule("smollm2")[1]
+    text = "7" * (1 << 22)
+    assert 8192 < bound(text, 8192) < 1 << 17
+    assert bound(text, 1 << 30) == 1 << 22
+    assert bound("the " * 100_000, 1 << 30) <= len(smollm2().encode("the " * 100_000))

@@ -45,7 +45,7 @@ def reference() -> Any:
 def built() -> None:
     """Build the shared tokenizers outside the time limit of any one example."""
     smollm2().encode_chat([{"role": "user", "content": "<|im_end|>"}])
-    as_transformers(smollm2())
+    as_transformers(smollm2_metadata)
     pieces()
 
 
@@ -123,7 +123,8 @@ def test_text_survives_the_round_trip(text: str) -> None:
 
 @given(st.lists(st.one_of(st.integers(0, 49_200), st.integers(0, 300))), st.booleans())
 def test_step_by_step_text_is_the_decoded_text_for_any_ids(ids: list[int], skip: bool) -> None:
-    expected = as_transformers(smollm2()).decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    wrapped = as_transformers(smollm2_metadata)
+    expected = wrapped.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     assert text_of(smollm2(), ids, skip) == expected
     if skip:
         assert smollm2().decode(ids) == expected
@@ -310,7 +311,7 @@ def test_a_template_that_rewrites_answers_takes_no_reply(small: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2's tokenizer in Hugging Face layout."""
     path = tmp_path_factory.mktemp("models") / "smollm2"
-    as_transformers(smollm2()).save_pretrained(path)
+    as_transformers(smollm2_metadata).save_pretrained(path)
     return path
 
 
@@ -326,7 +327,7 @@ def test_a_folder_gives_the_same_tokenizer(folder: Path) -> None:
 
 
 def test_a_folder_of_pieces_gives_the_same_tokenizer(tmp_path: Path) -> None:
-    as_transformers(pieces()).save_pretrained(tmp_path)
+    as_transformers(piece_metadata).save_pretrained(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode("hello é") == pieces().encode("hello é")
     assert tokenizer.table.byte_ids == set(range(3, 259))
@@ -335,7 +336,7 @@ def test_a_folder_of_pieces_gives_the_same_tokenizer(tmp_path: Path) -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A small tokenizer's folder, to be changed."""
-    as_transformers(Tokenizer.from_gguf(byte_metadata())).save_pretrained(tmp_path)
+    as_transformers(byte_metadata).save_pretrained(tmp_path)
     return tmp_path
 
 

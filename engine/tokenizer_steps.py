@@ -1,0 +1,36 @@
+"""`steps_of`: reads a part of a `tokenizers.Tokenizer` as a flat list of plain dicts; never encodes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+__all__ = ["steps_of"]
+
+_INNER: Final = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "decoder": "decoders",
+    "post_processor": "processors",
+}
+"""Part of a tokenizer -> the field of a `Sequence` that holds its steps."""
+
+
+def steps_of(core: Any, part: str) -> list[dict[str, Any]]:
+    """Return the steps of a part of a tokenizer in the order in which they run, those of nested sequences too.
+
+    Args:
+        core: A `tokenizers.Tokenizer`.
+        part: Name of the part: "normalizer", "pre_tokenizer", "decoder" or "post_processor".
+    """
+    whole = getattr(core, part)
+    left = [] if whole is None else [json.loads(whole.__getstate__())]
+    found: list[dict[str, Any]] = []
+    while left:
+        step = left.pop()
+        inner = step.get(_INNER[part]) if step.get("type") == "Sequence" else None
+        if inner is None:
+            found.append(step)
+        else:
+            left += reversed(inner)
+    return found
