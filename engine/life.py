@@ -34,6 +34,8 @@ from headrace.engine.threads import Poster, Worker, outlast
 
 __all__ = ["Life"]
 
+_PATIENCE = 5.0  # seconds for which a closing engine waits for texts that are being tokenised
+
 
 class Life:
     """An opening of a model, from `async with` to `aclose`; `Engine` adds what it can be asked for."""
@@ -178,18 +180,23 @@ class Life:
                 join()
             opened.runner.close()
 
+        closer = self._make_worker("headrace-closer", self._post)  # the helper may be busy with a text for long
         try:
             self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
             self._grammars.drop(crashed or EngineStopped("the engine closed before the response format was compiled"))
             if opened is not None:
                 opened.tokenizer.close()  # which ends what the helper's threads render
             if opened is not None and hung:
-                self._helper.submit(partial(close, opened), lambda result, error: None)  # which may take for ever
+                closer.submit(partial(close, opened), lambda result, error: None)  # which may take for ever
             elif opened is not None:
-                await self._helper.run(partial(close, opened))
+                await closer.run(partial(close, opened))
         finally:
-            self._helper.close(join=not hung)
+            closer.close(join=not hung)
             self._waiter.close(join=not hung)
+            if hung:
+                self._helper.close(join=False)
+            else:
+                await self._helper.leave(_PATIENCE)
 
     def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
         if self._loop is not None and self._loop.crashed is not None:

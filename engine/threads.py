@@ -6,6 +6,7 @@ The host may run asyncio (with any event loop) or trio: `Poster` has one impleme
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import queue
 import sys
@@ -21,6 +22,7 @@ from anyio.lowlevel import current_token
 __all__ = ["Call", "Done", "Hung", "Outcome", "Poster", "TaskWatch", "Worker", "outlast", "stacks"]
 
 T = TypeVar("T")
+logger = logging.getLogger("headrace.engine")
 
 
 class Hung(Exception):
@@ -123,7 +125,9 @@ class Worker:
         """
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._post = post
-        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        self._ended = anyio.Event()
+        self._left = threads
+        self._threads = [threading.Thread(target=self._main, name=name, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -202,6 +206,33 @@ class Worker:
             self._calls.put(None)
         for thread in self._threads if join else ():
             thread.join()
+
+    async def leave(self, seconds: float) -> None:
+        """End the threads once what is queued is done, without ever holding up the event loop, even if cancelled.
+
+        Args:
+            seconds: How long to wait for them. A thread that is still busy then ends by itself when its call does.
+        """
+        self.close(join=False)
+        cancelled = await outlast(self._ended, seconds)
+        if self._ended.is_set():
+            for thread in self._threads:
+                thread.join()
+        else:
+            logger.warning("a thread named %s is still busy; it ends when its call does", self._threads[0].name)
+        if cancelled is not None:
+            raise cancelled
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        finally:
+            self._post(self._one_ended)
+
+    def _one_ended(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._ended.set()
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

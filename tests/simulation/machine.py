@@ -162,6 +162,10 @@ class _VirtualThread:
             timer.cancel()
             finish()
 
+    async def leave(self, seconds: float) -> None:
+        """What is left runs now."""
+        self.close()
+
     def _begin(self) -> tuple[Call, Any] | None:
         """The next call that waits, and what `_end` is told of it."""
         raise NotImplementedError
