@@ -73,10 +73,6 @@ class _Refusal(HeadraceError):
 class Rejected(_Refusal):
     """Refused before the first token; the caller may change the request and try again."""
 
-    work: int = 0
-    """What finding out cost, in tokens: those of a prompt that was tokenised first, and 1,000 for each second of a
-    processor in which a response format was tried. A server charges them to whoever asked."""
-
 
 class InvalidParams(Rejected, ValueError):
     """A field of the request is out of its range or of the wrong kind."""

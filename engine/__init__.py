@@ -37,6 +37,7 @@ from headrace.engine.scheduling.page_log import PageRemoved, PageStored
 from headrace.engine.scoring import Scores
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
+from headrace.engine.tokenizing import Charge
 
 __all__ = [
     "LLM",
@@ -45,6 +46,7 @@ __all__ = [
     "AdapterUnavailable",
     "Adapters",
     "Choice",
+    "Charge",
     "Chunk",
     "Completion",
     "DeviceUnavailable",

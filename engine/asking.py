@@ -16,6 +16,7 @@ from headrace.engine.params import SamplingParams, shown
 from headrace.engine.scheduling.plan import Ability
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import LogitsProcessor
+from headrace.engine.tokenizing import Charge, charge_nobody
 
 __all__ = ["Asking", "check_abilities", "check_asking", "check_generates", "check_hooks", "check_streamed"]
 
@@ -53,6 +54,8 @@ class Asking:
     """Seconds from `since`."""
     since: float = 0.0
     """When it was asked, on the step loop's clock."""
+    charge: Charge = charge_nobody
+    """Is told of work that was done for it besides its steps."""
     before: Request | None = None
     """The turn of the stream after which this one goes on."""
 

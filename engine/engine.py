@@ -30,7 +30,7 @@ from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts
 from headrace.engine.messages import Message
 from headrace.engine.params import SamplingParams
 from headrace.engine.pooled import PoolingIntake, Text, Who
-from headrace.engine.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
+from headrace.engine.prompts import check_token_ids, to_token_ids
 from headrace.engine.requests import make_requests
 from headrace.engine.scheduling.pooling import Pooling, PoolingKind
 from headrace.engine.scheduling.shaping import LogitsProcessor
@@ -38,6 +38,7 @@ from headrace.engine.scoring import Scores, score
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 from headrace.engine.text import Detokenizer
+from headrace.engine.tokenizing import Charge, Tokenizing, charge_nobody
 from headrace.engine.turns import Prompt, Turns
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Engine(Elastic):
         deadline: float | None = None,
         stop_when: StopWhen | None = None,
         logits_processor: LogitsProcessor | None = None,
+        charge: Charge = charge_nobody,
     ) -> TokenStream:
         """Start a generation; returns at once and does no I/O.
 
@@ -95,6 +97,8 @@ class Engine(Elastic):
             stop_when: Called with each token after which its choice would go on; True ends it there, with `stop`.
             logits_processor: Called with the tokens so far and the next one's logits, a float32 array [vocabulary] that
                 it may write to; returns the logits to choose from. Runs in a thread.
+            charge: Called here with the tokens of work besides steps, whatever becomes of the request, even after its
+                end: those made of text, and 1,000 a second where its format was tried or tokenising failed.
 
         Returns:
             A stream; a `Rejected` request raises in its `admitted()` or first read.
@@ -105,7 +109,9 @@ class Engine(Elastic):
             EngineCrashed: Its step loop died.
         """
         loop, _ = self._serving()
-        asking = Asking(params, adapter, tenant, cache_salt, priority, stop_when, logits_processor, deadline, loop.now)
+        asking = Asking(
+            params, adapter, tenant, cache_salt, priority, stop_when, logits_processor, deadline, loop.now, charge
+        )
         turns = Turns(self._serving, self._admit, self._helper, self.config, self._random)
         return TokenStream(turns.first(asking, prompt), turns, self._post)
 
@@ -204,7 +210,9 @@ class Engine(Elastic):
             else:  # a grammar, or none because nobody wants it any more
                 self._submit(generation, asking, ids, grammar)
 
-        self._grammars.compile(wanted, opened, lambda: not generation.finished, compiled, tenant=asking.tenant)
+        self._grammars.compile(
+            wanted, opened, lambda: not generation.finished, compiled, tenant=asking.tenant, charge=asking.charge
+        )
 
     def _submit(
         self, generation: Generation, asking: Asking, ids: list[int], grammar: CompiledGrammar | None = None
@@ -247,6 +255,7 @@ class Engine(Elastic):
         cache_salt: str | None = None,
         priority: int = 0,
         started: Event | None = None,
+        charge: Charge = charge_nobody,
     ) -> Embeddings:
         """Turn texts into vectors, at most two for each row at a time; other arguments as `stream`.
 
@@ -268,7 +277,7 @@ class Engine(Elastic):
             HeadraceError: The first prompt that failed, its message naming `prompts[index]`; the others are cancelled.
         """
         options = EmbedOptions(pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate)
-        who = Who(None, tenant, cache_salt, priority)
+        who = Who(None, tenant, cache_salt, priority, charge)
         return await embed(self._pooling(started), prompts, options, who, adapter)
 
     async def score(
@@ -282,6 +291,7 @@ class Engine(Elastic):
         cache_salt: str | None = None,
         priority: int = 0,
         started: Event | None = None,
+        charge: Charge = charge_nobody,
     ) -> Scores:
         """How well documents answer a query, at most two for each row at a time; other arguments as `stream`.
 
@@ -298,7 +308,7 @@ class Engine(Elastic):
             InvalidParams: The model does neither, or an argument is of the wrong kind.
             HeadraceError: The first document that failed, its message naming `documents[index]`.
         """
-        who = Who(adapter, tenant, cache_salt, priority)
+        who = Who(adapter, tenant, cache_salt, priority, charge)
         return await score(self._pooling(started), query, documents, who, truncate=truncate)
 
     async def hidden_states(
@@ -334,7 +344,12 @@ class Engine(Elastic):
     # -- looking in -------------------------------------------------------------------------------------------------
 
     async def tokenize(
-        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, tenant: str | None = None
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tenant: str | None = None,
+        charge: Charge = charge_nobody,
     ) -> list[int]:
         """The token ids of `prompt`, as a request of `tenant` would see them; `tools` are offered in a chat.
 
@@ -343,11 +358,9 @@ class Engine(Elastic):
             PromptTooLong: Its text is too long for the context, however it is tokenised.
         """
         _, opened = self._serving()
-        check_text_size(prompt, opened.tokenizer.table, opened.info.max_context)
-        if is_short(prompt) and not tools:
-            return to_token_ids(prompt, opened.tokenizer)
-        ids = partial(to_token_ids, prompt, opened.tokenizer, tools)
-        return await self._helper.ask_for(tenant, ids, cost=tokenizing_cost(prompt, tools))
+        encode = partial(to_token_ids, prompt, opened.tokenizer, tools)
+        work = Tokenizing.of_prompt(prompt, opened, encode, tenant=tenant, charge=charge, tools=tools)
+        return await work.ask(self._helper)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`.

@@ -15,7 +15,7 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.panics import typed
 from headrace.engine.tokenizer_limits import check_added, check_merging, check_token_sizes
 
-__all__ = ["BYTE_OF_CHAR", "GgufBackend", "build_gguf_tokenizer", "byte_level_piece", "gguf_eos_ids"]
+__all__ = ["BYTE_OF_CHAR", "SPLITS", "GgufBackend", "build_gguf_tokenizer", "byte_level_piece", "gguf_eos_ids"]
 
 _PREFIX: Final = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
@@ -60,6 +60,8 @@ _PRE: Final[Mapping[str, _Pre]] = {
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _Pre(split=_CASED_WORDS, whole_words=True, bos=True),
 }
+SPLITS: Final = frozenset(pre.split for pre in _PRE.values() if pre.split is not None)
+"""Regular expressions by which published models split text, all of which take linear time."""
 
 
 def _byte_alphabet() -> dict[str, int]:

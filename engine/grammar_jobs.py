@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from headrace.engine.compiled_grammar import CompiledGrammar
 from headrace.engine.opened import Opened
 from headrace.engine.response_format import ResponseFormat
+from headrace.engine.tokenizing import Charge, charge_nobody
 
 __all__ = ["Claim", "Done", "GrammarJob", "GrammarJobs", "Waiter"]
 
@@ -29,6 +30,7 @@ class Waiter:
     """Seconds on the clock of whoever asks the jobs."""
     still_wanted: Callable[[], bool]
     done: Done
+    charge: Charge = charge_nobody
 
 
 @dataclass(eq=False, slots=True)

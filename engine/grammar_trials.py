@@ -7,9 +7,10 @@ A call of llguidance cannot be interrupted, and thirty characters are enough for
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from headrace.engine.child import Child, ChildCrashed, ChildLate, Children, ChildTooSlow
 from headrace.engine.response_format import ResponseFormat
@@ -118,6 +119,15 @@ class _Survey:
             self.is_suspicious = True
 
 
+class Tried(NamedTuple):
+    """How a trial ended that found no fault."""
+
+    wanted: bool
+    """Somebody still wants the format, which can be compiled."""
+    seconds: float
+    """Processor time that it took; real time, and no more than a trial may have, where it was given up."""
+
+
 class Trials:
     """The processes of one engine: none before the first format that may take long, and then one for each thread."""
 
@@ -125,7 +135,7 @@ class Trials:
         """Start none."""
         self._children = Children(lambda: Child(Path(__file__).with_name("grammar_child.py")))
 
-    def run(self, source: str, vocabulary: Callable[[], Vocabulary], still_wanted: Callable[[], bool]) -> bool:
+    def run(self, source: str, vocabulary: Callable[[], Vocabulary], still_wanted: Callable[[], bool]) -> Tried:
         """Try `source`, in any thread.
 
         Args:
@@ -134,14 +144,18 @@ class Trials:
             still_wanted: Asked many times a second; once it says no, it is not asked again, and the trial ends.
 
         Returns:
-            Whether it is still wanted.
+            Whether it is still wanted, and what it took.
 
         Raises:
             TooSlow: It takes more than two seconds of a processor.
-            Unfit: It cannot be compiled.
+            Unfit: It cannot be compiled, or its process died, as where it took too much memory.
             Starved: Ten seconds were not enough for that.
             OSError: There can be no other process, or a new one was ended by others.
         """
+        began = time.monotonic()
+
+        def elapsed() -> float:
+            return min(time.monotonic() - began, _SECONDS)
 
         def attempt(child: Child) -> bytes | None:
             line = vocabulary_line(vocabulary()) if not child.answers else b""
@@ -156,13 +170,13 @@ class Trials:
         except ChildTooSlow:
             raise TooSlow(_SECONDS) from None
         except ChildCrashed:
-            raise Unfit("compiling it takes too much memory or crashes", _SECONDS) from None
+            raise Unfit("compiling it takes too much memory or crashes", elapsed()) from None
         if answer is None:
-            return False
+            return Tried(False, elapsed())
         why, seconds = json.loads(answer)
         if why:
             raise Unfit(why, seconds)
-        return True
+        return Tried(True, seconds)
 
     def close(self) -> None:
         """End the processes; nothing runs in them."""

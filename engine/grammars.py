@@ -27,6 +27,7 @@ from headrace.engine.opened import Opened
 from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.threads import Poster
+from headrace.engine.tokenizing import TOKENS_A_SECOND, Charge, charge_nobody
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -37,7 +38,6 @@ _THREADS: Final = 2
 _TRIALS: Final = 2  # at a time, each of another tenant
 _WAITING: Final = 1024  # requests of one tenant
 _PATIENCE: Final = 5.0  # seconds that a format may wait for its tenant's turn
-_TOKENS_A_SECOND: Final = 1000  # charged for a trial that fails
 _KEPT: Final = 64
 _TEXTS: Final = 512  # between choices, which rows of one format share
 _MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
@@ -56,6 +56,8 @@ class _Told(NamedTuple):
     """The job that the turn has ended; None where it goes on, or had begun before."""
     grammar: CompiledGrammar | None = None
     error: Rejected | None = None
+    work: int = 0
+    """What a trial is charged as, in tokens, whatever has come of it."""
 
 
 class Grammars:
@@ -89,6 +91,7 @@ class Grammars:
         done: Done,
         *,
         tenant: str | None = None,
+        charge: Charge = charge_nobody,
     ) -> None:
         """Compile `wanted` and call `done`, here or later on the event loop, with the grammar or a typed error.
 
@@ -101,6 +104,7 @@ class Grammars:
                 waits too long for others, or too many of its tenant wait; `InvalidParams` where the model has no token
                 to end with.
             tenant: Whose turn it takes.
+            charge: Is told of a trial in a turn of that tenant, if no other of its requests is.
         """
         grammar = self._kept.get(wanted)
         if grammar is not None:
@@ -114,7 +118,7 @@ class Grammars:
             done(None, _refused(Overloaded, f"{_WAITING} others wait to be compiled", wanted, _WAITING))
             return
         self._waiting[tenant] += 1
-        job = self._jobs.join(wanted, opened, Waiter(tenant, time.monotonic(), still_wanted, done))
+        job = self._jobs.join(wanted, opened, Waiter(tenant, time.monotonic(), still_wanted, done, charge))
         if job is not None:
             if self._compiling is None:
                 self._compiling = self._make_worker("headrace-grammar", self._post, threads=_THREADS)
@@ -157,11 +161,10 @@ class Grammars:
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         waiters = sorted(self._jobs.end(job), key=lambda waiter: waiter.tenant != tenant)
-        for place, waiter in enumerate(waiters):
-            refusal = copy.copy(told.error)
-            if refusal is not None and place:
-                refusal.work = 0  # the first one pays, of the tenant whose turn it was
-            self._answer(waiter, told.grammar, refusal)
+        if told.work and waiters:  # one pays, of the tenant whose turn it was
+            waiters[0].charge(told.work)
+        for waiter in waiters:
+            self._answer(waiter, told.grammar, copy.copy(told.error))
 
     def _answer(self, waiter: Waiter, grammar: CompiledGrammar | None, error: BaseException | None) -> None:
         self._waiting[waiter.tenant] -= 1
@@ -174,7 +177,7 @@ class Grammars:
     def _look(self, job: GrammarJob, tenant: str | None) -> _Told | None:
         """Compile a format in a turn of `tenant`, or queue a turn of that tenant for its trial."""
         if job.begun or not may_take_long(job.wanted):
-            return self._work(job, tenant, self._compile)
+            return self._work(job, tenant, lambda job: (self._compile(job), 0.0))
         with self._trying_lock:
             if self._trying is None:
                 self._trying = self._make_worker("headrace-trial", self._post, threads=_TRIALS, most_of_one=1)
@@ -182,19 +185,21 @@ class Grammars:
         self._trying.submit_for(tenant, turn, partial(self._tell, job, tenant))
         return None
 
-    def _work(self, job: GrammarJob, tenant: str | None, make: Callable[[GrammarJob], CompiledGrammar | None]) -> _Told:
+    def _work(
+        self, job: GrammarJob, tenant: str | None, make: Callable[[GrammarJob], tuple[CompiledGrammar | None, float]]
+    ) -> _Told:
         """Begin a job in a turn of `tenant`, if it has not begun and the tenant can still use it, and end it."""
         claim = self._jobs.claim(job, tenant, time.monotonic())
         if not claim.begins:
             return _Told(claim)
         wanted = job.wanted
         try:
-            return _Told(claim, job, make(job))
+            grammar, seconds = make(job)
+            return _Told(claim, job, grammar, work=_tokens(seconds))
         except Unfit as error:
             limit = error.seconds if isinstance(error, TooSlow) else None
             refusal = _refused(GrammarRejected, str(error), wanted, limit)
-            refusal.work = max(1, math.ceil(error.seconds * _TOKENS_A_SECOND))  # clocks may be coarse
-            return _Told(claim, job, error=refusal)
+            return _Told(claim, job, error=refusal, work=_tokens(error.seconds))
         except Starved:
             what = "the machine is too busy to try whether it can be compiled"
             return _Told(claim, job, error=_refused(Overloaded, what, wanted))
@@ -205,12 +210,16 @@ class Grammars:
         source, tokens = _source(job.wanted), self._tokens(job.opened)
         return CompiledGrammar(lambda: matcher_of(tokens, source), matcher_of(tokens, source), self._many)
 
-    def _try(self, job: GrammarJob) -> CompiledGrammar | None:
-        """Compile a format once that has succeeded in another process; None where nobody wants it any more."""
+    def _try(self, job: GrammarJob) -> tuple[CompiledGrammar | None, float]:
+        """Compile a format once that has succeeded in another process.
+
+        Returns:
+            The grammar, or None where nobody wants it any more, and the seconds that its trial took.
+        """
         source = _source(job.wanted)
         self._tokens(job.opened)  # reads the vocabulary
-        wanted = self._trials.run(source, lambda: self._vocabulary, lambda: self._jobs.still_wanted(job))
-        return self._compile(job) if wanted else None
+        tried = self._trials.run(source, lambda: self._vocabulary, lambda: self._jobs.still_wanted(job))
+        return self._compile(job) if tried.wanted else None, tried.seconds
 
     def _tokens(self, opened: Opened) -> LLTokenizer:
         with self._tokens_lock:
@@ -289,6 +298,11 @@ def _source(wanted: ResponseFormat) -> str:
     if wanted.kind == "lark":
         return LLMatcher.grammar_from_lark(exact_grammar(wanted.source))
     return LLMatcher.grammar_from_regex(wanted.source)
+
+
+def _tokens(seconds: float) -> int:
+    """Return what so long a trial is charged as."""
+    return max(1, math.ceil(seconds * TOKENS_A_SECOND))  # clocks may be coarse
 
 
 def _end_ids(opened: Opened) -> list[int]:

@@ -23,16 +23,19 @@ from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
 from headrace.engine.prompts import (
     TokenizerLike,
+    check_fewest_tokens,
     check_text_size,
     check_token_ids,
     is_short,
-    note_work,
+    is_text,
     to_token_ids,
     tokenizing_cost,
 )
 from headrace.engine.requests import make_pooling_request
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.pooling import Pooling
+from headrace.engine.text import TokenTable
+from headrace.engine.tokenizing import Charge, Tokenizing, charge_nobody
 
 __all__ = ["Pair", "PoolingIntake", "Text", "Who"]
 
@@ -48,6 +51,7 @@ class Who(NamedTuple):
     tenant: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    charge: Charge = charge_nobody
 
 
 class Pooled(NamedTuple):
@@ -55,19 +59,15 @@ class Pooled(NamedTuple):
 
     ids: list[int]
     pooling: Pooling
+    made: int
+    """Tokens that were made of text, those that are cut off included."""
 
 
 class _Asked(Protocol):
     """A text, or several that make one."""
 
-    @property
-    def is_short(self) -> bool:
-        """Whether tokenising it is quick enough for the event loop's own thread."""
-        ...
-
-    @property
-    def text(self) -> Any:
-        """The prompt, of several the one that may be too long."""
+    def is_short(self, table: TokenTable) -> bool:
+        """Return whether tokenising it is quick enough for the event loop's own thread."""
         ...
 
     @property
@@ -91,15 +91,9 @@ class Text(NamedTuple):
     pooling: Pooling
     truncate: bool = False
 
-    @property
-    def text(self) -> Any:
-        """The text that may be too long."""
-        return self.prompt
-
-    @property
-    def is_short(self) -> bool:
+    def is_short(self, table: TokenTable) -> bool:
         """Whether tokenising is quick enough for the event loop's own thread."""
-        return is_short(self.prompt)
+        return is_short(self.prompt, table)
 
     @property
     def cost(self) -> float:
@@ -110,22 +104,27 @@ class Text(NamedTuple):
         """Refuse what is too long however it is tokenised.
 
         Raises:
-            PromptTooLong: It has too many characters.
+            PromptTooLong: It has too many characters, or its bytes are too many tokens.
         """
         if not self.truncate:
-            check_text_size(_dense(self.prompt, opened), opened.tokenizer.table, opened.info.max_context)
+            _check(self.prompt, opened)
 
     def tokenize(self, opened: Opened) -> Pooled:
         """Return the token ids and how they are pooled.
 
         Raises:
             InvalidParams: It is malformed.
+            PromptTooLong: As much of it as the tokenizer takes at once does not fill the context.
         """
-        tokenizer, most = opened.tokenizer, opened.info.max_context
-        if not self.truncate:
-            return Pooled(to_token_ids(self.prompt, tokenizer), self.pooling)
-        prompt = _dense(self.prompt, opened)[: _enough(opened)] if isinstance(self.prompt, str) else self.prompt
-        return Pooled(_truncated(to_token_ids(prompt, tokenizer), tokenizer, most), self.pooling)
+        prompt, tokenizer, most = self.prompt, opened.tokenizer, opened.info.max_context
+        if self.truncate and isinstance(prompt, str):
+            prompt = _cut(prompt, opened)
+        ids = to_token_ids(prompt, tokenizer)
+        made = len(ids) if is_text(prompt) else 0
+        if self.truncate:
+            _check_cut(self.prompt, prompt, len(ids), opened)
+            ids = _truncated(ids, tokenizer, most)
+        return Pooled(ids, self.pooling, made)
 
 
 class Pair(NamedTuple):
@@ -135,15 +134,9 @@ class Pair(NamedTuple):
     document: str
     truncate: bool = False
 
-    @property
-    def text(self) -> str:
-        """The text that may be too long."""
-        return self.document
-
-    @property
-    def is_short(self) -> bool:
+    def is_short(self, table: TokenTable) -> bool:
         """Whether tokenising is quick enough for the event loop's own thread."""
-        return is_short(self.query) and is_short(self.document)
+        return is_short(self.query, table) and is_short(self.document, table)
 
     @property
     def cost(self) -> float:
@@ -154,25 +147,27 @@ class Pair(NamedTuple):
         """Refuse what is too long however it is tokenised.
 
         Raises:
-            PromptTooLong: One of both has too many characters.
+            PromptTooLong: One of both has too many characters, or its bytes are too many tokens.
         """
-        table, most = opened.tokenizer.table, opened.info.max_context
-        check_text_size(_dense(self.query, opened), table, most, "query")
+        _check(self.query, opened, "query")
         if not self.truncate:
-            check_text_size(_dense(self.document, opened), table, most)
+            _check(self.document, opened)
 
     def tokenize(self, opened: Opened) -> Pooled:
         """Return the token ids and how they are pooled; what is too long is cut at the end of the document.
 
         Raises:
             InvalidParams: One of both is no text that UTF-8 can express.
-            PromptTooLong: The query leaves no room for the document.
+            PromptTooLong: The query leaves no room for the document, or as much of both as the tokenizer takes at once
+                does not fill the context.
         """
         assert opened.scoring is not None
         most = opened.info.max_context
-        document = _dense(self.document, opened)[: _enough(opened)] if self.truncate else self.document
+        document = _cut(self.document, opened, len(self.query)) if self.truncate else self.document
         found = opened.scoring.encode_pair(self.query, document)
-        ids = found.ids
+        ids, made = found.ids, len(found.ids)
+        if self.truncate:
+            _check_cut(self.document, document, made, opened)
         if self.truncate and len(ids) > most:
             ids = _truncated(ids, opened.tokenizer, most)
             if found.document >= most - 1:
@@ -182,7 +177,15 @@ class Pair(NamedTuple):
                     value=found.document,
                     limit=most,
                 )
-        return Pooled(ids, Pooling("score", found.second))
+        return Pooled(ids, Pooling("score", found.second), made)
+
+
+def _check(prompt: Any, opened: Opened, name: str = "prompt") -> None:
+    """Refuse a prompt that is too long however it is tokenised."""
+    table, most = opened.tokenizer.table, opened.info.max_context
+    dense = _dense(prompt, opened)
+    check_text_size(dense, table, most, name)
+    check_fewest_tokens(dense, table, most, name)
 
 
 def _enough(opened: Opened) -> int | None:
@@ -191,12 +194,40 @@ def _enough(opened: Opened) -> int | None:
     return longest * opened.info.max_context if longest else None
 
 
+def _cut(text: str, opened: Opened, beside: int = 0) -> str:
+    """Return the start of a text, as much as is sure to fill the context or as the tokenizer takes at once.
+
+    Args:
+        text: The text.
+        opened: The model.
+        beside: Characters that are tokenised together with it.
+    """
+    dense, most = _dense(text, opened), opened.tokenizer.table.most_characters
+    cut: str = dense[: _enough(opened)]
+    return cut if most is None else cut[: max(most - beside, 0)]
+
+
+def _check_cut(whole: Any, cut: Any, tokens: int, opened: Opened) -> None:
+    """Refuse a text of which so many tokens would leave out what the context still has room for."""
+    most, table = opened.info.max_context, opened.tokenizer.table
+    if tokens >= most or not isinstance(whole, str) or table.most_characters is None:
+        return
+    if len(cut) < len(_dense(whole, opened)[: _enough(opened)]):
+        raise PromptTooLong(
+            f"prompt: its tokenizer takes {table.most_characters} characters at once, which do not fill the context "
+            f"of {most} tokens, and it has {len(whole)}",
+            field="prompt",
+            value=len(whole),
+            limit=table.most_characters,
+        )
+
+
 def _dense(prompt: Any, opened: Opened) -> Any:
-    """A text with one white character for several, where it may else seem to be too long and the model sees no more."""
+    """Return a text with one white character for several, where it may seem too long and the model sees no more."""
     enough = _enough(opened)
     if not isinstance(prompt, str) or enough is None or len(prompt) <= enough or not opened.tokenizer.table.joins_space:
         return prompt
-    looked_at = _SPARSE * enough  # no more, since this is on the event loop
+    looked_at = _SPARSE * enough
     return _SPACE.sub(" ", prompt[:looked_at]) + prompt[looked_at:]
 
 
@@ -271,20 +302,20 @@ class PoolingIntake(NamedTuple):
         generation = _Pooling(loop, self.started)
         loop.expect(generation)
         try:
-            asked.check(opened)
-            if asked.is_short:
-                ids, pooling = asked.tokenize(opened)
-            else:
-                tokenize = partial(asked.tokenize, opened)
-                ids, pooling = await self.helper.ask_for(who.tenant, tokenize, cost=asked.cost)
+            tokenizing = Tokenizing(
+                partial(asked.tokenize, opened),
+                lambda pooled: pooled.made,
+                check=partial(asked.check, opened),
+                here=asked.is_short(opened.tokenizer.table),
+                cost=asked.cost,
+                tenant=who.tenant,
+                charge=who.charge,
+            )
+            ids, pooling, _ = await tokenizing.ask(self.helper)
             loop, opened = self.serving()
-            try:
-                loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
-            except PromptTooLong as error:
-                note_work(error, asked.text, len(ids))
-                raise
+            loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
-            asking = Asking(_NO_PARAMS, *who)
+            asking = Asking(_NO_PARAMS, *who[:4])
             named = self.adapters.versions
             loop.submit(generation, ids, [make_pooling_request(ids, asking, pooling, opened.info.vocab_size, named)])
             return await generation.result()

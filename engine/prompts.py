@@ -13,11 +13,12 @@ from headrace.engine.text import TokenTable
 
 __all__ = [
     "TokenizerLike",
+    "check_fewest_tokens",
     "check_text_size",
     "check_token_ids",
     "is_short",
+    "is_text",
     "more_token_ids",
-    "note_work",
     "to_token_ids",
     "tokenizing_cost",
 ]
@@ -67,9 +68,14 @@ class TokenizerLike(Protocol):
         ...
 
 
-def is_short(prompt: object) -> bool:
-    """Whether tokenising `prompt` is quick enough for the event loop's own thread; of a chat it waits for a process."""
-    return not _is_chat(prompt) and _text_size(prompt) <= _SHORT
+def is_short(prompt: object, table: TokenTable) -> bool:
+    """Return whether tokenising `prompt` is quick enough for the event loop; a chat waits for a process."""
+    return not _is_chat(prompt) and _text_size(prompt) <= (_SHORT if table.is_quick else 0)
+
+
+def is_text(prompt: object) -> bool:
+    """Return whether `prompt` is a text or a chat, of which tokens are made, and no token ids."""
+    return isinstance(prompt, str) or _is_chat(prompt)
 
 
 def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = None, most: int = _COSTLY) -> int:
@@ -88,7 +94,7 @@ def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = 
 
 
 def check_text_size(prompt: object, table: TokenTable, max_context: int, name: str = "prompt") -> None:
-    """Refuse a text that is too long however it is tokenised, before the time for that is spent.
+    """Refuse a text that has too many characters however it is tokenised; takes no time for a long one.
 
     Args:
         prompt: As `to_token_ids` takes it; token ids pass.
@@ -97,8 +103,7 @@ def check_text_size(prompt: object, table: TokenTable, max_context: int, name: s
         name: What errors call it.
 
     Raises:
-        PromptTooLong: It has more characters than the context has bytes, were every token the longest; or it is one
-            text, no chat, and the bytes that it has cannot be written with fewer tokens.
+        PromptTooLong: It has more characters than the context has bytes, were every token the longest.
     """
     if not table.longest:  # a model without a tokenizer, which refuses text by itself
         return
@@ -111,21 +116,26 @@ def check_text_size(prompt: object, table: TokenTable, max_context: int, name: s
             value=size,
             limit=most,
         )
-    if isinstance(prompt, str) and size * _CHARACTER > max_context:
+
+
+def check_fewest_tokens(prompt: object, table: TokenTable, max_context: int, name: str = "prompt") -> None:
+    """Refuse a text whose bytes no few enough tokens can write; reads some of it, so a long one is for a thread.
+
+    A chat passes, whose template may leave some of it out, and so do token ids. Arguments as for `check_text_size`.
+
+    Raises:
+        PromptTooLong: It is at least so many tokens.
+    """
+    if isinstance(prompt, str) and len(prompt) * _CHARACTER > max_context:
         fewest = table.fewest_tokens(prompt, max_context)
         if fewest > max_context:
             raise PromptTooLong(
-                f"{name}: its {size} characters are at least {fewest} tokens, more than the context of {max_context}",
+                f"{name}: its {len(prompt)} characters are at least {fewest} tokens, "
+                f"more than the context of {max_context}",
                 field=name,
                 value=fewest,
                 limit=max_context,
             )
-
-
-def note_work(error: BaseException | None, prompt: object, tokens: int) -> None:
-    """Note in the refusal of a prompt that is too long that so many tokens were made of it."""
-    if isinstance(error, PromptTooLong) and (isinstance(prompt, str) or _is_chat(prompt)):
-        error.work = tokens
 
 
 def _text_size(prompt: object) -> int:

@@ -27,8 +27,10 @@ class TokenTable:
     __slots__ = (
         "byte_ids",
         "fewest_tokens",
+        "is_quick",
         "joins_space",
         "longest",
+        "most_characters",
         "pieces",
         "special_ids",
         "texts",
@@ -53,6 +55,10 @@ class TokenTable:
         self.fewest_tokens: Callable[[str, int], int] = lambda text, enough: 0
         """A number of tokens that no tokenising of a text falls below, counted until it is more than `enough`; 0 where
         nothing is known."""
+        self.is_quick = True
+        """Its tokenizer takes no longer than about a microsecond for any character of a text."""
+        self.most_characters: int | None = None
+        """Characters that its tokenizer may be given at once; None is any number."""
         self.joins_space = False
         """Whether the tokenizer takes several white characters for one."""
         self.texts: list[str | None] = [

@@ -19,13 +19,14 @@ from headrace.engine.gguf_tokenizer import build_gguf_tokenizer, gguf_eos_ids
 from headrace.engine.messages import Message, check_text, checked_messages, map_strings
 from headrace.engine.opened import EncodedPair
 from headrace.engine.panics import typed
-from headrace.engine.prompts import check_text_size
+from headrace.engine.prompts import check_fewest_tokens, check_text_size
 from headrace.engine.rendering import Renderer
 from headrace.engine.text import TokenTable
 from headrace.engine.token_table import token_table
 from headrace.engine.tokenizer_core import TokenizerCore
 from headrace.engine.tokenizer_folder import folder_eos_ids, load_folder
 from headrace.engine.tokenizer_limits import check_core
+from headrace.engine.tokenizer_speed import is_quick
 
 __all__ = ["Tokenizer"]
 
@@ -52,7 +53,8 @@ class Tokenizer:
         self._core.no_padding()
         self.name = name
         vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # a copy, which takes its time
-        self._encoder = TokenizerCore(self._core, name, growth=check_core(self._core, vocabulary))
+        growth = check_core(self._core, vocabulary)
+        self._encoder = TokenizerCore(self._core, name, growth=growth)
         own = () if backend.eos_token_id is None else (int(backend.eos_token_id),)
         self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *own}))
         """Ids that end a completion, ascending."""
@@ -60,6 +62,8 @@ class Tokenizer:
         self._special = {index: token for index, token in added.items() if token.special}
         self.table: TokenTable = token_table(self._core, vocabulary, frozenset(self._special), is_exact)
         """What each id stands for, for `Detokenizer`."""
+        self.table.is_quick = is_quick(self._core, growth)
+        self.table.most_characters = self._encoder.most_characters
         self.vocab_size: int = len(self.table.pieces)
         """One more than the highest id; the model's logits may be wider."""
         self._control = _any_of(token.content for token in self._special.values())
@@ -207,7 +211,7 @@ class Tokenizer:
 
     def _encode_plain(self, rendered: str) -> list[int]:
         """Encode what the template wrote, unless it is too long however it is tokenised."""
-        check_text_size(rendered, self.table, self._max_context)
+        self._check_size(rendered)
         return self._encoder.encode(rendered)
 
     def _encode_escaped(self, rendered: str) -> list[int]:
@@ -216,7 +220,7 @@ class Tokenizer:
         The size is checked without the marks, which have more characters than most of the strings they stand for.
         """
         escape = self._escaping()
-        check_text_size(escape.shown(rendered), self.table, self._max_context)
+        self._check_size(escape.shown(rendered))
         ids = escape.encode(rendered)
         if ids is None:
             raise InvalidParams(
@@ -224,6 +228,10 @@ class Tokenizer:
                 field="messages",
             )
         return ids
+
+    def _check_size(self, rendered: str) -> None:
+        check_text_size(rendered, self.table, self._max_context)
+        check_fewest_tokens(rendered, self.table, self._max_context)
 
     def _escaping(self) -> _Escape:
         with self._escape_lock:

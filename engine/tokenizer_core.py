@@ -32,7 +32,8 @@ class TokenizerCore:
         self._core = core
         self._name = name
         self._growth = growth
-        self._most_chars = _MOST_CHARS // growth
+        self.most_characters = _MOST_CHARS // growth
+        """Characters of a text that it may be given, or of both texts of a pair."""
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
         """Return the ids of `text`; where `framed`, with the special tokens that go around every text.
@@ -112,13 +113,13 @@ class TokenizerCore:
         return TokenizerCore(core, self._name, growth=self._growth), ids
 
     def _check_size(self, chars: int) -> None:
-        if chars > self._most_chars:
+        if chars > self.most_characters:
             raise PromptTooLong(
-                f"prompt: {chars} characters are more than the {self._most_chars} that the tokenizer of {self._name} "
-                f"may be given, which makes up to {self._growth} bytes of one",
+                f"prompt: {chars} characters are more than the {self.most_characters} that the tokenizer of "
+                f"{self._name} may be given, which makes up to {self._growth} bytes of one",
                 field="prompt",
                 value=chars,
-                limit=self._most_chars,
+                limit=self.most_characters,
             )
 
     @contextmanager

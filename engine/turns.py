@@ -21,16 +21,10 @@ from headrace.engine.loop import StepLoop
 from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompts import (
-    check_text_size,
-    is_short,
-    more_token_ids,
-    note_work,
-    to_token_ids,
-    tokenizing_cost,
-)
+from headrace.engine.prompts import more_token_ids, to_token_ids
 from headrace.engine.requests import make_generation
 from headrace.engine.scheduling.request import branch
+from headrace.engine.tokenizing import Tokenizing
 
 __all__ = ["Prompt", "Turn", "Turns"]
 
@@ -134,16 +128,12 @@ class Turns:
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
             if ids is not None:
                 self._admit(generation, asking, ids)
-                note_work(generation.error, text, len(ids) - known)
             else:
                 generation.abandon(as_headrace(error, "the tokenizer failed"))
 
         try:
-            check_text_size(text, opened.tokenizer.table, opened.info.max_context)
-            if is_short(text):
-                tokenized(tokenize(), None)
-            else:
-                self._helper.submit_for(asking.tenant, tokenize, tokenized, cost=tokenizing_cost(text))
+            work = Tokenizing.of_prompt(text, opened, tokenize, tenant=asking.tenant, charge=asking.charge, known=known)
+            work.submit(self._helper, tokenized)
         except Exception as error:
             tokenized(None, error)
         return turn

@@ -125,10 +125,6 @@ class Answering:
         self._began = time.monotonic()
         self._ended_by: ApiError | None = None
         self._permit: Permit | None = None
-        self._tokenized = 0
-        """Tokens that were made of texts and chats."""
-        self._refused_work = 0
-        """Tokens that a refusal is charged for."""
 
     def end(self, error: ApiError) -> None:
         """End it now; the client is told `error`."""
@@ -160,7 +156,6 @@ class Answering:
             service.running.discard(self)
             if self._permit is not None:
                 self._permit.end(refund=self._is_untouched)
-                self._permit.spend(self._refused_work)
             figures.reason = figures.reason or self._outlet.lost
             service.telemetry.end(figures, self._streams, admitted=self._permit is not None)
             if span is not None:
@@ -196,9 +191,10 @@ class Answering:
         prompts = []
         for place, prompt in enumerate(ask.prompts):
             with self._naming(place):
-                ids = await engine.tokenize(prompt, tools=ask.tools, tenant=self._caller.name)
+                ids = await engine.tokenize(
+                    prompt, tools=ask.tools, tenant=self._caller.name, charge=permit.made_tokens
+                )
             prompts.append(ids)
-            self._tokenized += len(ids) if isinstance(prompt[0], str | dict) else 0
         self._service.telemetry.tokenized(self.figures)
         self._check_room(prompts)
         permit.add_prompt(sum(map(len, prompts)))
@@ -208,9 +204,16 @@ class Answering:
         tenant = self._caller.name
         salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared with oneself alone
         for ids in prompts:
-            self._streams.append(
-                engine.stream(ids, params, adapter=ask.adapter, tenant=tenant, cache_salt=salt, priority=ask.priority)
+            stream = engine.stream(
+                ids,
+                params,
+                adapter=ask.adapter,
+                tenant=tenant,
+                cache_salt=salt,
+                priority=ask.priority,
+                charge=permit.spend,
             )
+            self._streams.append(stream)
         for place, stream in enumerate(self._streams):
             with self._naming(place):
                 await stream.admitted()
@@ -305,8 +308,6 @@ class Answering:
         if isinstance(given, ResponseFormat) and given != self._ask.params.response_format:  # made here, around calls
             told = ApiError(told.status, told.code, told.message.partition(", got ")[0], param=told.param)
         self.figures.reason, self.figures.refused = told.code, told.status < 500
-        if self.figures.refused:
-            self._refused_work = getattr(error, "work", 0) + (self._tokenized if self._is_untouched else 0)
         if told.code == "internal_error":
             logger.error("request %s failed", self._request_id, exc_info=error)
         answer = self._answer if self._ask.streams else None

@@ -41,6 +41,10 @@ class Permit:
     limits: Limits
     tokens: int = 0
     """Tokens of the prompt, once they are known."""
+    charged: int = 0
+    """Tokens of the prompt that the key has paid for, and pays for whatever becomes of them from the end on."""
+    tokenized: int = 0
+    """Tokens that were made of text, which is work done even if no step computes them."""
     waiting: bool = True
     ended: bool = False
 
@@ -62,12 +66,26 @@ class Permit:
         """Charge generated tokens to the key."""
         self.account.tokens -= tokens
 
+    def made_tokens(self, tokens: int) -> None:
+        """Count tokens that were made of text, before the end of the request or after it."""
+        self.tokenized += tokens
+        if self.ended:
+            self.charge_prompt(max(self.charged, self.tokenized))
+
+    def charge_prompt(self, tokens: int) -> None:
+        """Charge the key with so many tokens of the prompt in all, instead of what was charged before."""
+        self.account.tokens -= tokens - self.charged
+        self.charged = tokens
+
     def end(self, *, refund: bool = False) -> None:
-        """Give everything back, with `refund` what was charged for the prompt too; later calls do nothing."""
+        """Give everything back; later calls do nothing.
+
+        Args:
+            refund: No step has computed anything, so that the key pays for no more than what was tokenised.
+        """
         if not self.ended:
             self.ended = True
-            if refund:
-                self.account.tokens += self.tokens
+            self.charge_prompt(self.tokenized if refund else max(self.charged, self.tokenized))
             if self.waiting:
                 self.waiting = False
                 self.limits.left_queue(self, departed=False)
@@ -190,7 +208,7 @@ class Limits:
         if self._queue.tokens and self._queue.tokens + tokens > self._settings.max_queue_tokens:
             raise self.overloaded()
         permit.tokens += tokens
-        permit.account.tokens -= tokens
+        permit.charge_prompt(permit.charged + tokens)
         self._queue.tokens += tokens
 
     def left_queue(self, permit: Permit, departed: bool = True) -> None:

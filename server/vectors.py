@@ -15,7 +15,7 @@ from typing import NamedTuple
 import anyio
 from starlette.types import Scope
 
-from headrace.engine import Usage
+from headrace.engine import Charge, Usage
 from headrace.server.connection import Connection, body
 from headrace.server.errors import ApiError, as_api_error, error_response
 from headrace.server.gate import CALLER, REQUEST_ID
@@ -51,8 +51,8 @@ class VectorAsk:
     """Texts, as text or token ids, that are to be computed."""
     adapter: str | None
     priority: int
-    work: Callable[[str, anyio.Event], Awaitable[Worked]]
-    """Computes it for a tenant; the event is set when a step takes it up."""
+    work: Callable[[str, anyio.Event, Charge], Awaitable[Worked]]
+    """Computes it for a tenant; the event is set when a step takes it up, and the last is told what was tokenised."""
     size: int = 0
     """Bytes that its answer may have, with the numbers that it is made of."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -76,8 +76,6 @@ class Vectors:
         self._started = anyio.Event()
         self._began = time.monotonic()
         self._ended_by: ApiError | None = None
-        self._refused_work = 0
-        """Tokens that a refusal is charged for."""
         self._figures = service.telemetry.begin(scope[REQUEST_ID], scope[CALLER].name, ask.adapter or "")
         scope[EXCHANGE].figures = self._figures
 
@@ -121,7 +119,6 @@ class Vectors:
             service.running.discard(self)
             if self._permit is not None:
                 self._permit.end(refund=not self._started.is_set())  # nothing was computed
-                self._permit.spend(self._refused_work)
             figures.reason = figures.reason or self._connection.lost
             service.telemetry.end(figures, [], admitted=self._permit is not None)
 
@@ -134,8 +131,8 @@ class Vectors:
         most = self._service.engine.info.max_context
         tokens = sum(min(_tokens(text), most) for text in self._ask.texts)
         permit.add_prompt(tokens)
-        parts, usage = await self._ask.work(self._http[CALLER].name, self._started)
-        permit.spend(usage.prompt_tokens - tokens)
+        parts, usage = await self._ask.work(self._http[CALLER].name, self._started, permit.made_tokens)
+        permit.charge_prompt(usage.prompt_tokens)
         permit.started()
         self._figures.computed(usage)
         return parts
@@ -151,7 +148,6 @@ class Vectors:
     async def _fail(self, error: Exception) -> None:
         told = self._told(error)
         self._figures.reason, self._figures.refused = told.code, told.status < 500
-        self._refused_work = getattr(error, "work", 0)
         if told.code == "internal_error":
             logger.error("request %s failed", self._http[REQUEST_ID], exc_info=error)
         response = error_response(told, self._http)

@@ -22,6 +22,7 @@ MAX_DIRECT_LIBRARIES = 15
 
 # Longer because it reads better so: a path, or path:function, with its own limit and the reason.
 EXCEPTIONS: dict[str, tuple[int, str]] = {
+    "engine/engine.py": (412, "the public face, whose docstrings are its reference"),
     "ops/cuda_alike.py:_expand_alike_kernel": (66, "one kernel is one launch"),
     "ops/cuda_decode.py:_fused_decode_kernel": (160, "one kernel is one launch"),
     "ops/cuda_expand.py:_expand_group_kernel": (70, "one kernel is one launch"),

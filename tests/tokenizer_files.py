@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,16 +14,47 @@ from headrace.engine.text import Detokenizer
 from headrace.engine.tokenizer import Tokenizer
 
 __all__ = [
+    "BASE",
+    "LETTERS",
     "as_transformers",
     "byte_metadata",
+    "folder",
     "piece_metadata",
     "pieces",
+    "sequence",
     "smollm2",
     "smollm2_metadata",
     "smollm2_path",
     "text_of",
     "tokens_of",
 ]
+
+
+LETTERS = {chr(code): code - 33 for code in range(33, 127)}
+BASE: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": None,
+    "post_processor": None,
+    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+    "model": {"type": "BPE", "vocab": LETTERS, "merges": []},
+}
+
+
+def folder(path: Path, files: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A folder with a tokenizer.json of all printable ASCII letters, `changes` to it, and more files as JSON."""
+    (path / "tokenizer.json").write_text(json.dumps(BASE | changes))
+    for name, value in (files or {}).items():
+        (path / name).write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def sequence(kind: str, *steps: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a part of a tokenizer.json, under the name that they have there."""
+    return {"type": "Sequence", kind: list(steps)}
 
 
 @cache

@@ -53,7 +53,7 @@ async def tokenize(request: Request) -> Response:
     permit = service.limits.admit(caller, 1)
     try:
         with anyio.fail_after(service.settings.request_timeout):
-            ids = await service.engine.tokenize(prompt, tenant=caller.name)
+            ids = await service.engine.tokenize(prompt, tenant=caller.name, charge=permit.made_tokens)
     except TimeoutError:
         raise ApiError(503, "deadline_exceeded", "the request took longer than it may") from None
     finally:
@@ -69,6 +69,9 @@ async def detokenize(request: Request) -> Response:
     if len(fields.tokens) > most:
         message = f"tokens: {len(fields.tokens)} ids are more than the context of {most}"
         raise ApiError(400, "context_length_exceeded", message, param="tokens")
+    permit = service.limits.admit(request.scope[CALLER], 1)
+    permit.made_tokens(len(fields.tokens))
+    permit.end()
     try:
         return JSONResponse({"prompt": service.engine.detokenize(fields.tokens)})
     except InvalidParams as error:

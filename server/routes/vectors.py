@@ -12,7 +12,7 @@ from anyio import Event
 from anyio.lowlevel import checkpoint
 from starlette.types import Receive, Scope, Send
 
-from headrace.engine import Scores
+from headrace.engine import Charge, Scores
 from headrace.server.body import ClientGone
 from headrace.server.connection import Connection
 from headrace.server.protocol.completions import prompts_of
@@ -65,7 +65,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
     adapter = service.adapter_of(fields.model, fields.adapter)
     texts = prompts_of(fields.input, service.settings.max_inputs, "input")
 
-    async def work(tenant: str, started: Event) -> Worked:
+    async def work(tenant: str, started: Event, charge: Charge) -> Worked:
         found = await service.engine.embed(
             texts,
             dimensions=fields.dimensions,
@@ -74,6 +74,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
             tenant=tenant,
             priority=fields.priority or 0,
             started=started,
+            charge=charge,
         )
         parts = [b'{"object":"list","data":[']
         for index, vector in enumerate(found.vectors):
@@ -114,8 +115,8 @@ def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
     adapter = service.adapter_of(fields.model, fields.adapter)
     documents = document_texts(fields.text_2, "text_2", service.settings.max_inputs)
 
-    async def work(tenant: str, started: Event) -> Worked:
-        found = await _score(service, fields.text_1, documents, fields, adapter, tenant, started)
+    async def work(tenant: str, started: Event, charge: Charge) -> Worked:
+        found = await _score(service, fields.text_1, documents, fields, adapter, tenant, started, charge)
         data = [
             {"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores.tolist())
         ]
@@ -145,8 +146,8 @@ def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
     adapter = service.adapter_of(fields.model, fields.adapter)
     documents = document_texts(fields.documents, "documents", service.settings.max_inputs)
 
-    async def work(tenant: str, started: Event) -> Worked:
-        found = await _score(service, fields.query, documents, fields, adapter, tenant, started)
+    async def work(tenant: str, started: Event, charge: Charge) -> Worked:
+        found = await _score(service, fields.query, documents, fields, adapter, tenant, started, charge)
         scores, results = found.scores.tolist(), []
         for place in ranked(scores, fields.top_n):
             result: dict[str, Any] = {"index": place, "relevance_score": scores[place]}
@@ -176,6 +177,7 @@ async def _score(
     adapter: str | None,
     tenant: str,
     started: Event,
+    charge: Charge,
 ) -> Scores:
     return await service.engine.score(
         query,
@@ -185,4 +187,5 @@ async def _score(
         tenant=tenant,
         priority=fields.priority or 0,
         started=started,
+        charge=charge,
     )

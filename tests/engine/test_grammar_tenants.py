@@ -48,13 +48,17 @@ class Requests:
     def __init__(self) -> None:
         self.grammars = Grammars(Poster())
         self.told: list[tuple[str, object]] = []
+        self.charged: list[tuple[str, int]] = []
         self.wanted = True
 
     def ask(self, tenant: str, wanted: ResponseFormat) -> None:
         def done(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
             self.told.append((tenant, error or grammar))
 
-        self.grammars.compile(wanted, OPENED, lambda: self.wanted, done, tenant=tenant)
+        def charge(tokens: int) -> None:
+            self.charged.append((tenant, tokens))
+
+        self.grammars.compile(wanted, OPENED, lambda: self.wanted, done, tenant=tenant, charge=charge)
 
     def answers(self, tenant: str) -> list[Any]:
         return [answer for name, answer in self.told if name == tenant]
@@ -109,7 +113,7 @@ async def test_waiting_too_long_is_no_fault_of_the_format(monkeypatch: pytest.Mo
         assert type(slow) is GrammarRejected and slow.limit == 0.2
         for error in late:
             assert type(error) is Overloaded and error.field == "response_format" and error.limit == 0.1
-            assert "waited 0.1 s for others" in str(error) and error.work == 0
+            assert "waited 0.1 s for others" in str(error)
 
 
 @pytest.mark.anyio
@@ -133,7 +137,7 @@ async def test_a_trial_counts_the_work_of_its_format_and_not_the_wait_for_a_proc
         asked.ask("a", tried("d"))
         await until(lambda: len(asked.told) == 3)
         error = asked.answers("a")[-1]
-        assert type(error) is Overloaded and "too busy" in str(error) and error.work == 0
+        assert type(error) is Overloaded and "too busy" in str(error)
 
 
 @pytest.mark.anyio
@@ -143,16 +147,21 @@ async def test_a_failed_trial_is_charged_once_to_the_tenant_whose_turn_it_was(mo
         for tenant in ("a", "b", "a"):
             asked.ask(tenant, endless(0))
         await until(lambda: len(asked.told) == 3)
-        assert [error.work for error in asked.answers("a")] == [300, 0]
-        assert [error.work for error in asked.answers("b")] == [0]
+        assert asked.charged == [("a", 300)]
         assert len({id(error) for _, error in asked.told}) == 3
         asked.ask("b", ResponseFormat.regex("a?" * 501 + "("))
         await until(lambda: len(asked.told) == 4)
         error = asked.answers("b")[-1]
-        assert type(error) is GrammarRejected and 1 <= error.work <= 300 and error.limit is None
+        assert type(error) is GrammarRejected and error.limit is None
+        tenant, tokens = asked.charged.pop()
+        assert tenant == "b" and 1 <= tokens <= 300
         asked.ask("b", ResponseFormat.regex("("))
         await until(lambda: len(asked.told) == 5)
-        assert asked.answers("b")[-1].work == 0, "no trial was needed"
+        assert asked.charged == [("a", 300)], "no trial was needed"
+        asked.ask("b", tried("b"))
+        await until(lambda: len(asked.told) == 6)
+        assert isinstance(asked.answers("b")[-1], CompiledGrammar)
+        assert [tenant for tenant, _ in asked.charged] == ["a", "b"], "a trial that finds no fault costs its time, too"
 
 
 @pytest.mark.anyio

@@ -12,31 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_files import byte_metadata, piece_metadata
+from tokenizer_files import BASE, LETTERS, byte_metadata, folder, piece_metadata, sequence
 
 from headrace.engine.errors import ModelRejected, PromptTooLong, TokenizerFailed
 from headrace.engine.tokenizer import Tokenizer
-
-LETTERS = {chr(code): code - 33 for code in range(33, 127)}
-BASE: dict[str, Any] = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [],
-    "normalizer": None,
-    "pre_tokenizer": None,
-    "post_processor": None,
-    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-    "model": {"type": "BPE", "vocab": LETTERS, "merges": []},
-}
-
-
-def folder(path: Path, files: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """A folder with a tokenizer.json of all printable ASCII letters, `changes` to it, and more files as JSON."""
-    (path / "tokenizer.json").write_text(json.dumps(BASE | changes))
-    for name, value in (files or {}).items():
-        (path / name).write_text(value if isinstance(value, str) else json.dumps(value))
-    return path
 
 
 def added(count: int, first: int = 94, special: bool = True, content: str = "<|c{}|>") -> list[dict[str, Any]]:
@@ -58,10 +37,6 @@ def template(*pieces: str) -> dict[str, Any]:
 
 def replace(old: str, new: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": old}, "content": new}
-
-
-def sequence(kind: str, *steps: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", kind: list(steps)}
 
 
 def charsmap(text: bytes, trie: bytes = b"\xff" * 16) -> dict[str, Any]:

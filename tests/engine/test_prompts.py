@@ -91,7 +91,13 @@ def test_every_id_below_the_bound_is_accepted() -> None:
     ],
 )
 def test_what_is_tokenised_on_the_event_loop(prompt: Any, short: bool) -> None:
-    assert is_short(prompt) is short
+    assert is_short(prompt, TOKENIZER.table) is short
+
+
+def test_no_text_is_tokenised_on_the_event_loop_where_a_short_one_may_take_long() -> None:
+    table = ByteTokenizer().table
+    table.is_quick = False
+    assert not is_short("x", table) and is_short("", table) and is_short([1, 2], table)
 
 
 def chat_of(*contents: str) -> list[dict[str, str]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
+import httpx2
 import pytest
 from serving import CAPACITY, Serving, serving, until
 
 from headrace.engine import grammar_trials, grammars
 from headrace.engine.opened import Opened
-from headrace.engine.testing import ScriptedEngine
+from headrace.engine.testing import ByteTokenizer, ScriptedEngine
 from headrace.server import KeyLimits, ServerSettings
 
 FULL = 1_000_000
@@ -25,10 +27,11 @@ class FormatEngine(ScriptedEngine):
         return replace(opened, abilities=opened.abilities | {"grammar"})
 
 
-def keys() -> ServerSettings:
+def keys(**changes: Any) -> ServerSettings:
     return ServerSettings(
         api_keys={"ann": "ann-secret", "bob": "bob-secret"},
         default_limits=KeyLimits(tokens_per_minute=FULL),
+        **changes,
     )
 
 
@@ -84,7 +87,7 @@ def test_a_failed_trial_counts_against_the_key(monkeypatch: pytest.MonkeyPatch) 
         assert spent(server) == 250 + len("Hi")
 
 
-def test_a_format_that_waits_too_long_is_503_with_retry_after_and_costs_nothing(
+def test_a_format_that_waits_too_long_is_503_with_retry_after_and_costs_the_text_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammars, "_PATIENCE", -1.0)
@@ -95,4 +98,94 @@ def test_a_format_that_waits_too_long_is_503_with_retry_after_and_costs_nothing(
         assert answer.status_code == 503, answer.text
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["code"] == "server_overloaded"
+        assert spent(server) == len("Hi")
+
+
+class Slow(ByteTokenizer):
+    """Takes as long as it is told to for a text, in the helper's thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) > 2048:
+            self.begun.set()
+            self.go_on.wait(20)
+        return super().encode(text)
+
+
+class SlowEngine(ScriptedEngine):
+    """A scripted engine whose tokenizer waits."""
+
+    def __init__(self) -> None:
+        super().__init__(replace(CAPACITY, max_context=8192, num_pages=1024))
+        self.slow = Slow()
+
+    def _open(self) -> Opened:
+        return replace(super()._open(), tokenizer=self.slow)
+
+
+LONG = "x" * 4000
+LEAVING: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": LONG, "max_tokens": 1}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG[7:]}], "max_tokens": 1}),
+    "embeddings": ("/v1/embeddings", {"input": LONG}),
+    "tokenize": ("/tokenize", {"prompt": LONG}),
+}
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_who_times_out_while_a_text_is_tokenised_pays_for_it(name: str) -> None:
+    path, body = LEAVING[name]
+    engine = SlowEngine()
+    with serving(engine, keys(request_timeout=0.3)) as server:
+        server.post({"prompt": "warm", "max_tokens": 1})
+        spent(server)
+        answer = server.post(body, path)
+        assert answer.status_code == 503, answer.text
+        assert engine.slow.begun.is_set()
         assert spent(server) == 0
+        engine.slow.go_on.set()
+        until(lambda: server.service.limits._accounts["ann"].tokens < FULL)
+        assert spent(server) == 4000
+
+
+@pytest.mark.parametrize("name", ["completions", "tokenize"])
+def test_who_leaves_while_a_text_is_tokenised_pays_for_it(name: str) -> None:
+    path, body = LEAVING[name]
+    engine = SlowEngine()
+    with serving(engine, keys()) as server:
+        server.post({"prompt": "warm", "max_tokens": 1})
+        spent(server)
+        with pytest.raises(httpx2.TimeoutException):
+            server.post(body, path, timeout=0.3)
+        assert engine.slow.begun.is_set()
+        engine.slow.go_on.set()
+        until(lambda: server.service.limits._accounts["ann"].tokens < FULL)
+        assert spent(server) == 4000
+
+
+def test_tokenising_and_detokenising_cost_a_token_each() -> None:
+    with serving(ScriptedEngine(CAPACITY), keys()) as server:
+        server.post({"prompt": "warm", "max_tokens": 1})
+        spent(server)
+        assert server.post({"prompt": "x" * 900}, "/tokenize").json()["count"] == 900
+        assert spent(server) == 900
+        assert server.post({"tokens": [65] * 700}, "/detokenize").json() == {"prompt": "A" * 700}
+        assert spent(server) == 700
+
+
+def test_a_trial_costs_its_time_where_it_finds_no_fault_and_where_nobody_waits_for_it() -> None:
+    slow = {"type": "integer", "multipleOf": 20_011}
+    with serving(FormatEngine(CAPACITY), keys()) as server:
+        server.post({"prompt": "warm", "max_tokens": 1})
+        spent(server)
+        answer = server.post(formatted(slow))
+        assert answer.status_code in (200, 400), answer.text
+        assert spent(server) > len("Hi") + 2
+        with pytest.raises(httpx2.TimeoutException):
+            server.post(formatted(ENDLESS), timeout=0.5)
+        until(lambda: server.service.limits._accounts["ann"].tokens < FULL - len("Hi"))
+        until(lambda: server.service.limits._accounts["ann"].tokens < FULL - 100)
+        assert spent(server) < 2100
