@@ -12,9 +12,11 @@ from itertools import islice
 from math import inf, log
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from headrace.engine.errors import InvalidParams
+from headrace.engine.params import shown
 from headrace.engine.scheduling.background import BackgroundLast
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.plan import Work
@@ -284,7 +286,8 @@ def policy_of(wanted: str | Mapping[str, Any] | Policy) -> Policy:
     """The policy of that name, with settings where `wanted` is a mapping of `name` and settings; or `wanted` itself.
 
     Raises:
-        ValueError: There is no such policy, or it has no such setting.
+        InvalidParams: The policy has no such setting, or the setting's value is out of range.
+        ValueError: There is no such policy.
     """
     if isinstance(wanted, Policy):
         return wanted
@@ -294,10 +297,21 @@ def policy_of(wanted: str | Mapping[str, Any] | Policy) -> Policy:
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"must be one of {', '.join(POLICIES)}")
-    background_last = settings.pop(_BACKGROUND_LAST, False) if name in _FAIR else False
+    background_last = settings.pop(_BACKGROUND_LAST, False)
     if not isinstance(background_last, bool):
-        raise ValueError(f"{_BACKGROUND_LAST} must be true or false, got {background_last!r}")
+        raise _refused(_BACKGROUND_LAST, "must be true or false", background_last)
+    if background_last and name not in _FAIR:
+        raise _refused(_BACKGROUND_LAST, f"goes with {' or '.join(_FAIR)}, not with {name}", background_last)
     if name == "first_come" and settings:
         raise ValueError(f"first_come has no settings, got {', '.join(settings)}")
-    policy = POLICIES[name](**settings)
-    return BackgroundLast(policy, POLICIES[name](**settings)) if background_last else policy
+    try:
+        policy = POLICIES[name](**settings)
+        return BackgroundLast(policy, POLICIES[name](**settings)) if background_last else policy
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _refused(".".join(map(str, first["loc"])), first["msg"], first["input"]) from None
+
+
+def _refused(setting: str, problem: str, value: object) -> InvalidParams:
+    field = f"policy.{setting}"
+    return InvalidParams(f"{field}: {problem}, got {shown(value)}", field=field, value=value)

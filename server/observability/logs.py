@@ -85,4 +85,6 @@ def set_up_logs(style: LogFormat) -> None:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return orjson.dumps(value, default=str).decode()
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

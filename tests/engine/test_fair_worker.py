@@ -82,30 +82,6 @@ async def test_who_asks_and_is_cancelled_leaves_at_once_and_its_call_never_begin
 
 
 @pytest.mark.anyio
-async def test_dropped_calls_end_with_the_error_and_the_running_one_ends_well() -> None:
-    worker = FairWorker("headrace-under-test", Poster())
-    done: list[tuple[object, object]] = []
-    go_on, begun = threading.Event(), threading.Event()
-
-    def hold() -> int:
-        begun.set()
-        go_on.wait(20)
-        return 1
-
-    worker.submit_for("a", hold, lambda *outcome: done.append(outcome))
-    begun.wait(20)
-    for tenant in "ab":
-        worker.submit_for(tenant, lambda: 2, lambda *outcome: done.append(outcome))
-    error = ValueError("closed")
-    worker.drop(error)
-    assert done == [(None, error)] * 2
-    go_on.set()
-    await until(lambda: len(done) == 3)
-    assert done[2] == (1, None)
-    worker.close()
-
-
-@pytest.mark.anyio
 async def test_the_engines_own_calls_wait_for_the_call_that_runs_and_for_nothing_behind_it() -> None:
     worker = FairWorker("headrace-under-test", Poster())
     ran: list[int] = []

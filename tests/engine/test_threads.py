@@ -6,12 +6,14 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 from scripted import until
 
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.threads import Poster, Worker
 
 
@@ -194,9 +196,18 @@ async def test_who_asks_and_is_cancelled_leaves_at_once_and_its_call_never_begin
     worker.close()
 
 
+def submit_for_others(worker: Worker, call: Callable[[], int], done: Callable[..., None]) -> None:
+    """Queue a call of a tenant of its own, where the worker has tenants."""
+    if isinstance(worker, FairWorker):
+        worker.submit_for(f"tenant {call()}", call, done)
+    else:
+        worker.submit(call, done)
+
+
 @pytest.mark.anyio
-async def test_dropped_calls_end_with_the_error_and_the_running_one_ends_well() -> None:
-    worker = Worker("headrace-under-test", Poster())
+@pytest.mark.parametrize("kind", [Worker, FairWorker])
+async def test_dropped_calls_end_with_the_error_and_the_running_one_ends_well(kind: type[Worker]) -> None:
+    worker = kind("headrace-under-test", Poster())
     go_on, begun = threading.Event(), threading.Event()
     done: list[tuple[object, object]] = []
 
@@ -207,8 +218,8 @@ async def test_dropped_calls_end_with_the_error_and_the_running_one_ends_well() 
 
     worker.submit(hold, lambda *outcome: done.append(outcome))
     begun.wait(20)
-    for _ in range(2):
-        worker.submit(lambda: 2, lambda *outcome: done.append(outcome))
+    for number in (2, 3):
+        submit_for_others(worker, lambda number=number: number, lambda *outcome: done.append(outcome))  # type: ignore[misc]
     error = ValueError("closed")
     worker.drop(error)
     assert done == [(None, error)] * 2

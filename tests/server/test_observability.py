@@ -34,7 +34,7 @@ from headrace.server import ServerSettings, create_app
 from headrace.server.observability import watchdog
 from headrace.server.observability.exporter import VLLM_NAMES
 from headrace.server.observability.figures import Arrivals, Figures
-from headrace.server.observability.logs import JsonLines
+from headrace.server.observability.logs import JsonLines, Line
 from headrace.server.observability.recorder import ABORT_REASONS, OTHER, Histogram, Recorder
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -634,3 +634,8 @@ def test_steps_without_memory_are_counted() -> None:
     with serving(scripted(lambda: ScriptedRunner(CAPACITY, faults=faults))) as server:
         server.post({"prompt": ["x" * 20] * 3, "max_tokens": 3, "ignore_eos": True})
         shows(server, {"memory_retries_total": 1})
+
+
+def test_a_mapping_stands_in_a_line_as_json() -> None:
+    line = Line("serving", {"policy": {"name": "fair_share", "background_last": True}, "model": "m"})
+    assert str(line) == 'serving policy={"name":"fair_share","background_last":true} model=m'

@@ -89,4 +89,8 @@ def test_it_is_a_setting_of_the_policies_that_share() -> None:
     for wanted in ({"name": "ageing", "background_last": True}, {"name": "fair_share", "background_last": "yes"}):
         with pytest.raises(InvalidParams) as refused:
             EngineConfig(model="m", policy=wanted)
-        assert (refused.value.field or "").startswith("policy") and "background_last" in str(refused.value)
+        assert refused.value.field == "policy.background_last"
+        with pytest.raises(InvalidParams, match="policy.background_last: (goes with fair_share or deadlines|must be)"):
+            policy_of(wanted)
+    with pytest.raises(InvalidParams, match=r"^policy.ratio: .*, got 0.5$"):
+        policy_of({"name": "ageing", "ratio": 0.5, "background_last": False})
