@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.engine.adapters import AdapterInfo, Adapters
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, spell_out_options
 from headrace.engine.embeddings import Embeddings
 from headrace.engine.engine import Engine, Message, Prompt
 from headrace.engine.errors import (
@@ -90,3 +90,6 @@ __all__ = [
     "UnknownAdapter",
     "Usage",
 ]
+
+for constructor in (Engine.__init__, LLM.__init__):
+    spell_out_options(constructor)

@@ -348,8 +348,8 @@ class Adapters:
 def _source(path: str, root: str | os.PathLike[str] | None) -> _Source:
     """A folder that stays the same when the process changes its own."""
     if root is None:
-        return _Source(str(Path(path).absolute()), None)
-    return _Source(path, Path(root).absolute())
+        return _Source(str(Path(path).expanduser().absolute()), None)
+    return _Source(path, Path(root).expanduser().absolute())
 
 
 def slots_of(device: AdapterDevice | None, config: EngineConfig) -> SlotTable:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import InvalidParams, ModelRejected
+from headrace.engine.errors import InvalidParams
+from headrace.engine.generation_defaults import from_generation_config, from_gguf_metadata
 from headrace.engine.messages import Message
 from headrace.engine.model.device import Device
 from headrace.engine.model.embedding_files import read_embedding
@@ -24,11 +26,13 @@ from headrace.engine.model.open_cpu import open_cpu
 from headrace.engine.model.open_encoder import open_encoder
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
 from headrace.engine.model.weights import Source
+from headrace.engine.model_files import find_model
 from headrace.engine.opened import CrossEncoder, Opened
 from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.stats import EngineInfo
 from headrace.engine.text import TokenTable
 from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokenizer_folder import generation_config
 
 __all__ = ["build_kernels", "open_engine"]
 
@@ -69,25 +73,26 @@ def open_engine(config: EngineConfig) -> Opened:
         DeviceUnavailable: The device is not there.
         InvalidParams: An option does not fit the model or the device.
     """
-    path = _locate(config)
+    path, name = find_model(config)
     if path.is_dir() and is_encoder(read_hf_config(path)):
-        return _open_encoder(config, path)
+        return _open_encoder(config, path, name)
     with ExitStack() as files:
         tokenizer: Tokenizer | _NoTokenizer
         source: Source
         if config.load_format == "random":
-            spec, tokenizer, name, source = from_hf(read_hf_config(path)), _NoTokenizer(), path.name, "random"
+            spec, tokenizer, source = from_hf(read_hf_config(path)), _NoTokenizer(), "random"
         elif path.suffix == ".gguf":
             source = files.enter_context(GgufFile(path))
-            spec, tokenizer, name = source.spec(), Tokenizer.from_gguf(source.metadata), path.stem
+            spec, tokenizer = source.spec(), Tokenizer.from_gguf(source.metadata)
         else:
-            spec, tokenizer, name = from_hf(read_hf_config(path)), Tokenizer.from_folder(path), path.name
+            spec, tokenizer = from_hf(read_hf_config(path)), Tokenizer.from_folder(path)
             source = path
+        recommended = _recommended(config, source)
         device = _open_device(config, spec, source)
     embedding = None
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
-    info = _info(device, name, spec.architecture, embedding)
+    info = _info(device, name, spec.architecture, embedding, recommended)
     tokenizer.start(device.capacity.max_context)
     return Opened(
         device.runner,
@@ -101,7 +106,7 @@ def open_engine(config: EngineConfig) -> Opened:
     )
 
 
-def _open_encoder(config: EngineConfig, path: Path) -> Opened:
+def _open_encoder(config: EngineConfig, path: Path, name: str) -> Opened:
     """Open an encoder, which embeds texts or scores pairs of them, as `open_engine` opens other models."""
     spec, tokenizer = encoder_from_hf(read_hf_config(path)), Tokenizer.from_folder(path, is_exact=False)
     device = open_encoder(config, spec, path)
@@ -110,7 +115,7 @@ def _open_encoder(config: EngineConfig, path: Path) -> Opened:
         embedding = read_embedding(path, spec.hidden_size, ("mean", "cls", "last"), default="mean")
     else:
         scoring = CrossEncoder(tokenizer.encode_pair, spec.has_sigmoid)
-    info = _info(device, path.name, spec.architecture, embedding)
+    info = _info(device, name, spec.architecture, embedding)
     tokenizer.start(device.capacity.max_context)
     return Opened(
         device.runner,
@@ -125,7 +130,22 @@ def _open_encoder(config: EngineConfig, path: Path) -> Opened:
     )
 
 
-def _info(device: Device, model: str, architecture: str, embedding: Embedding | None) -> EngineInfo:
+def _recommended(config: EngineConfig, source: Source) -> Mapping[str, float]:
+    """What the model's files recommend for sampling, where that is wanted."""
+    if config.generation_defaults == "none" or source == "random":
+        return {}
+    if isinstance(source, GgufFile):
+        return from_gguf_metadata(source.metadata)
+    return from_generation_config(generation_config(Path(source)))
+
+
+def _info(
+    device: Device,
+    model: str,
+    architecture: str,
+    embedding: Embedding | None,
+    generation_defaults: Mapping[str, float] = MappingProxyType({}),
+) -> EngineInfo:
     return EngineInfo.of(
         device.capacity,
         model=model,
@@ -134,6 +154,7 @@ def _info(device: Device, model: str, architecture: str, embedding: Embedding | 
         device=device.name,
         page_bytes=device.page_bytes,
         embedding_size=0 if embedding is None else embedding.size,
+        generation_defaults=generation_defaults,
     )
 
 
@@ -150,7 +171,7 @@ def build_kernels(config: EngineConfig) -> tuple[Path, int]:
     gpu = find_gpu(config.device)
     from headrace.engine.model.open_cuda import build_kernels
 
-    path = _locate(config)
+    path, _ = find_model(config)
     if path.suffix != ".gguf":
         return build_kernels(config, from_hf(read_hf_config(path)), gpu)
     with GgufFile(path) as gguf:
@@ -164,32 +185,3 @@ def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Dev
     from headrace.engine.model.open_cuda import open_cuda  # needs what only machines with a GPU have installed
 
     return open_cuda(config, spec, source, gpu)
-
-
-def _locate(config: EngineConfig) -> Path:
-    """The model's folder or file on this machine.
-
-    Raises:
-        ModelRejected: There is none.
-    """
-    path = Path(config.model).expanduser()
-    if path.exists():
-        if config.load_format == "random" and path.is_file():
-            return path.parent
-        if path.is_file() and path.suffix != ".gguf":
-            raise ModelRejected(
-                f"model: neither a folder nor a .gguf file: {config.model}", field="model", value=config.model
-            )
-        return path
-    if not config.allow_download or config.model.count("/") > 1 or config.model.startswith((".", "/", "~")):
-        hint = "" if config.allow_download else "; a hub id needs allow_download=True"
-        raise ModelRejected(f"model: no such folder or file: {config.model}{hint}", field="model", value=config.model)
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
-    try:
-        return Path(snapshot_download(config.model, allow_patterns=wanted))
-    except Exception as error:
-        raise ModelRejected(
-            f"model: the hub did not give {config.model}: {error}", field="model", value=config.model
-        ) from error

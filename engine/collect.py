@@ -20,7 +20,7 @@ def streamed_params(params: SamplingParams) -> SamplingParams:
     if not isinstance(params, SamplingParams) or params.best_of is None:  # `Engine.stream` refuses what is none
         return params
     logprobs = 0 if params.logprobs is None else params.logprobs
-    return params.model_copy(update={"n": params.best_of, "best_of": None, "logprobs": logprobs})
+    return params.replace(n=params.best_of, best_of=None, logprobs=logprobs)
 
 
 async def collect(stream: TokenStream, params: SamplingParams) -> Completion:

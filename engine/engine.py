@@ -28,6 +28,7 @@ from headrace.engine.generation import Generation, as_headrace
 from headrace.engine.hooks import StopWhen
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.messages import Message
+from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
 from headrace.engine.pooled import PoolingIntake, Text, Who
 from headrace.engine.prompts import check_token_ids, to_token_ids
@@ -55,12 +56,12 @@ class Engine(Elastic):
     All methods are called on that event loop's thread. Several engines may be open at once.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
         """Check the options; nothing is loaded before `async with`.
 
         Args:
             model: A model folder, a `.gguf` file or a hub id.
-            options: The fields of `EngineConfig`.
+            options: The fields of `EngineConfig`, which `EngineOptions` (options.py) describes.
 
         Raises:
             InvalidParams: An option is unknown or out of its range.

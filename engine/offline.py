@@ -25,6 +25,7 @@ from headrace.engine.engine import Engine, Prompt
 from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
 from headrace.engine.events import Completion
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, check_many, run_many
+from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
 from headrace.engine.threads import Poster
 
@@ -41,12 +42,13 @@ class LLM:
     in one batch. `close`, leaving `with`, dropping the last reference or the end of the interpreter closes it.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | Engine, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | Engine, **options: Unpack[EngineOptions]) -> None:
         """Load the model and wait for it.
 
         Args:
             model: A model folder, a `.gguf` file, a hub id, or an engine that was not opened yet.
-            options: The fields of `EngineConfig`; none with an engine, which has its own.
+            options: The fields of `EngineConfig`, which `EngineOptions` (options.py) describes; none with an engine,
+                which has its own.
 
         Raises:
             InvalidParams: An option is unknown or out of its range.
@@ -54,8 +56,8 @@ class LLM:
             DeviceUnavailable: The device is not there.
         """
         if isinstance(model, Engine) and options:
-            field = next(iter(options))
-            raise InvalidParams(f"{field}: an engine has its own options", field=field, value=options[field])
+            field, value = next(iter(options.items()))
+            raise InvalidParams(f"{field}: an engine has its own options", field=field, value=value)
         self._host = _Host(model if isinstance(model, Engine) else Engine(model, **options))
         self._host.open()
         finalizer = weakref.finalize(self, self._host.stop)  # runs in any thread, amid anything: it only posts

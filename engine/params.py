@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+from inspect import Signature
+from typing import Annotated, Literal, Self, TypeAlias, Unpack
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from headrace.engine.checked import Checked, invalid_params, parameters_of, shown
 from headrace.engine.errors import InvalidParams
+from headrace.engine.known_names import SAMPLING_NAMES, all_names
+from headrace.engine.options import SamplingOptions
 from headrace.engine.response_format import ResponseFormat
 
 __all__ = ["SamplingParams", "invalid_params", "shown"]
@@ -37,8 +33,6 @@ _NOT_WITH_BEAMS = (
     "prompt_logprobs", "response_format", "deterministic",
 )  # fmt: skip
 _NOT_WITH_GRAMMARS = ("allowed_token_ids", "forbidden_token_ids", "bad_words", "min_tokens", "ignore_eos")
-_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-_LIMITS = (*_BOUNDS, "max_length", "min_length", "expected")
 
 StopString: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=_MAX_STOP_LENGTH)]
 BadWord: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=_MAX_WORD_LENGTH)]
@@ -47,83 +41,67 @@ Bias: TypeAlias = Annotated[float, Field(ge=-100.0, le=100.0)]
 LogprobCount: TypeAlias = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS, strict=True)]
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Checked):
     """How to choose tokens and when to stop. Frozen, hashable, serialisable.
+
+    `SamplingOptions` (options.py) describes each option.
 
     Raises:
         InvalidParams: A value is out of its range; names field, value and limit. It is also a `ValueError`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    known_names = all_names(SAMPLING_NAMES)
 
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES, strict=True)] = 1
-    """Independent choices for the prompt; its pages are computed once and shared."""
     best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES, strict=True)] | None = None
-    """Generate so many choices and return the `n` of the highest mean log-probability; None is `n`. Not streamed."""
     beam_width: Annotated[int, Field(ge=1, le=_MAX_BEAMS, strict=True)] | None = None
-    """Search for the likeliest sequences with so many beams instead of sampling; they come when the search is over."""
     length_penalty: Annotated[float, Field(ge=-10.0, le=10.0)] = 1.0
-    """A sequence's score is the sum of its log-probabilities divided by its length to this power."""
     early_stopping: Literal[True, False, "never"] = False
-    """End a search at the first `beam_width` ended sequences; False when the best beam is unlikely to end better than
-    the worst of them; "never" when no beam can."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
-    """0 is greedy. Sampling divides the logits by it."""
     top_k: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
-    """Sample among this many most likely tokens; 0 is all of them."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample among the fewest most likely tokens whose probabilities reach this sum (after `top_k`)."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Drop tokens less likely than this fraction of the most likely one."""
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    """Subtracted from the logit of each token that the completion holds."""
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    """Subtracted from a token's logit once for each time that the completion holds it."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
-    """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the completion."""
     logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Field(max_length=_MAX_LISTED)] = ()
-    """Added to the logits of these token ids. A mapping is accepted; its keys may be digits, as in JSON."""
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=_MAX_IDS)] | None = None
-    """The only tokens that may be chosen; one that ends the choice must be among them to do so. None is all."""
     forbidden_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=_MAX_IDS)] = ()
-    """Tokens that are never chosen."""
     bad_words: Annotated[tuple[BadWord, ...], Field(max_length=_MAX_WORDS)] = ()
-    """Strings whose tokens, with a space before them or without, are never completed in this order; together of at most
-    1024 characters."""
     response_format: ResponseFormat | None = None
-    """What the text must be: JSON, by a schema or not, or of a grammar. It is that where the choice ends by itself."""
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
-    """Of the noise, which then is the same whatever else runs. None draws one from the engine's seed."""
     deterministic: bool = False
-    """Same seed, same tokens and log-probabilities to the last bit, whatever else runs, is cached or was preempted; it
-    computes in steps of its own, which is slower for it and for whoever waits meanwhile."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31, strict=True)] | None = None
-    """None runs to the limit of the context or of the page pool and ends with `length`."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
-    """Until the choice has so many tokens nothing that would stop it is chosen, and no stop string is looked for."""
     stop: Annotated[tuple[StopString, ...], Field(max_length=_MAX_STOPS)] = ()
-    """Strings that end the choice; the text is cut just before the first of them. A single string is accepted."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=_MAX_STOPS)] = ()
-    """Token ids that end the choice, besides the model's own end-of-sequence ids."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string, or the text of the stop token, at the end of the choice's text."""
     ignore_eos: bool = False
-    """Run past the model's end-of-sequence ids."""
     skip_special_tokens: bool = True
-    """Leave control tokens out of the text; their ids are in the items either way."""
     spaces_between_special_tokens: bool = False
-    """Set special tokens that are shown off from their neighbours by a space."""
     logprobs: LogprobCount | None = None
-    """Log-probabilities of each token and of so many likeliest ones, before any option here changed them."""
     prompt_logprobs: LogprobCount | None = None
-    """The same for each token of the prompt but the first."""
 
-    def __init__(self, **values: Any) -> None:
-        """Validate `values`, turning pydantic's error into `InvalidParams`."""
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise invalid_params(error, type(self)) from None
+    def __init__(self, **options: Unpack[SamplingOptions]) -> None:
+        """Check `options`; what is left out has its default, or what the model recommends.
+
+        Raises:
+            InvalidParams: An option is unknown or out of its range.
+        """
+        super().__init__(**options)
+
+    def replace(self, **changes: Unpack[SamplingOptions]) -> Self:
+        """Return a copy with `changes`, checked as the constructor checks.
+
+        Raises:
+            InvalidParams: An option is unknown or out of its range, or does not go with the others.
+        """
+        return self._changed(changes)
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _minus_one_is_all(cls, value: object) -> object:
+        return 0 if type(value) is int and value == -1 else value
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
@@ -185,49 +163,12 @@ class SamplingParams(BaseModel):
         self._refuse(_NOT_WITH_BEAMS, "beam_width")
 
 
+SamplingParams.__signature__ = Signature(parameters_of(SamplingOptions, SamplingParams))
+
+
 def _is_decimal(key: object) -> bool:
     return isinstance(key, str) and key.isascii() and key.isdecimal()
 
 
 def _conflict(field: str, value: object, what: str, limit: object) -> InvalidParams:
     return InvalidParams(f"{field}: {what}, got {shown(value)}", field=field, value=value, limit=limit)
-
-
-def shown(value: object) -> str:
-    """`value` as a message shows it: its start where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def invalid_params(error: ValidationError, model: type[BaseModel]) -> InvalidParams:
-    """Turn the first complaint of a pydantic error about `model` into `InvalidParams` with field, value and limit."""
-    first = error.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidParams):  # raised by a validator of ours, which knows more
-        return cause
-    message = str(cause) if cause is not None else first["msg"]
-    field = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        from difflib import get_close_matches  # which nothing else needs
-
-        alike = get_close_matches(field, model.model_fields, 1)
-        message = "there is no such option" + "".join(f" (but {name})" for name in alike)
-    value = first["input"]
-    context = first.get("ctx", {})
-    limits = {name: context[name] for name in _LIMITS if name in context}
-    if first["type"] == "finite_number":  # found before the bounds are looked at, so pydantic does not name them
-        limits = _bounds(model, field)
-        message += "".join(f", {_BOUNDS[name]} {bound}" for name, bound in limits.items())
-    return InvalidParams(f"{field}: {message}, got {shown(value)}", field=field, value=value, limit=limits or None)
-
-
-def _bounds(model: type[BaseModel], field: str) -> dict[str, Any]:
-    """The bounds of a number among `model`'s fields, by pydantic's names; none where it has none."""
-    info = model.model_fields.get(field)
-    if info is None:
-        return {}
-    rules = list(info.metadata)
-    for part in get_args(info.annotation):  # of `Annotated[...] | None`
-        for field_info in getattr(part, "__metadata__", ()):
-            rules += getattr(field_info, "metadata", ())
-    return {name: bound for rule in rules for name in _BOUNDS if (bound := getattr(rule, name, None)) is not None}

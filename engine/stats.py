@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Self
 
 from headrace.engine.scheduling.plan import Capacity
@@ -35,6 +37,8 @@ class EngineInfo:
     max_batched_tokens: int
     embedding_size: int = 0
     """Elements of a vector of `embed`; 0 where the model gives none."""
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Values of `SamplingParams` for requests that leave them out, as the model's files recommend them."""
 
     @classmethod
     def of(
@@ -47,6 +51,7 @@ class EngineInfo:
         device: str,
         page_bytes: int,
         embedding_size: int = 0,
+        generation_defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> Self:
         """A model on a device that holds `capacity`."""
         return cls(
@@ -62,6 +67,7 @@ class EngineInfo:
             max_rows=capacity.max_rows,
             max_batched_tokens=capacity.max_batched_tokens,
             embedding_size=embedding_size,
+            generation_defaults=generation_defaults,
         )
 
 

@@ -17,7 +17,7 @@ from headrace.adapters.untrusted import check_depth, open_file, read_bytes
 from headrace.engine.errors import ModelRejected
 from headrace.engine.tokenizer_limits import check_added, check_merging
 
-__all__ = ["TOKENIZER_FILES", "folder_eos_ids", "load_folder"]
+__all__ = ["TOKENIZER_FILES", "folder_eos_ids", "generation_config", "load_folder"]
 
 _SOURCES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_BYTES: Final = 64 << 20
@@ -87,6 +87,15 @@ def load_folder(folder: Path) -> Any:
             value=str(folder),
         )
     return backend
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Return the object in generation_config.json; empty where a folder has no such file.
+
+    Raises:
+        ModelRejected: The file is damaged, too large or no regular one.
+    """
+    return _read_json(folder / "generation_config.json")
 
 
 def folder_eos_ids(folder: Path) -> list[int]:

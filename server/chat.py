@@ -34,12 +34,19 @@ _SETTABLE: Final = (
 
 
 def run_chat(
-    model: str, *, system: str, temperature: float, max_tokens: int, adapters: Mapping[str, str] = MappingProxyType({})
+    model: str,
+    *,
+    file: str | None = None,
+    system: str,
+    temperature: float,
+    max_tokens: int,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> bool:
     """Read lines and show answers until /exit or the end of input; Ctrl-C stops an answer, never the chat.
 
     Args:
         model: As `Engine` takes it.
+        file: As `Engine` takes it.
         system: The system message; none where it is empty.
         temperature: To begin with.
         max_tokens: Of each answer, to begin with.
@@ -51,7 +58,7 @@ def run_chat(
     console = Console(highlight=False)
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal())
-        opening = portal.wrap_async_context_manager(opened(model, console, adapter_slots=len(adapters)))
+        opening = portal.wrap_async_context_manager(opened(model, console, file=file, adapter_slots=len(adapters)))
         with ending_at_once(f"opening {Path(model).name}", console):
             engine = stack.enter_context(opening)
         for name, folder in adapters.items():

@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 
 from headrace.engine import HeadraceError
-from headrace.server.arguments import ModelArgument, chosen_model
+from headrace.server.arguments import FileOption, ModelArgument, chosen_model
 from headrace.server.bench_cli import bench
+from headrace.server.flags import AnsweringCommand
 from headrace.server.kernels_cli import kernels
 from headrace.server.serve_cli import serve
 
@@ -26,7 +27,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
-app.command()(serve)
+app.command(cls=AnsweringCommand)(serve)
 
 
 _INTERRUPTED = 130  # the exit code that typer makes of KeyboardInterrupt
@@ -47,9 +48,10 @@ def group(
     """An LLM inference engine that lives inside your own event loop."""
 
 
-@app.command()
+@app.command(cls=AnsweringCommand)
 def demo(
     model: ModelArgument = None,
+    file: FileOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each chat, at most.", min=1)] = 120,
 ) -> None:
     """Stream several chats side by side.
@@ -59,12 +61,13 @@ def demo(
     from headrace.server.demo import run_demo
 
     console = Console()
-    anyio.run(lambda: run_demo(chosen_model(model), max_tokens=max_tokens, console=console))
+    anyio.run(lambda: run_demo(chosen_model(model), file=file, max_tokens=max_tokens, console=console))
 
 
-@app.command()
+@app.command(cls=AnsweringCommand)
 def chat(
     model: ModelArgument = None,
+    file: FileOption = None,
     system: Annotated[str, typer.Option(help="The system message.")] = "You are a helpful assistant.",
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.7,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer, at most.", min=1)] = 512,
@@ -86,7 +89,12 @@ def chat(
             raise typer.BadParameter(f"--adapter {entry}: give NAME=FOLDER")
         adapters[name] = folder
     if not run_chat(
-        chosen_model(model), system=system, temperature=temperature, max_tokens=max_tokens, adapters=adapters
+        chosen_model(model),
+        file=file,
+        system=system,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        adapters=adapters,
     ):
         raise typer.Exit(1)
 

@@ -87,11 +87,11 @@ def demo_adapters() -> dict[str, Path]:
     return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
 
 
-async def run_demo(model: str, *, max_tokens: int, console: Console) -> None:
+async def run_demo(model: str, *, file: str | None = None, max_tokens: int, console: Console) -> None:
     """Stream the demo's chats through one engine, drawing until all have ended."""
     opening = time.perf_counter()
     adapters = demo_adapters() if is_demo_model(model) else {}
-    async with opened(model, console, max_rows=32, adapter_slots=len(adapters)) as engine:
+    async with opened(model, console, file=file, max_rows=32, adapter_slots=len(adapters)) as engine:
         opened_in = time.perf_counter() - opening
         for name, folder in adapters.items():
             await engine.adapters.load(name, folder)

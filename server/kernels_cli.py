@@ -71,7 +71,7 @@ def build(
             )  # fmt: skip
             with console.status(f"compiling kernels of {model}: up to a few minutes the first time"):
                 folder, count = build_kernels(config)
-        place = folder if wheel is None else write_wheel(folder, Path(wheel))
+        place = folder if wheel is None else write_wheel(folder, Path(wheel).expanduser())
     console.print(f"{count} kernels in {place} after {time.perf_counter() - started:.0f} s", soft_wrap=True)
 
 

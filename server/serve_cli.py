@@ -1,6 +1,6 @@
 """The command `headrace serve`: from flags to an engine, settings and a running server; holds no logic of its own.
 
-Flags have vLLM's names where they mean the same.
+Flags have vLLM's names where they mean the same, and the names of the fields of `EngineConfig` beside them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +19,8 @@ import typer
 from rich.console import Console
 
 from headrace.engine import InvalidParams
-from headrace.server.arguments import ModelArgument, chosen_model
+from headrace.server.arguments import FileOption, ModelArgument, chosen_model
+from headrace.server.flags import flags_named
 
 if TYPE_CHECKING:
     from headrace.server.observability.logs import LogFormat
@@ -70,21 +69,45 @@ ParserOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
 FormatOption = Annotated[str, typer.Option(help="auto; random invents weights.")]
-ContextOption = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.", min=2)]
-RowsOption = Annotated[int | None, typer.Option(help="Requests in one step.", min=1)]
-BatchOption = Annotated[int | None, typer.Option(help="Tokens in one step.", min=1)]
-MemoryOption = Annotated[
-    str | None, typer.Option(help="Memory of keys and values, such as 40GiB; left out, a share of what is free.")
+DefaultsOption = Annotated[
+    str,
+    typer.Option(help="Sampling of requests that leave it out: model is what its files recommend; none is OpenAI's."),
 ]
-KvDtypeOption = Annotated[str, typer.Option(help="Of keys and values: auto or fp8.")]
-BlockOption = Annotated[int, typer.Option(help="Tokens in a page of keys and values.", min=1)]
-PrefixOption = Annotated[bool, typer.Option(help="Keep past prompts for requests that begin alike.")]
+ContextOption = Annotated[
+    int | None, typer.Option("--max-model-len", "--max-context", help="Tokens of prompt and answer together.", min=2)
+]
+RowsOption = Annotated[int | None, typer.Option("--max-num-seqs", "--max-rows", help="Requests in one step.", min=1)]
+BatchOption = Annotated[
+    int | None, typer.Option("--max-num-batched-tokens", "--max-batched-tokens", help="Tokens in one step.", min=1)
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-memory-bytes",
+        "--kv-memory",
+        help="Memory of keys and values, such as 40GiB; left out, a share of what is free.",
+    ),
+]
+KvDtypeOption = Annotated[str, typer.Option("--kv-cache-dtype", "--kv-dtype", help="Of keys and values: auto or fp8.")]
+BlockOption = Annotated[
+    int, typer.Option("--block-size", "--page-size", help="Tokens in a page of keys and values.", min=1)
+]
+PrefixOption = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        "--prefix-cache/--no-prefix-cache",
+        help="Keep past prompts for requests that begin alike.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no seed.")]
 PolicyOption = Annotated[
     str | None,
     typer.Option(
+        "--scheduling-policy",
+        "--policy",
         help="Who is served first: first_come, ageing, size_classes, fair_share or deadlines. Left out: fair_share "
-        "where there are two keys or more, else first_come."
+        "where there are two keys or more, else first_come.",
     ),
 ]
 BackgroundOption = Annotated[
@@ -104,9 +127,17 @@ AdapterFolderOption = Annotated[
     str | None, typer.Option(help="Folder below which admin keys may load adapters while the server runs.")
 ]
 SlotsOption = Annotated[
-    int, typer.Option(help="Adapters on the device at a time; by default 16 where there are any.", min=0)
+    int,
+    typer.Option(
+        "--max-loras",
+        "--adapter-slots",
+        help="Adapters on the device at a time; by default 16 where there are any.",
+        min=0,
+    ),
 ]
-AdapterRankOption = Annotated[int, typer.Option(help="Largest rank of an adapter.", min=1, max=256)]
+AdapterRankOption = Annotated[
+    int, typer.Option("--max-lora-rank", "--max-adapter-rank", help="Largest rank of an adapter.", min=1, max=256)
+]
 QueueOption = Annotated[int, typer.Option(help="Requests that may wait; more are refused.", min=1)]
 WaitOption = Annotated[float, typer.Option(help="Seconds that a request may wait.")]
 TimeOption = Annotated[float, typer.Option(help="Seconds that a request may take.")]
@@ -124,6 +155,7 @@ LogOption = Annotated[str, typer.Option("--uvicorn-log-level", help="debug, info
 
 def serve(
     model: ModelArgument = None,
+    file: FileOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     api_key: KeyOption = None,
@@ -136,6 +168,7 @@ def serve(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     load_format: FormatOption = "auto",
+    generation_defaults: DefaultsOption = "model",
     max_model_len: ContextOption = None,
     max_num_seqs: RowsOption = None,
     max_num_batched_tokens: BatchOption = None,
@@ -181,9 +214,11 @@ def serve(
         "drain_seconds": shutdown_timeout,
     }
     options = {
+        "file": file,
         "device": device,
         "dtype": dtype,
         "load_format": load_format,
+        "generation_defaults": generation_defaults,
         "max_context": max_model_len,
         "max_rows": max_num_seqs,
         "max_batched_tokens": max_num_batched_tokens,
@@ -200,7 +235,7 @@ def serve(
     _check_parser(tool_call_parser)
     listening = {"host": host, "port": port, "log_level": _log_level(log_level)}
     logged = _log_format(log_format)
-    with _flags_named():
+    with flags_named():
         settings = _settings(host, allowed_hosts, chosen)
         _check_address(host, port)
         main = partial(_serve, chosen_model(model), options, settings, logged, listening)
@@ -233,7 +268,7 @@ def _policy(given: str | None, keys: int, background_last: bool) -> str | dict[s
 
 
 def _adapter_folder(given: str | None, admin_keys: list[str] | None) -> str | None:
-    if given is not None and not Path(given).is_dir():
+    if given is not None and not Path(given).expanduser().is_dir():
         raise typer.BadParameter(f"--adapter-folder {given}: there is no such folder")
     if given is not None and not admin_keys:
         raise typer.BadParameter(f"--adapter-folder {given}: without --admin-api-key nobody may load from it")
@@ -249,37 +284,6 @@ def _settings(host: str, allowed_hosts: list[str] | None, chosen: dict[str, Any]
     if allowed_hosts or has_keys:  # a page that lured a browser here has no key
         chosen = {**chosen, "allowed_hosts": allowed_hosts or ("*",)}
     return ServerSettings(**chosen)
-
-
-_FLAGS = {
-    "max_context": "--max-model-len",
-    "max_rows": "--max-num-seqs",
-    "max_batched_tokens": "--max-num-batched-tokens",
-    "kv_memory": "--kv-cache-memory-bytes",
-    "kv_dtype": "--kv-cache-dtype",
-    "page_size": "--block-size",
-    "prefix_cache": "--enable-prefix-caching",
-    "adapter_slots": "--max-loras",
-    "max_adapter_rank": "--max-lora-rank",
-    "policy": "--scheduling-policy",
-    "drain_seconds": "--shutdown-timeout",
-    "api_keys": "--api-key",
-    "admin_keys": "--admin-api-key",
-    "metrics_key": "--metrics-api-key",
-    "adapters": "--lora-modules",
-}
-"""Field -> the flag that sets it, where that has another name."""
-
-
-@contextmanager
-def _flags_named() -> Iterator[None]:
-    """Note on an error of what was asked for which flag it is about."""
-    try:
-        yield
-    except InvalidParams as error:
-        if (flag := _FLAGS.get(error.field or "")) is not None:
-            error.add_note(f"({flag})")
-        raise
 
 
 def _log_level(value: str) -> str:

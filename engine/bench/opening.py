@@ -45,7 +45,7 @@ class Target:
 
     def options(self, *, only_shape: bool, rows: int | None = None) -> dict[str, Any]:
         """The arguments of `Engine` besides the model; `rows` is what the benchmark needs at least."""
-        chosen: dict[str, Any] = {"device": self.device, **self.more}
+        chosen: dict[str, Any] = {"device": self.device, "generation_defaults": "none", **self.more}
         chosen["load_format"] = self.load_format or ("random" if only_shape else "auto")
         if self.kv_memory is not None:
             chosen["kv_memory"] = self.kv_memory

@@ -182,8 +182,6 @@ class RequestFields(BaseModel):
             ApiError: A value is out of the engine's range, or two do not go together.
         """
         values = {name: value for name in _PASSED if (value := getattr(self, name)) is not None}
-        if values.get("top_k") == -1:
-            values["top_k"] = 0
         if values.get("best_of") == (self.n or 1):  # all of them are the best
             del values["best_of"]
         if values.get("temperature", 1.0) < _GREEDY:

@@ -241,8 +241,7 @@ def _ask(
     if best_of is not None:
         if params.logprobs is None:
             names = names | {"logprobs": "best_of"}
-        more_choices = {"n": best_of, "best_of": None, "logprobs": params.logprobs or 0}
-        params = params.model_copy(update=more_choices)
+        params = params.replace(n=best_of, best_of=None, logprobs=params.logprobs or 0)
 
     def make_ranked(ids: list[list[int]]) -> Answer:
         answer = make_answer(ids)

@@ -87,7 +87,7 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
     ({"temperature": "nan"}, "temperature", {"ge": 0.0}),
     ({"temperature": None}, "temperature", None),
     ({"temperature": "hot"}, "temperature", None),
-    ({"top_k": -1}, "top_k", {"ge": 0}),
+    ({"top_k": -2}, "top_k", {"ge": 0}),
     ({"top_k": 2**31}, "top_k", {"lt": 2**31}),
     ({"top_k": 1.0}, "top_k", None),
     ({"top_p": 0}, "top_p", {"gt": 0.0}),

@@ -1,0 +1,150 @@
+"""Finds the files of the model that a configuration names, on this machine or at the hub; never reads what is in them.
+
+What cannot be opened is refused with what would run instead. huggingface_hub is imported when a hub id is looked up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Final, NamedTuple, NoReturn
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import ModelRejected
+
+__all__ = ["ModelFiles", "find_model"]
+
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_SUFFIXES: Final = frozenset((".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".json"))
+"""Endings of files, which no hub id that anybody means has."""
+_WANTED: Final = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_RUNS: Final = "a folder with config.json and safetensors, or a .gguf file"
+_MOST_LISTED: Final = 20
+
+
+class ModelFiles(NamedTuple):
+    """Where a model lies and what it is called."""
+
+    path: Path
+    """A folder in Hugging Face layout, or a GGUF file."""
+    name: str
+
+
+def find_model(config: EngineConfig) -> ModelFiles:
+    """Return the folder or the file of the model that `config` names; a hub id is fetched where that is allowed.
+
+    Raises:
+        ModelRejected: There is none, it is of a kind that headrace does not run, or several files might be meant.
+    """
+    path, name = Path(config.model), None
+    if not path.exists():
+        path, name = _from_hub(config), config.model.rpartition("/")[2]
+    if path.is_dir():
+        path = _of_folder(path, config)
+    elif config.file is not None and str(path) == config.model:
+        _refuse("file", config.file, f"chooses in a folder or a hub repository, and {config.model} is a file")
+    elif config.load_format == "random":
+        path = path.parent
+    elif path.suffix != ".gguf":
+        _refuse("model", config.model, f"{config.model} is no .gguf file; {_RUNS} would run{_advice(path)}")
+    if path.is_dir():
+        return ModelFiles(path, name or path.name)
+    return ModelFiles(path, path.stem)
+
+
+def _of_folder(folder: Path, config: EngineConfig) -> Path:
+    """The folder itself or the one GGUF file in it that is meant."""
+    if config.file is not None:
+        return folder / _one_gguf(_ggufs(folder, config), config, str(folder))
+    has_config = (folder / "config.json").exists()
+    if has_config and (config.load_format == "random" or any(folder.glob("*.safetensors*"))):
+        return folder
+    if found := _ggufs(folder, config):
+        return folder / _one_gguf(found, config, str(folder))
+    if (folder / "adapter_config.json").exists() and not has_config:
+        told = "is an adapter in PEFT's format: open its base model with adapter_slots=1, and load the folder with "
+        _refuse("model", config.model, f"{folder} {told}engine.adapters.load(name, folder)")
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in _SUFFIXES - {".json"})
+    if not has_config:
+        held = f"; it holds {_listed(others)}" if others else ""
+        _refuse("config.json", None, f"no such file in {folder}{held}; {_RUNS} would run")
+    if others:
+        told = "save_pretrained of transformers writes safetensors, which would run; so would a GGUF file"
+        _refuse("model", config.model, f"{folder} holds {_listed(others)} and no safetensors; {told}")
+    return folder
+
+
+def _ggufs(folder: Path, config: EngineConfig) -> list[str]:
+    """GGUF files of a folder; those of folders in it only where a file is chosen, since a folder may be any."""
+    found = folder.glob("*.gguf") if config.file is None else folder.rglob("*.gguf")
+    return sorted(str(path.relative_to(folder)) for path in found if path.is_file())
+
+
+def _meant(names: Iterable[str], config: EngineConfig) -> list[str]:
+    """The GGUF files of `names` whose path or last part `config.file` matches; all of them without it."""
+    pattern = (config.file or "*.gguf").casefold()
+    ends = [(name, name.casefold()) for name in names if name.endswith(".gguf")]
+    return [name for name, end in ends if fnmatchcase(end, pattern) or fnmatchcase(PurePath(end).name, pattern)]
+
+
+def _one_gguf(names: Iterable[str], config: EngineConfig, where: str) -> str:
+    """The one GGUF file of `names` that is meant."""
+    names = list(names)
+    found = _meant(names, config)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        told = "holds several GGUF files" if config.file is None else f"has several files for {config.file}"
+        _refuse("file", config.file, f'{where} {told}: choose one, such as file="{found[0]}", of {_listed(found)}')
+    held = _listed([name for name in names if name.endswith(".gguf")]) or "no .gguf file"
+    if config.file is None:
+        _refuse("model", config.model, f"{where} holds neither safetensors nor a .gguf file")
+    _refuse("file", config.file, f"nothing in {where} matches {config.file}; it holds {held}")
+
+
+def _from_hub(config: EngineConfig) -> Path:
+    """What the hub's cache on this machine holds of a hub id, or with `allow_download` what the hub has."""
+    model = config.model
+    if os.sep in model.partition("/")[2] or _HUB_ID.fullmatch(model) is None or PurePath(model).suffix in _SUFFIXES:
+        _refuse("model", model, f"no such folder or file: {model}")
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    try:
+        kept = Path(snapshot_download(model, local_files_only=True))
+    except Exception:  # of the library's many kinds: it is not there, or no id at all
+        kept = None
+    if not config.allow_download:
+        if kept is None:
+            is_path = Path(model).parent.is_dir()  # as that of any name without a slash
+            told = "" if is_path else "; if it is a hub id, allow_download=True fetches the model"
+            _refuse("model", model, f"no such folder or file: {model}{told}")
+        return kept
+    if kept is not None and config.file is not None and len(_meant(_ggufs(kept, config), config)) == 1:
+        return kept
+    try:
+        names = [each.rfilename for each in HfApi().model_info(model).siblings or ()]
+        if config.file is not None or not any(name.endswith((".safetensors", ".bin")) for name in names):
+            return Path(hf_hub_download(model, _one_gguf(names, config, model)))
+        return Path(snapshot_download(model, allow_patterns=_WANTED))
+    except ModelRejected:
+        raise
+    except Exception as error:
+        if kept is not None:  # the hub is out of reach
+            return kept
+        raise ModelRejected(f"model: the hub did not give {model}: {error}", field="model", value=model) from error
+
+
+def _advice(path: Path) -> str:
+    return "; give the folder that the file is in" if path.suffix in (".safetensors", ".json") else ""
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _refuse(field: str, value: object, told: str) -> NoReturn:
+    raise ModelRejected(f"{field}: {told}", field=field, value=value)

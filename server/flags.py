@@ -1,0 +1,76 @@
+"""Flags of the command line and the options that they set: names flags in errors, and answers flags of other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from typer.core import TyperCommand
+
+from headrace.engine import EngineConfig, InvalidParams
+
+__all__ = ["AnsweringCommand", "flags_named"]
+
+_FLAGS = {
+    "max_context": "--max-model-len",
+    "max_rows": "--max-num-seqs",
+    "max_batched_tokens": "--max-num-batched-tokens",
+    "kv_memory": "--kv-cache-memory-bytes",
+    "kv_dtype": "--kv-cache-dtype",
+    "page_size": "--block-size",
+    "prefix_cache": "--enable-prefix-caching",
+    "adapter_slots": "--max-loras",
+    "max_adapter_rank": "--max-lora-rank",
+    "policy": "--scheduling-policy",
+    "drain_seconds": "--shutdown-timeout",
+    "api_keys": "--api-key",
+    "admin_keys": "--admin-api-key",
+    "metrics_key": "--metrics-api-key",
+    "adapters": "--lora-modules",
+}
+"""Field -> the flag that sets it, where that has another name."""
+
+
+@contextmanager
+def flags_named() -> Iterator[None]:
+    """Note on an error of what was asked for which flag it is about."""
+    try:
+        yield
+    except InvalidParams as error:
+        if (flag := _FLAGS.get(error.field or "")) is not None:
+            error.add_note(f"({flag})")
+        raise
+
+
+class AnsweringCommand(TyperCommand):
+    """A command that answers flags of other tools with its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args` as any command does; a flag that is none is refused with what stands for it here."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            flag = getattr(error, "option_name", None)  # of an exception that typer does not export
+            own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+            if flag is None or flag in own or not (advice := _advice_on(flag, own)):
+                raise
+            from typer import BadParameter
+
+            raise BadParameter(f"{flag}: there is no such flag ({advice})") from None
+
+
+def _advice_on(flag: str, own: set[str]) -> str:
+    """Say which of the flags `own`, or which option, stands for `flag`; nothing where no tool has it."""
+    from headrace.engine.known_names import ENGINE_NAMES, SYNONYMS, all_names
+
+    name = flag.lstrip("-").replace("-", "_")
+    meant = {**SYNONYMS, **all_names(ENGINE_NAMES)}.get(name, name)
+    if meant == "model":
+        return "give the model as the argument"
+    if meant not in EngineConfig.model_fields:
+        return "" if meant == name else meant
+    ours = "--" + meant.replace("_", "-")
+    if ours in own:
+        return f"it is {ours} here"
+    return f"say --set {meant}=VALUE" if "--set" in own else ""
