@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def open_engine(config: EngineConfig) -> Opened:
     embedding = None
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
-    info = _info(device, name, spec.architecture, embedding, recommended)
+    info = replace(_info(device, name, spec.architecture, embedding), generation_defaults=recommended)
     tokenizer.start(device.capacity.max_context)
     return Opened(
         device.runner,
@@ -139,13 +139,7 @@ def _recommended(config: EngineConfig, source: Source) -> Mapping[str, float]:
     return from_generation_config(generation_config(Path(source)))
 
 
-def _info(
-    device: Device,
-    model: str,
-    architecture: str,
-    embedding: Embedding | None,
-    generation_defaults: Mapping[str, float] = MappingProxyType({}),
-) -> EngineInfo:
+def _info(device: Device, model: str, architecture: str, embedding: Embedding | None) -> EngineInfo:
     return EngineInfo.of(
         device.capacity,
         model=model,
@@ -154,7 +148,6 @@ def _info(
         device=device.name,
         page_bytes=device.page_bytes,
         embedding_size=0 if embedding is None else embedding.size,
-        generation_defaults=generation_defaults,
     )
 
 

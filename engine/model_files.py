@@ -67,13 +67,10 @@ def _of_folder(folder: Path, config: EngineConfig) -> Path:
     if (folder / "adapter_config.json").exists() and not has_config:
         told = "is an adapter in PEFT's format: open its base model with adapter_slots=1, and load the folder with "
         _refuse("model", config.model, f"{folder} {told}engine.adapters.load(name, folder)")
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in _SUFFIXES - {".json"})
     if not has_config:
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in _SUFFIXES - {".json"})
         held = f"; it holds {_listed(others)}" if others else ""
         _refuse("config.json", None, f"no such file in {folder}{held}; {_RUNS} would run")
-    if others:
-        told = "save_pretrained of transformers writes safetensors, which would run; so would a GGUF file"
-        _refuse("model", config.model, f"{folder} holds {_listed(others)} and no safetensors; {told}")
     return folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Self
 
 from headrace.engine.scheduling.plan import Capacity
@@ -51,7 +50,6 @@ class EngineInfo:
         device: str,
         page_bytes: int,
         embedding_size: int = 0,
-        generation_defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> Self:
         """A model on a device that holds `capacity`."""
         return cls(
@@ -67,7 +65,6 @@ class EngineInfo:
             max_rows=capacity.max_rows,
             max_batched_tokens=capacity.max_batched_tokens,
             embedding_size=embedding_size,
-            generation_defaults=generation_defaults,
         )
 
 

@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -65,10 +65,9 @@ def build(
         if wheel is not None and cache is None:
             cache = stack.enter_context(TemporaryDirectory(prefix="headrace-kernels-"))
         for model in models:
-            config = EngineConfig(
-                model=model, device=device, kv_dtype=kv_dtype, max_rows=max_rows, adapter_slots=adapter_slots,
-                load_format="random", kv_memory="256MiB", kernel_cache=cache,
-            )  # fmt: skip
+            options: dict[str, Any] = {"device": device, "kv_dtype": kv_dtype, "max_rows": max_rows}
+            options |= {"adapter_slots": adapter_slots, "kernel_cache": cache}
+            config = EngineConfig(model=model, load_format="random", kv_memory="256MiB", **options)
             with console.status(f"compiling kernels of {model}: up to a few minutes the first time"):
                 folder, count = build_kernels(config)
         place = folder if wheel is None else write_wheel(folder, Path(wheel).expanduser())

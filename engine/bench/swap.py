@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import anyio
 
@@ -16,6 +16,8 @@ from headrace.engine.bench.report import conditions, show
 from headrace.engine.bench.shapes import located
 
 __all__ = ["run"]
+
+LoadFormat: TypeAlias = Literal["auto", "random"]
 
 _SEED = 7
 
@@ -57,9 +59,11 @@ def run(*, model: str, requests: int, prompt: int, output: int, swap_memory: str
 async def _run(model: str, requests: int, prompt: int, output: int, page_bytes: int, swap_memory: str) -> _Run:
     chance = random.Random(_SEED)
     with located(model) as (path, random_weights):
-        options = {"load_format": "random"} if random_weights else {}
+        load_format: LoadFormat = "random" if random_weights else "auto"
         memory = requests * -(-(prompt + output // 4) // 16) * page_bytes
-        async with Engine(path, kv_memory=memory, swap_memory=swap_memory, prefix_cache=False, **options) as engine:
+        async with Engine(
+            path, kv_memory=memory, swap_memory=swap_memory, prefix_cache=False, load_format=load_format
+        ) as engine:
             vocabulary = engine.info.vocab_size
             prompts = [[chance.randrange(vocabulary) for _ in range(prompt)] for _ in range(requests)]
             params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
@@ -76,6 +80,6 @@ async def _run(model: str, requests: int, prompt: int, output: int, page_bytes: 
 
 async def _page_bytes(model: str) -> int:
     with located(model) as (path, random_weights):
-        options = {"load_format": "random"} if random_weights else {}
-        async with Engine(path, max_context=64, max_rows=1, **options) as engine:
+        load_format: LoadFormat = "random" if random_weights else "auto"
+        async with Engine(path, max_context=64, max_rows=1, load_format=load_format) as engine:
             return engine.info.page_bytes

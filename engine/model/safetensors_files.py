@@ -159,7 +159,8 @@ class SafetensorsFolder:
             raise ModelRejected(f"{self.name}: no such folder", field=self.name)
         pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in self.path.glob(f"*.{suffix}"))
         if pickles:
-            message = f"{self.name}: {pickles[0]} is a pickle, which can run code; only safetensors are read"
+            told = "is a pickle, which can run code; safetensors are read (save_pretrained of transformers writes them)"
+            message = f"{self.name}: {pickles[0]} {told}, and GGUF files"
             raise ModelRejected(message, field=pickles[0], limit=SINGLE_FILE)
-        message = f"{self.name}: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+        message = f"{self.name}: neither {SINGLE_FILE} nor {INDEX_FILE} is there, nor a .gguf file"
         raise ModelRejected(message, field=SINGLE_FILE)

@@ -193,7 +193,10 @@ def from_hf(config: Mapping[str, object], origin: str = "config.json") -> Decode
         if not any(config.get(field) is value or config.get(field) == value for value in neutral):
             fields.refuse(field, " or ".join(repr(value) for value in neutral))
     if not _quantises_nothing_but_kv(config.get("quantization_config")):
-        fields.refuse("quantization_config", "none, or a kv_cache_scheme of 8-bit floats alone")
+        fields.refuse(
+            "quantization_config",
+            "none, or a kv_cache_scheme of 8-bit floats alone; quantised weights run from GGUF files",
+        )
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "silu")
     layers = fields.size("num_hidden_layers", LIMITS["num_layers"])

@@ -98,10 +98,11 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def _requested(params: SamplingParams) -> dict[str, Any]:
+    given = params.model_fields_set  # what was left out is the model's to choose
     wanted = {
         "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+        "temperature": params.temperature if "temperature" in given else None,
+        "top_p": params.top_p if "top_p" in given else None,
         "top_k": params.top_k or None,
         "seed": params.seed,
         "frequency_penalty": params.frequency_penalty or None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.engine import HeadraceError, SamplingParams
@@ -33,7 +34,7 @@ def ask_response(service: Service, body: dict[str, Any]) -> Ask:
     service.check_model(fields.model)
 
     def make_answer(prompt: list[int], params: SamplingParams, reading: Reading) -> Answer:
-        return ResponseAnswer(_known(fields, service.now()), reading.blocks())
+        return ResponseAnswer(_known(fields, service.now(), service.engine.info.generation_defaults), reading.blocks())
 
     try:
         chat: ChatFields = parse(ChatFields, fields.chat(), service.settings)
@@ -42,8 +43,8 @@ def ask_response(service: Service, body: dict[str, Any]) -> Ask:
         raise as_api_error(error).renamed(RESPONSE_NAMES) from error
 
 
-def _known(fields: ResponseFields, now: int) -> dict[str, Any]:
-    """What a response repeats of its request."""
+def _known(fields: ResponseFields, now: int, defaults: Mapping[str, float]) -> dict[str, Any]:
+    """What a response repeats of its request, and what the model recommends where that says nothing."""
     tools = [tool.get("function", tool) for tool in fields.tools or ()]
     return {
         "id": f"resp_{secrets.token_hex(16)}",
@@ -60,7 +61,7 @@ def _known(fields: ResponseFields, now: int) -> dict[str, Any]:
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "store": False,
-        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "temperature": defaults.get("temperature", 1.0) if fields.temperature is None else fields.temperature,
         "text": {"format": (fields.text.format if fields.text is not None else None) or {"type": "text"}},
         "tool_choice": fields.tool_choice or "auto",
         "tools": [
@@ -73,6 +74,6 @@ def _known(fields: ResponseFields, now: int) -> dict[str, Any]:
             }
             for tool in tools
         ],
-        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+        "top_p": defaults.get("top_p", 1.0) if fields.top_p is None else fields.top_p,
         "truncation": "disabled",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -82,11 +83,28 @@ def test_refusals_say_what_would_run(tmp_path: Path) -> None:
     error = refused(tmp_path / "empty")
     assert error.field == "config.json" and f"no such file in {tmp_path / 'empty'};" in str(error)
     assert "safetensors" in str(error) and ".gguf" in str(error)
-    pickled = tiny_models.random_folder(tmp_path / "pickled")
-    (pickled / "pytorch_model.bin").write_bytes(b"")
-    assert "pytorch_model.bin and no safetensors" in str(refused(pickled))
+    (tmp_path / "empty" / "model.onnx").write_bytes(b"")
+    assert "it holds model.onnx" in str(refused(tmp_path / "empty"))
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert "give the folder" in str(refused(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({}, "pytorch_model.bin is a pickle, which can run code; safetensors are read"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights run from GGUF files"),
+        ({"architectures": ["GemmaForCausalLM"]}, "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+    ],
+)
+async def test_a_refused_format_or_family_says_what_would_run(config: Any, told: str, tmp_path: Path) -> None:
+    folder = tiny_models.random_folder(tmp_path / "model", **config)
+    tiny_models.write_tokenizer(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelRejected, match=re.escape(told)):
+        async with Engine(folder, dtype="float32", kv_memory="1MiB"):
+            pass
 
 
 @pytest.mark.parametrize(

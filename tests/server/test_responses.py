@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, get_args
 
 import anyio
@@ -11,7 +12,8 @@ import pytest
 from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
 from serving import CAPACITY, Serving, check_error, scripted, serving, speaking, unhurried, until
 
-from headrace.engine.testing import ByteTokenizer, ScriptedRunner
+from headrace.engine.opened import Opened
+from headrace.engine.testing import ByteTokenizer, ScriptedEngine, ScriptedRunner
 from headrace.server.routes.generation import ask_chat
 from headrace.server.routes.responses import ask_response
 
@@ -92,6 +94,20 @@ def test_a_response_streams_what_it_answers_whole(server: Serving, client: opena
     chat = server.post(body, "/v1/chat/completions").json()
     assert chat["choices"][0]["message"]["content"] == text
     assert chat["usage"]["prompt_tokens"] == whole.usage.input_tokens
+
+
+def test_a_response_tells_what_the_model_recommends_where_the_request_says_nothing() -> None:
+    class Recommending(ScriptedEngine):
+        def _open(self) -> Opened:
+            opened = super()._open()
+            return replace(opened, info=replace(opened.info, generation_defaults={"temperature": 0.6, "top_p": 0.9}))
+
+    with serving(Recommending(CAPACITY)) as server:
+        body = {"input": "Hello?", "max_output_tokens": 2}
+        told = server.post(body, PATH).json()
+        assert (told["temperature"], told["top_p"]) == (0.6, 0.9)
+        told = server.post(body | {"temperature": 1.0, "top_p": 0.5}, PATH).json()
+        assert (told["temperature"], told["top_p"]) == (1.0, 0.5)
 
 
 def test_the_stream_helper_gathers_the_same_answer() -> None:
