@@ -193,10 +193,10 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
-def messages_error_body(error: ApiError) -> dict[str, Any]:
+def messages_error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """Anthropic's error object, whose `type` follows from the status."""
     kind = _MESSAGES_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 _MESSAGES_KINDS = {

@@ -10,6 +10,7 @@ import base64
 import logging
 import re
 import secrets
+from functools import partial
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -78,7 +79,7 @@ class Gate:
         path = _path(scope)
         more = [(b"x-request-id", identity)]
         if path.startswith(MESSAGES_PATH):
-            scope[ERROR_BODY] = messages_error_body
+            scope[ERROR_BODY] = partial(messages_error_body, request_id=scope[REQUEST_ID])
             more.append((b"request-id", identity))
 
         scope[EXCHANGE] = exchange = Exchange()

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx2
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from official import Judged
 
 from headrace.engine import Engine
 from headrace.engine.scheduling.plan import Capacity
@@ -72,7 +73,8 @@ class Serving:
         self.socket.bind(("127.0.0.1", 0))
         self.socket.listen()
         self.port = self.socket.getsockname()[1]
-        self.server = make_server(app, host="127.0.0.1", port=self.port, log_level="critical")
+        self.judged = Judged(app)
+        self.server = make_server(self.judged, host="127.0.0.1", port=self.port, log_level="critical")
         self.url = f"http://127.0.0.1:{self.port}"
         key = next(iter(settings.api_keys.values()), None)
         self.client = httpx2.Client(
@@ -122,7 +124,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(engine: Engine, settings: ServerSettings | None = None) -> Iterator[Serving]:
-    """A server in a thread; stopped at the end."""
+    """A server in a thread; stopped at the end, when official schemas judge what it answered."""
     with start_blocking_portal(backend_options={"use_uvloop": False}) as portal:
         here = portal.call(lambda: _make(portal, engine, settings or ServerSettings()))
         running = portal.start_task_soon(here.run)
@@ -134,6 +136,7 @@ def serving(engine: Engine, settings: ServerSettings | None = None) -> Iterator[
             portal.call(here.service.end_all)
             here.server.should_exit = True
             running.result(timeout=20)
+        here.judged.judge()
 
 
 async def _make(portal: BlockingPortal, engine: Engine, settings: ServerSettings) -> Serving:

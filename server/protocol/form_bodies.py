@@ -89,27 +89,39 @@ class ResponseBody(_Body):
 
     id: str
     object: Literal["response"]
+    access_programs: None
     created_at: int
+    completed_at: int | None
+    conversation: None
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False]
     error: dict[str, Any] | None
+    frequency_penalty: float
     incomplete_details: dict[str, Any] | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: None
     metadata: dict[str, str]
     model: str
     output: list[MessageOutput | ReasoningOutput | CallOutput]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: None
+    prompt_cache_key: str | None
+    prompt_cache_retention: None
     reasoning: dict[str, None]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: Literal[0]
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
+    user: str | None
 
 
 class ResponseEvent(BaseModel):
@@ -135,11 +147,18 @@ class ThinkingContent(_Body):
     signature: Literal[""]
 
 
+class DirectCaller(_Body):
+    """The model itself calls the tool."""
+
+    type: Literal["direct"]
+
+
 class ToolUseContent(_Body):
     """A tool that is to be used."""
 
     type: Literal["tool_use"]
     id: str
+    caller: DirectCaller
     name: str
     input: dict[str, Any]
 
@@ -150,14 +169,26 @@ class ThinkingCount(_Body):
     thinking_tokens: Count
 
 
+class CacheCreation(_Body):
+    """Tokens written to caches that are billed; there are none here."""
+
+    ephemeral_1h_input_tokens: Literal[0]
+    ephemeral_5m_input_tokens: Literal[0]
+
+
 class MessageUsage(_Body):
     """Token counts of a message; `input_tokens` are those that were computed."""
 
-    input_tokens: Count
+    cache_creation: CacheCreation
     cache_creation_input_tokens: Count
     cache_read_input_tokens: Count
+    inference_geo: None
+    input_tokens: Count
     output_tokens: Count
     output_tokens_details: ThinkingCount
+    server_tool_use: None
+    service_tier: Literal["standard"]
+    speed: None
 
 
 class MessageBody(_Body):
@@ -167,7 +198,10 @@ class MessageBody(_Body):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
+    container: None
+    diagnostics: None
     content: list[TextContent | ThinkingContent | ToolUseContent]
+    stop_details: None
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
@@ -190,4 +224,5 @@ class MessageError(_Body):
     """Anthropic's error object."""
 
     type: Literal["error"]
+    request_id: str | None
     error: MessageErrorDetail

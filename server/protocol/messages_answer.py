@@ -38,6 +38,8 @@ class MessageAnswer:
             "type": "message",
             "role": "assistant",
             "model": model,
+            "container": None,
+            "diagnostics": None,
         }
         self._prompt_tokens = prompt_tokens
         self._reader = reader
@@ -46,8 +48,9 @@ class MessageAnswer:
 
     def opening(self) -> bytes:
         """The message, which has nothing yet; how much of the prompt was cached comes with its end."""
-        usage = self._usage(Usage(prompt_tokens=self._prompt_tokens))
-        body = self._body | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        usage = self._whole_usage(Usage(prompt_tokens=self._prompt_tokens))
+        stop = {"stop_details": None, "stop_reason": None, "stop_sequence": None}
+        body = self._body | {"content": [], **stop, "usage": usage}
         return typed_event({"type": "message_start", "message": body})
 
     def feed(self, piece: Piece) -> bytes:
@@ -56,8 +59,9 @@ class MessageAnswer:
 
     def closing(self, usage: Usage) -> bytes:
         """Why it ended, and the usage."""
-        delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage(usage)}
-        return typed_event(delta) + typed_event({"type": "message_stop"})
+        delta = {"container": None, **self._stop()}
+        event = {"type": "message_delta", "delta": delta, "usage": self._usage(usage)}
+        return typed_event(event) + typed_event({"type": "message_stop"})
 
     def failing(self, error: ApiError) -> bytes:
         """The error."""
@@ -72,7 +76,7 @@ class MessageAnswer:
     def whole(self, usage: Usage) -> bytes:
         """The finished message."""
         content = [_content(block, block.text) for block in self._reader.blocks]
-        return orjson.dumps(self._body | {"content": content, **self._stop(), "usage": self._usage(usage)})
+        return orjson.dumps(self._body | {"content": content, **self._stop(), "usage": self._whole_usage(usage)})
 
     def _stop(self) -> dict[str, str | None]:
         reader = self._reader
@@ -82,16 +86,26 @@ class MessageAnswer:
             reason = "stop_sequence"
         else:
             reason = "tool_use" if reader.called else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": reader.stop_string}
+        return {"stop_details": None, "stop_reason": reason, "stop_sequence": reader.stop_string}
+
+    def _whole_usage(self, usage: Usage) -> dict[str, Any]:
+        """The usage of a message, which says more than that of the event at the end of a stream."""
+        return self._usage(usage) | {
+            "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
+            "inference_geo": None,
+            "service_tier": "standard",
+            "speed": None,
+        }
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """Anthropic's usage, whose `input_tokens` are those that were not cached."""
+        """Anthropic's counts, whose `input_tokens` are those that were not cached."""
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": self._reader.reasoning_tokens},
+            "server_tool_use": None,
         }
 
 
@@ -111,7 +125,8 @@ def _content(block: Block, text: str) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": ""}  # nothing is signed here
     if block.kind == "text":
         return {"type": "text", "text": text, "citations": None}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(text)}
+    call = {"id": block.call_id, "name": block.name, "input": _arguments(text)}
+    return {"type": "tool_use", "caller": {"type": "direct"}, **call}
 
 
 def _arguments(text: str) -> Any:

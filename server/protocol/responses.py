@@ -183,8 +183,8 @@ class ResponseFields(RequestFields):
     reasoning: dict[str, Any] | None = None
     include: list[Any] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
+    prompt_cache_key: Annotated[str, Field(strict=True, max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(strict=True, max_length=512)] | None = None
 
     @field_validator("input", mode="before")
     @classmethod

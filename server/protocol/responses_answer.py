@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Any, Final
 
 import orjson
@@ -121,6 +122,7 @@ class ResponseAnswer:
         cut = self._reader.finish_reason == "length"
         return self._body | {
             "status": "incomplete" if cut else "completed",
+            "completed_at": None if cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self._items(),
             "usage": self._usage(usage),

@@ -94,7 +94,8 @@ def check_error(answer: httpx2.Response, status: int, kind: str) -> str:
     """Anthropic's error object, which names nothing of the machine."""
     assert answer.status_code == status, answer.text
     ErrorResponse.model_validate(answer.json())
-    assert answer.json().keys() == {"type", "error"}
+    assert answer.json().keys() == {"type", "error", "request_id"}
+    assert answer.json()["request_id"] == answer.headers["request-id"]
     error = answer.json()["error"]
     assert error["type"] == kind and not LEAKS.search(error["message"])
     assert answer.headers["request-id"] == answer.headers["x-request-id"]

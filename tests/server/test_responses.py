@@ -46,7 +46,7 @@ def typed_events(text: str) -> list[dict[str, Any]]:
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     """A response without what differs between two equal ones."""
     items = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in response["output"]]
-    return {k: v for k, v in response.items() if k not in ("id", "created_at")} | {"output": items}
+    return {k: v for k, v in response.items() if k not in ("id", "created_at", "completed_at")} | {"output": items}
 
 
 def check_items(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
