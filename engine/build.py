@@ -5,7 +5,7 @@ Runs in a thread and never on the event loop. Nothing imports it before an engin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ class _NoTokenizer:
             "prompt: this model was opened without a tokenizer; give token ids", field="prompt", value=text
         )
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], *options: Any, **named: Any) -> list[int]:
         raise InvalidParams(
             "prompt: this model was opened without a tokenizer; give token ids", field="prompt", value=messages
         )

@@ -78,19 +78,27 @@ class ChatTemplate:
         """
         self._children.start()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return the text of a chat, up to where the assistant's next answer begins. Blocks; not for the event loop.
 
         Args:
             messages: `role`, `content` and whatever else the template reads, as JSON can express it.
             tools: Definitions, as OpenAI's API writes them; None where the model is offered none.
+            add_generation_prompt: Whether the beginning of the assistant's next answer is written.
 
         Raises:
             TemplateTooCostly: It takes more time or memory than it may, or writes too much.
             TemplateRefused: The template is not valid, or refuses the messages.
             OSError: No process can be started, or it was ended by others or by `close`.
         """
-        chat, closings = _line([messages, tools]), self._closings
+        values = {"add_generation_prompt": add_generation_prompt}
+        chat, closings = _line([messages, tools, values]), self._closings
 
         def still_wanted() -> bool:
             return self._closings == closings

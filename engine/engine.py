@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -31,7 +31,8 @@ from headrace.engine.messages import Message
 from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
 from headrace.engine.pooled import PoolingIntake, Text, Who
-from headrace.engine.prompts import check_token_ids, to_token_ids
+from headrace.engine.prompt_ids import TokenizeOptions, tokenize
+from headrace.engine.prompts import check_token_ids
 from headrace.engine.requests import make_requests
 from headrace.engine.scheduling.pooling import Pooling, PoolingKind
 from headrace.engine.scheduling.shaping import LogitsProcessor
@@ -39,7 +40,7 @@ from headrace.engine.scoring import Scores, score
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
 from headrace.engine.text import Detokenizer
-from headrace.engine.tokenizing import Charge, Tokenizing, charge_nobody
+from headrace.engine.tokenizing import Charge, charge_nobody
 from headrace.engine.turns import Prompt, Turns
 
 if TYPE_CHECKING:
@@ -348,20 +349,17 @@ class Engine(Elastic):
         self,
         prompt: Prompt,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         tenant: str | None = None,
         charge: Charge = charge_nobody,
+        **options: Unpack[TokenizeOptions],
     ) -> list[int]:
-        """The token ids of `prompt`, as a request of `tenant` would see them; `tools` are offered in a chat.
+        """The token ids of `prompt`, as a request of `tenant` would see them.
 
         Raises:
-            InvalidParams: The prompt is malformed.
+            InvalidParams: The prompt or an option is malformed.
             PromptTooLong: Its text is too long for the context, however it is tokenised.
         """
-        _, opened = self._serving()
-        encode = partial(to_token_ids, prompt, opened.tokenizer, tools)
-        work = Tokenizing.of_prompt(prompt, opened, encode, tenant=tenant, charge=charge, tools=tools)
-        return await work.ask(self._helper)
+        return await tokenize(prompt, options, self._serving()[1], self._helper, tenant, charge)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
 
 from headrace.engine.errors import InvalidParams, PromptTooLong, TokenizerFailed
 from headrace.engine.messages import Message
@@ -12,6 +12,7 @@ from headrace.engine.panics import typed
 from headrace.engine.text import TokenTable
 
 __all__ = [
+    "ChatEnd",
     "TokenizerLike",
     "check_fewest_tokens",
     "check_text_size",
@@ -27,6 +28,11 @@ _SHORT = 2048  # characters that tokenise in about a millisecond: not worth a th
 _MESSAGE = 32  # characters that tokenise in the time that the template takes for a message
 _COSTLY = 2**20  # characters beyond which a prompt is as costly as any
 _CHARACTER = 4  # bytes of UTF-8, at most
+
+
+ChatEnd: TypeAlias = Literal["answer", "closed", "open"]
+"""How the token ids of a chat end: where the assistant's next answer begins, with the end of the last message, or with
+the text of the last message, which the answer then continues."""
 
 
 class TokenizerLike(Protocol):
@@ -51,15 +57,20 @@ class TokenizerLike(Protocol):
         """Text of the chat template; empty where there is none."""
         ...
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Ids of a chat that may offer tools, ready for the answer."""
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        end: ChatEnd = "answer",
+    ) -> list[int]:
+        """Ids of a chat that may offer tools, ready for the answer or with another end."""
         ...
 
     def encode_more(self, text: str) -> list[int]:
         """Ids of text that goes on after other text."""
         ...
 
-    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+    def encode_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Ids of what the chat template writes behind an answer: its end, the messages, the next one's beginning."""
         ...
 
@@ -158,8 +169,13 @@ def _is_chat(prompt: object) -> TypeGuard[Sequence[Any]]:
     )
 
 
-def to_token_ids(prompt: Any, tokenizer: TokenizerLike, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-    """Token ids of raw text, of a chat that may offer `tools`, or of ids themselves.
+def to_token_ids(
+    prompt: Any,
+    tokenizer: TokenizerLike,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    end: ChatEnd = "answer",
+) -> list[int]:
+    """Token ids of raw text, of a chat that may offer `tools` and has that end, or of ids themselves.
 
     Raises:
         InvalidParams: The prompt is empty, of another kind, or malformed; names the part.
@@ -174,7 +190,7 @@ def to_token_ids(prompt: Any, tokenizer: TokenizerLike, tools: Sequence[Mapping[
             value=prompt,
         )
     elif prompt and isinstance(prompt[0], Mapping):
-        ids = _guarded(partial(tokenizer.encode_chat, prompt, tools))
+        ids = _guarded(partial(tokenizer.encode_chat, prompt, tools, end))
     else:
         ids = list(prompt)
     if not ids:
@@ -182,8 +198,10 @@ def to_token_ids(prompt: Any, tokenizer: TokenizerLike, tools: Sequence[Mapping[
     return ids
 
 
-def more_token_ids(added: Any, tokenizer: TokenizerLike, known: Sequence[int]) -> list[int]:
-    """Token ids of what is added to `known`: text or ids as they stand, or messages in the chat template.
+def more_token_ids(
+    added: Any, tokenizer: TokenizerLike, known: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Token ids of what is added to `known`: text or ids as they stand, or messages in the chat template for `tools`.
 
     Raises:
         InvalidParams: It is of another kind, or malformed; names the part.
@@ -193,7 +211,7 @@ def more_token_ids(added: Any, tokenizer: TokenizerLike, known: Sequence[int]) -
         return _guarded(partial(tokenizer.encode_more, added)) if added else []
     if not _is_chat(added):
         return to_token_ids(added, tokenizer) if added != [] else []
-    ids = _guarded(partial(tokenizer.encode_reply, added))
+    ids = _guarded(partial(tokenizer.encode_reply, added, tools))
     if known[-1] not in tokenizer.eos_ids:
         return ids
     for place, token in enumerate(ids):  # the answer ended itself: the template's own end of it, if there is one, goes

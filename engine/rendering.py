@@ -48,8 +48,14 @@ class Renderer:
             with contextlib.suppress(OSError):  # which the first chat raises, if it is still so
                 template.start()
 
-    def render(self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """Return the text of a chat that may offer `tools`, up to where the assistant's next answer begins. Blocks.
+    def render(
+        self,
+        chat: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a chat that may offer `tools`, with the beginning of an answer if so wished. Blocks.
 
         Raises:
             InvalidParams: There is no template, it refuses the messages, or it costs too much.
@@ -63,7 +69,7 @@ class Renderer:
                 field="messages",
             )
         try:
-            return template.render(chat, tools=tools)
+            return template.render(chat, tools=tools, add_generation_prompt=add_generation_prompt)
         except (TemplateRefused, TemplateTooCostly) as error:
             raise InvalidParams(
                 f"messages: the chat template of {self._model} refused them: {error}", field="messages"

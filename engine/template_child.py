@@ -1,8 +1,8 @@
 """Renders one chat template in a process of its own, within limits that the operating system keeps; tokenises nothing.
 
 Run by child_start.py for `ChatTemplate`; imports nothing of headrace. The first line is `[source, names]`, each further
-one a chat, `[messages, tools]`. Each answer is a line `[kind, text]`: kind is "text", or "refused", "costly" or
-"memory" with the reason for a text.
+one a chat, `[messages, tools, values]`, where `values` are further variables of the template by name. Each answer is a
+line `[kind, text]`: kind is "text", or "refused", "costly" or "memory" with the reason for a text.
 
 A template is a program that comes with the model. Jinja's sandbox keeps it from everything but its own values, and
 nothing keeps it from computing for ever or building values of any size. So the kernel kills this process when a line
@@ -131,9 +131,9 @@ class _Renderer:
             source, self._names = line
             self._template = _compile(source)
             return ""
-        messages, tools = line
-        values = {**self._names, "messages": messages, "tools": tools, "documents": None}
-        return _render(self._template, {**values, "add_generation_prompt": True}, self._most)
+        messages, tools, values = line
+        known = {**self._names, "messages": messages, "tools": tools, "documents": None}
+        return _render(self._template, {**known, **values}, self._most)
 
 
 def _reason(error: Exception) -> str:

@@ -18,6 +18,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.errors import InvalidParams
 from headrace.engine.messages import Message
 from headrace.engine.opened import Opened
+from headrace.engine.prompts import ChatEnd
 from headrace.engine.scheduling.plan import NON_FINITE, Capacity, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.scheduling.shaping import ReportedTokens
@@ -219,19 +220,28 @@ class ByteTokenizer:
         except UnicodeEncodeError as error:
             raise InvalidParams(f"prompt: is not text: {error.reason}", field="prompt", value=text) from None
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """`role: content` lines, one a message; tools are left out."""
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        end: ChatEnd = "answer",
+    ) -> list[int]:
+        """`role: content` lines, one a message, the last one without its line feed where it is to be continued.
+
+        Tools are left out.
+        """
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 field = f"messages[{index}]"
                 raise InvalidParams(f"{field}: needs role and content, got {message!r}", field=field, value=message)
-        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return self.encode(text.removesuffix("\n") if end == "open" else text)
 
     def encode_more(self, text: str) -> list[int]:
         """The same as any text."""
         return self.encode(text)
 
-    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+    def encode_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """The end of the answer's line, and the messages."""
         return [*b"\n", *self.encode_chat(messages)]
 

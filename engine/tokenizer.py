@@ -19,7 +19,7 @@ from headrace.engine.gguf_tokenizer import build_gguf_tokenizer, gguf_eos_ids
 from headrace.engine.messages import Message, check_text, checked_messages, map_strings
 from headrace.engine.opened import EncodedPair
 from headrace.engine.panics import typed
-from headrace.engine.prompts import check_fewest_tokens, check_text_size
+from headrace.engine.prompts import ChatEnd, check_fewest_tokens, check_text_size
 from headrace.engine.rendering import Renderer
 from headrace.engine.text import TokenTable
 from headrace.engine.token_table import token_table
@@ -121,8 +121,13 @@ class Tokenizer:
         place = next((place for place, text in enumerate(found.sequence_ids) if text == 1), len(found.ids))
         return EncodedPair(found.ids, second, place)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Ids of a chat in the model's template, up to where the assistant's next answer begins.
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        end: ChatEnd = "answer",
+    ) -> list[int]:
+        """Ids of a chat in the model's template, by default up to where the assistant's next answer begins.
 
         A special token written out inside a message or a tool stays plain text, so that no message can end its own
         turn. Beware: the first such message builds a second encoder, which takes up to a second for the largest
@@ -131,15 +136,37 @@ class Tokenizer:
         Args:
             messages: At least one.
             tools: Definitions of functions that the model may call, as OpenAI's API writes them.
+            end: Where the ids end.
 
         Raises:
-            InvalidParams: A message is malformed, there is no template, it refuses the messages, or it costs too much.
+            InvalidParams: A message is malformed, there is no template, it refuses the messages, it costs too much, or
+                does not write the message that is to be continued as it is given.
         """
         chat = checked_messages(messages)
-        if not self._quotes_control([chat, tools]):
-            return self._encode_plain(self._renderer.render(chat, tools))
-        hidden, hidden_tools = map_strings([chat, tools], self._escaping().hide)
-        return self._encode_escaped(self._renderer.render(hidden, hidden_tools))
+        quotes = self._quotes_control([chat, tools])
+        hidden, hidden_tools = map_strings([chat, tools], self._escaping().hide) if quotes else (chat, tools)
+        if end == "open":
+            rendered = self._render_open(hidden, hidden_tools)
+        else:
+            rendered = self._renderer.render(hidden, hidden_tools, add_generation_prompt=end == "answer")
+        return self._encode_escaped(rendered) if quotes else self._encode_plain(rendered)
+
+    def _render_open(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Render a chat up to the end of the text of its last message.
+
+        A mark behind that text shows where it ends. Where the template takes away the space behind the mark, it does so
+        with the space behind every text, and the text loses its own too, as `transformers` has it.
+        """
+        mark = f"\ue004{secrets.randbelow(10**20)}\ue005"
+        marked = [*chat[:-1], chat[-1] | {"content": f"{chat[-1]['content']}{mark} "}]
+        text, found, rest = self._renderer.render(marked, tools, add_generation_prompt=False).rpartition(mark)
+        if not found:
+            raise InvalidParams(
+                f"messages: the chat template of {self.name} does not write the last one as it is: "
+                "it cannot be continued",
+                field="messages",
+            )
+        return text if rest.startswith(" ") else text.rstrip()
 
     def encode_more(self, text: str) -> list[int]:
         """Ids of `text` that goes on after other text: as `encode`, without what is put around or before a whole text.
@@ -153,22 +180,22 @@ class Tokenizer:
         begun = self._encoder.encode("\n")  # where SentencePiece puts its space
         return self._encoder.encode("\n" + text)[len(begun) :]
 
-    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+    def encode_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Ids of what the chat template writes behind an answer: its end, `messages`, the start of the next answer.
 
         The template is given a chat of one message, an answer and `messages`; what it writes after the answer counts.
-        Special tokens in messages stay plain text, as in `encode_chat`.
+        With `tools` it is the template for tools. Special tokens in messages stay plain text, as in `encode_chat`.
 
         Raises:
             InvalidParams: As `encode_chat` raises it, or the template does not write the answer as it is given.
         """
         chat = checked_messages(messages)
-        quotes = self._quotes_control(chat)
+        quotes = self._quotes_control([chat, tools])
         if quotes:
-            chat = map_strings(chat, self._escaping().hide)
+            chat, tools = map_strings([chat, tools], self._escaping().hide)
         answer = f"\ue004{secrets.randbelow(10**20)}\ue005"
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
-        parts = self._renderer.render([*before, *chat], None).split(answer)
+        parts = self._renderer.render([*before, *chat], tools).split(answer)
         if len(parts) != 2:
             raise InvalidParams(
                 f"messages: the chat template of {self.name} does not write an answer as it is: nothing can follow it",

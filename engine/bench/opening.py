@@ -90,7 +90,7 @@ class _SyntheticTokenizer:
     def encode(self, text: str) -> list[int]:
         raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=text)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], *options: Any, **named: Any) -> list[int]:
         raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=messages)
 
     encode_more, encode_reply = encode, encode_chat

@@ -110,7 +110,7 @@ class ByteLevelTokenizer:
         """One token a byte."""
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], *options: Any, **named: Any) -> list[int]:
         """Refuse.
 
         Raises:

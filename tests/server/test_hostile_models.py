@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def panic() -> list[int]:
 
 
 class _Panicking(ByteTokenizer):
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], *options: Any, **named: Any) -> list[int]:
         return panic()
 
 

@@ -1,0 +1,71 @@
+"""`tokenize`: makes the token ids of one prompt for a caller who asks for nothing else; never submits a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from headrace.engine.errors import InvalidParams
+from headrace.engine.fair_worker import FairWorker
+from headrace.engine.opened import Opened
+from headrace.engine.prompts import ChatEnd, more_token_ids, to_token_ids
+from headrace.engine.tokenizing import Charge, Tokenizing
+from headrace.engine.turns import Prompt
+
+__all__ = ["TokenizeOptions", "tokenize"]
+
+
+class TokenizeOptions(TypedDict, total=False):
+    """What may be said about a prompt; all but `after` is about chats."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """Definitions of functions that the chat offers, as OpenAI's API writes them."""
+    add_generation_prompt: bool
+    """Whether the ids end where the assistant's next answer begins; False ends them with the last message."""
+    continue_final_message: bool
+    """End with the text of the last message, which the answer then continues."""
+    after: Sequence[int]
+    """Ids of a conversation up to the end of an answer. The ids are then those of all of it: `after`, what the chat
+    template writes behind an answer, the messages, and where the next answer begins."""
+
+
+async def tokenize(
+    prompt: Prompt, options: TokenizeOptions, opened: Opened, helper: FairWorker, tenant: str | None, charge: Charge
+) -> list[int]:
+    """Return the token ids of `prompt`: at once where that is quick, else from a thread in a turn of its tenant.
+
+    Args:
+        prompt: What is tokenised.
+        options: How a chat is written.
+        opened: The model.
+        helper: Its threads tokenise.
+        tenant: Whose turn it takes.
+        charge: Is told of the work.
+
+    Raises:
+        InvalidParams: The prompt is malformed, or two options do not go together.
+        PromptTooLong: Its text is too long for the context, however it is tokenised.
+    """
+    tools, after, end = options.get("tools"), options.get("after"), _end(options)
+    if after and end != "answer":
+        raise InvalidParams("after: goes with neither of the options about the end of a chat", field="after")
+
+    def ids() -> list[int]:
+        if not after:
+            return to_token_ids(prompt, opened.tokenizer, tools, end)
+        return [*after, *more_token_ids(prompt, opened.tokenizer, after, tools)]
+
+    known = len(after) if after else 0
+    work = Tokenizing.of_prompt(prompt, opened, ids, tenant=tenant, charge=charge, tools=tools, known=known)
+    return await work.ask(helper)
+
+
+def _end(options: TokenizeOptions) -> ChatEnd:
+    """Return how the ids of a chat are to end."""
+    if not options.get("continue_final_message", False):
+        return "answer" if options.get("add_generation_prompt", True) else "closed"
+    if options.get("add_generation_prompt", False):
+        raise InvalidParams(
+            "continue_final_message: cannot go with add_generation_prompt", field="continue_final_message", value=True
+        )
+    return "open"
