@@ -32,6 +32,7 @@ from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logp
 from headrace.engine.kv_events import KvEvent, KvEvents, KvLoad, KvReset
 from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
+from headrace.engine.prompt_ids import TokenizeOptions, TokenizerInfo
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.scheduling.page_log import PageRemoved, PageStored
 from headrace.engine.scoring import Scores
@@ -86,7 +87,9 @@ __all__ = [
     "Token",
     "TokenLogprobs",
     "TokenStream",
+    "TokenizeOptions",
     "TokenizerFailed",
+    "TokenizerInfo",
     "UnknownAdapter",
     "Usage",
 ]

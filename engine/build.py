@@ -5,7 +5,7 @@ Runs in a thread and never on the event loop. Nothing imports it before an engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,7 @@ class _NoTokenizer:
 
     eos_ids = ()
     chat_template = ""
+    special_tokens: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         self.table = TokenTable([], frozenset())

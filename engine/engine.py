@@ -31,7 +31,7 @@ from headrace.engine.messages import Message
 from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
 from headrace.engine.pooled import PoolingIntake, Text, Who
-from headrace.engine.prompt_ids import TokenizeOptions, tokenize
+from headrace.engine.prompt_ids import TokenizeOptions, TokenizerInfo, detokenize, tokenize, tokenizer_info
 from headrace.engine.prompts import check_token_ids
 from headrace.engine.requests import make_requests
 from headrace.engine.scheduling.pooling import Pooling, PoolingKind
@@ -39,7 +39,6 @@ from headrace.engine.scheduling.shaping import LogitsProcessor
 from headrace.engine.scoring import Scores, score
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
-from headrace.engine.text import Detokenizer
 from headrace.engine.tokenizing import Charge, charge_nobody
 from headrace.engine.turns import Prompt, Turns
 
@@ -367,15 +366,17 @@ class Engine(Elastic):
         Raises:
             InvalidParams: An id is not in the vocabulary.
         """
-        _, opened = self._serving()
-        check_token_ids(ids, opened.info.vocab_size)
-        detokenizer = Detokenizer(opened.tokenizer.table, skip_special_tokens)
-        return "".join([*map(detokenizer.feed, ids), detokenizer.flush()])
+        return detokenize(ids, self._serving()[1], skip_special_tokens)
 
     @property
     def chat_template(self) -> str:
         """Text of the model's chat template; empty where it has none."""
         return self._serving()[1].tokenizer.chat_template
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What the model's tokenizer has besides its vocabulary."""
+        return tokenizer_info(self._serving()[1].tokenizer)
 
     @property
     def step_age(self) -> float:

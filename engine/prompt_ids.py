@@ -1,18 +1,20 @@
-"""`tokenize`: makes the token ids of one prompt for a caller who asks for nothing else; never submits a request."""
+"""Makes token ids of prompts and text of ids for callers who ask for nothing else; never submits a request."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.fair_worker import FairWorker
 from headrace.engine.opened import Opened
-from headrace.engine.prompts import ChatEnd, more_token_ids, to_token_ids
+from headrace.engine.prompts import ChatEnd, TokenizerLike, check_token_ids, more_token_ids, to_token_ids
+from headrace.engine.text import Detokenizer
 from headrace.engine.tokenizing import Charge, Tokenizing
 from headrace.engine.turns import Prompt
 
-__all__ = ["TokenizeOptions", "tokenize"]
+__all__ = ["TokenizeOptions", "TokenizerInfo", "detokenize", "tokenize", "tokenizer_info"]
 
 
 class TokenizeOptions(TypedDict, total=False):
@@ -27,6 +29,32 @@ class TokenizeOptions(TypedDict, total=False):
     after: Sequence[int]
     """Ids of a conversation up to the end of an answer. The ids are then those of all of it: `after`, what the chat
     template writes behind an answer, the messages, and where the next answer begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerInfo:
+    """What a model's tokenizer has besides its vocabulary."""
+
+    chat_template: str
+    """Text of the chat template, of several the one for tools; empty where there is none."""
+    special_tokens: Mapping[str, str | list[str]]
+    """Special tokens by the names that chat templates use for them, such as `bos_token`."""
+    control_tokens: Mapping[int, str]
+    """Text of every token that stands for no text of its own, by id."""
+    eos_ids: tuple[int, ...]
+    """Ids that end an answer."""
+
+
+def tokenizer_info(tokenizer: TokenizerLike) -> TokenizerInfo:
+    """Return what a tokenizer has besides its vocabulary."""
+    table = tokenizer.table
+    control = {index: table.pieces[index].decode(errors="replace") for index in sorted(table.special_ids)}
+    return TokenizerInfo(
+        chat_template=tokenizer.chat_template,
+        special_tokens=dict(tokenizer.special_tokens),
+        control_tokens=control,
+        eos_ids=tuple(tokenizer.eos_ids),
+    )
 
 
 async def tokenize(
@@ -58,6 +86,17 @@ async def tokenize(
     known = len(after) if after else 0
     work = Tokenizing.of_prompt(prompt, opened, ids, tenant=tenant, charge=charge, tools=tools, known=known)
     return await work.ask(helper)
+
+
+def detokenize(ids: Sequence[int], opened: Opened, skip_special_tokens: bool) -> str:
+    """Return the text of `ids`, with special tokens unless they are to be skipped.
+
+    Raises:
+        InvalidParams: An id is not in the vocabulary.
+    """
+    check_token_ids(ids, opened.info.vocab_size)
+    detokenizer = Detokenizer(opened.tokenizer.table, skip_special_tokens)
+    return "".join([*map(detokenizer.feed, ids), detokenizer.flush()])
 
 
 def _end(options: TokenizeOptions) -> ChatEnd:

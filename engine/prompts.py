@@ -57,6 +57,11 @@ class TokenizerLike(Protocol):
         """Text of the chat template; empty where there is none."""
         ...
 
+    @property
+    def special_tokens(self) -> Mapping[str, Any]:
+        """Special tokens by the names that chat templates use for them."""
+        ...
+
     def encode_chat(
         self,
         messages: Sequence[Message],

@@ -207,6 +207,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eos_ids = (256,)
+    special_tokens: Mapping[str, Any] = {"eos_token": "<end>"}
     chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
     def __init__(self) -> None:

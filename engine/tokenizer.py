@@ -68,6 +68,8 @@ class Tokenizer:
         """One more than the highest id; the model's logits may be wider."""
         self._control = _any_of(token.content for token in self._special.values())
         self._renderer = Renderer(backend.chat_template, backend.special_tokens_map, name)
+        self.special_tokens: Mapping[str, Any] = dict(backend.special_tokens_map)
+        """Special tokens by the names that chat templates use for them."""
         self._max_context = _UNKNOWN_CONTEXT
         self.chat_template = self._renderer.source
         """Text of the chat template, of several the one for tools; empty where there is none."""

@@ -9,13 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
 
-from headrace.engine import Chunk, Prompt, Rejected, ResponseFormat, SamplingParams, TokenLogprobs, TokenStream
+from headrace.engine import (
+    Chunk,
+    InvalidParams,
+    Prompt,
+    PromptTooLong,
+    Rejected,
+    ResponseFormat,
+    SamplingParams,
+    TokenizeOptions,
+    TokenLogprobs,
+    TokenStream,
+)
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.limits import Permit
@@ -38,6 +50,10 @@ class Ask:
     params: SamplingParams
     """Of each prompt."""
     tools: list[dict[str, Any]] | None = None
+    ending: TokenizeOptions = field(default_factory=TokenizeOptions)
+    """How the prompt of a chat ends."""
+    after: tuple[Sequence[int], Prompt] | None = None
+    """Ids that the one prompt begins with, and what it adds to them, where those are known."""
     several: bool = False
     """The prompts came in a list: a refusal of one names its place there."""
     limit: int | None = None
@@ -188,12 +204,10 @@ class Answering:
     async def _begin(self, permit: Permit) -> Answer:
         """Tokenise the prompts and start their streams; what only that needed is let go, most of it text."""
         ask, engine = self._ask, self._service.engine
-        prompts = []
+        prompts: list[list[int]] = []
         for place, prompt in enumerate(ask.prompts):
             with self._naming(place):
-                ids = await engine.tokenize(
-                    prompt, tools=ask.tools, tenant=self._caller.name, charge=permit.made_tokens
-                )
+                ids = await self._token_ids(prompt, permit)
             prompts.append(ids)
         self._service.telemetry.tokenized(self.figures)
         self._check_room(prompts)
@@ -217,8 +231,20 @@ class Answering:
         for place, stream in enumerate(self._streams):
             with self._naming(place):
                 await stream.admitted()
-        self._ask = replace(ask, prompts=[], tools=None, refine=None, make_answer=_made)
+        self._ask = replace(ask, prompts=[], after=None, tools=None, refine=None, make_answer=_made)
         return answer
+
+    async def _token_ids(self, prompt: Prompt, permit: Permit) -> list[int]:
+        """Return the ids of a prompt, made of what follows the ids that are known if the chat template allows that."""
+        ask, engine = self._ask, self._service.engine
+        tokenize = partial(engine.tokenize, tools=ask.tools, tenant=self._caller.name, charge=permit.made_tokens)
+        if ask.after is not None:
+            known, added = ask.after
+            with suppress(InvalidParams, PromptTooLong):
+                ids = await tokenize(added, after=known)
+                if len(ids) < engine.info.max_context:  # the template may leave out what it no longer needs
+                    return ids
+        return await tokenize(prompt, **ask.ending)
 
     @contextmanager
     def _naming(self, place: int) -> Iterator[None]:

@@ -26,17 +26,18 @@ from headrace.server.routes.adapters import list_adapters, load_adapter, unload_
 from headrace.server.routes.admin import change_limits, show_limits
 from headrace.server.routes.generation import GenerationRoute, ask_chat, ask_completion
 from headrace.server.routes.health import live, ready
-from headrace.server.routes.messages import ask_message
+from headrace.server.routes.messages import ask_message, count_tokens
 from headrace.server.routes.metrics import show_metrics
 from headrace.server.routes.models import list_models, show_model
 from headrace.server.routes.openapi import openapi
 from headrace.server.routes.page import page_routes
-from headrace.server.routes.responses import ask_response
-from headrace.server.routes.tokens import detokenize, tokenize
+from headrace.server.routes.responses import ResponseRoute
+from headrace.server.routes.stored import delete_response, list_input_items, show_response
+from headrace.server.routes.tokens import detokenize, show_tokenizer, tokenize
 from headrace.server.routes.vectors import VectorRoute, ask_embeddings, ask_ranks, ask_scores
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
-from headrace.server.sse import MESSAGES, TYPED
+from headrace.server.sse import MESSAGES
 from headrace.server.websocket import ChatSocketRoute
 
 __all__ = ["create_app"]
@@ -58,8 +59,12 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/v1/chat/completions", GenerationRoute(ask_chat), methods=["POST"]),
         WebSocketRoute("/v1/chat/completions", ChatSocketRoute()),
         Route("/v1/completions", GenerationRoute(ask_completion), methods=["POST"]),
-        Route("/v1/responses", GenerationRoute(ask_response, TYPED), methods=["POST"]),
+        Route("/v1/responses", ResponseRoute(), methods=["POST"]),
+        Route("/v1/responses/{response_id}", show_response, methods=["GET"]),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/input_items", list_input_items, methods=["GET"]),
         Route(MESSAGES_PATH, GenerationRoute(ask_message, MESSAGES), methods=["POST"]),
+        Route(f"{MESSAGES_PATH}/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/embeddings", VectorRoute(ask_embeddings), methods=["POST"]),
         Route("/v1/score", VectorRoute(ask_scores), methods=["POST"]),
         Route("/v1/rerank", VectorRoute(ask_ranks), methods=["POST"]),
@@ -67,6 +72,7 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", show_tokenizer, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/health/ready", ready, methods=["GET"]),

@@ -139,6 +139,7 @@ AdapterRankOption = Annotated[
     int, typer.Option("--max-lora-rank", "--max-adapter-rank", help="Largest rank of an adapter.", min=1, max=256)
 ]
 QueueOption = Annotated[int, typer.Option(help="Requests that may wait; more are refused.", min=1)]
+StoredOption = Annotated[int, typer.Option(help="Memory of stored responses; 0 stores none.", min=0)]
 WaitOption = Annotated[float, typer.Option(help="Seconds that a request may wait.")]
 TimeOption = Annotated[float, typer.Option(help="Seconds that a request may take.")]
 ConcurrencyOption = Annotated[int | None, typer.Option(help="Requests of one key at once.", min=1)]
@@ -185,6 +186,7 @@ def serve(
     background_last: BackgroundOption = False,
     more: SetOption = None,
     max_queue: QueueOption = 1024,
+    max_stored_bytes: StoredOption = 64 * 2**20,
     queue_timeout: WaitOption = 60.0,
     request_timeout: TimeOption = 3600.0,
     max_concurrency_per_key: ConcurrencyOption = None,
@@ -209,6 +211,7 @@ def serve(
         "adapters": _adapters(lora_modules, model),
         "adapter_folder": _adapter_folder(adapter_folder, admin_api_key),
         "max_queue": max_queue,
+        "max_stored_bytes": max_stored_bytes,
         "queue_timeout": queue_timeout,
         "request_timeout": request_timeout,
         "drain_seconds": shutdown_timeout,

@@ -14,6 +14,7 @@ from headrace.server.limits import Limits
 from headrace.server.observability.telemetry import Telemetry
 from headrace.server.pacing import Pacer
 from headrace.server.settings import ServerSettings
+from headrace.server.stored import ResponseStore
 
 __all__ = ["Running", "Service", "Socket"]
 
@@ -45,6 +46,7 @@ class Service:
         self.settings = settings
         self.limits = Limits(settings)
         self.pacer = Pacer(settings.max_events_per_second)
+        self.responses = ResponseStore(settings.max_stored_bytes)
         self.telemetry = Telemetry()
         self.created = self.now()
         self.running: set[Running] = set()
@@ -127,11 +129,13 @@ class Service:
         """Whether the model reasons before it answers."""
         return self._taught().reasoning
 
-    def reasoning(self, prompt: list[int]) -> ReasoningMode:
-        """Whether the answer to `prompt` may hold reasoning."""
+    def reasoning(self, prompt: list[int], begun: str = "") -> ReasoningMode:
+        """Whether the answer to `prompt` may hold reasoning; `begun` is the text that it continues, if any."""
         detected = self._taught()
         if not detected.reasoning:
             return "none"
+        if begun.rfind("<think>") > begun.rfind("</think>"):
+            return "opened"
         return reasoning_mode(detected, self.engine.detokenize(prompt[-_TAIL:], skip_special_tokens=False))
 
     def _taught(self) -> Detected:

@@ -82,6 +82,9 @@ class ServerSettings(_Frozen):
     """Bytes of all bodies that are being read, as announced; one key may have half of them at once."""
     max_answer_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of all vectors and scores that are computed or not yet read; one key may have half of them at once."""
+    max_stored_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
+    """Bytes of stored responses, their prompts and answers; 0 stores none. Beyond it the key that has most of them
+    loses the one that it has used least recently."""
     max_url_bytes: Annotated[int, Field(ge=64)] = 8192
     max_header_bytes: Annotated[int, Field(ge=1024)] = 32_768
     """Bytes of all header lines of a request together."""

@@ -73,6 +73,7 @@ _EVENTS: Final[Mapping[str, Any]] = {
     "/v1/responses": responses.ResponseStreamEvent,
     "/v1/messages": claude.RawMessageStreamEvent,
 }
+_MORE: Final = ("/v1/models", "/v1/responses/")
 _LATEST = not openai.__version__.startswith("2.")  # whose types lack what came later
 _MOST = 2**20  # bytes of an answer that is kept
 _KEPT = 20  # answers of one endpoint and status
@@ -104,6 +105,10 @@ def judge_body(path: str, status: int, body: Any) -> None:
         return None
     if path.startswith("/v1/models/"):
         return judge(Model, body)
+    if path.endswith("/input_items"):
+        return judge(responses.ResponseItemList, body)
+    if path.startswith("/v1/responses/"):
+        return None if body.get("deleted") else judge(responses.Response, body)
     if path == "/v1/completions":
         body = _as_typed(body)
     if path == "/v1/embeddings":  # the types know no base64, which the client asks for and decodes
@@ -178,7 +183,7 @@ class Judged:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, and keep the answer if an official schema is about it."""
         path = scope.get("path", "")
-        if scope["type"] != "http" or not (path in _WHOLE or path.startswith("/v1/models")) or not _LATEST:
+        if scope["type"] != "http" or not (path in _WHOLE or path.startswith(_MORE)) or not _LATEST:
             await self._app(scope, receive, send)
             return
         parts: list[bytes] = []

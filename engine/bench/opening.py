@@ -83,6 +83,7 @@ class _SyntheticTokenizer:
 
     eos_ids = ()
     chat_template = ""
+    special_tokens: Mapping[str, Any] = {}
 
     def __init__(self, size: int) -> None:
         self.table = synthetic_table(size)

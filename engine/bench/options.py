@@ -91,6 +91,7 @@ class ByteLevelTokenizer:
     """Gives a model of random weights a vocabulary that can say any JSON: bytes, then words and signs, then an end."""
 
     chat_template = ""
+    special_tokens: Mapping[str, Any] = {}
 
     def __init__(self, size: int) -> None:
         """Invent `size` tokens, always the same."""

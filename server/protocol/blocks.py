@@ -77,6 +77,12 @@ class BlockReader:
         self._reasoned = 0  # characters of the completion, from its start, that are reasoning
 
     @property
+    def complete(self) -> bool:
+        """Whether the blocks hold all of the completion: it was not cut while it was parsed, and no call left out."""
+        cut = self.stop_string is not None or (self._parser is not None and self.finish_reason == "length")
+        return not cut and not (self.called and not self._parallel)
+
+    @property
     def called(self) -> bool:
         """A tool is called."""
         return any(block.kind == "call" for block in self.blocks)

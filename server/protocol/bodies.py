@@ -21,6 +21,7 @@ __all__ = [
     "TextCompletion",
     "TokenIds",
     "TokenText",
+    "TokenizerCard",
 ]
 
 Count = Annotated[int, Field(ge=0)]
@@ -216,6 +217,20 @@ class TokenIds(_Body):
     count: Count
     max_model_len: Count
     tokens: list[Count]
+
+
+class TokenizerCard(BaseModel):
+    """Answer of /tokenizer_info; special tokens stand under the names that the model gives them."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    eos_token_ids: list[Count]
+    added_tokens_decoder: dict[str, dict[str, Any]]
+    model_max_length: Count
+    chat_template: str | None
 
 
 class TokenText(_Body):

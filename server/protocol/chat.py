@@ -9,7 +9,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from headrace.engine import InvalidParams
+from headrace.engine import InvalidParams, TokenizeOptions
 from headrace.engine.tools import (
     CallStructure,
     Tool,
@@ -24,7 +24,15 @@ from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 from headrace.server.protocol.forced import checked
 
-__all__ = ["ChatFields", "ChatMessage", "Messages", "Offered", "joined_parts", "parts_schema"]
+__all__ = [
+    "ChatFields",
+    "ChatMessage",
+    "Messages",
+    "Offered",
+    "ending_of",
+    "joined_parts",
+    "parts_schema",
+]
 
 _MAX_MESSAGES = 10_000
 _MAX_TOOLS = 1_000
@@ -138,6 +146,8 @@ class ChatFields(RequestFields):
     parallel_tool_calls: Bool | None = None
     logprobs: Bool | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    add_generation_prompt: Bool | None = None
+    continue_final_message: Bool | None = None
 
     @property
     def reports(self) -> int | None:
@@ -169,6 +179,15 @@ class ChatFields(RequestFields):
         """The messages as chat templates read them."""
         return [message.for_template(place) for place, message in enumerate(self.messages)]
 
+    @property
+    def ending(self) -> TokenizeOptions:
+        """How the prompt is to end.
+
+        Raises:
+            ApiError: Two fields contradict each other, or the last message cannot be continued.
+        """
+        return ending_of(self.messages[-1], self.add_generation_prompt, self.continue_final_message)
+
     def offered(self) -> Offered:
         """The tools that may be called.
 
@@ -183,6 +202,22 @@ class ChatFields(RequestFields):
         choice = _checked(ToolChoice.parse, self.tool_choice, param="tool_choice")
         allowed = _checked(choice.allowed, tools, param="tool_choice")
         return Offered(allowed, choice, self.parallel_tool_calls is not False, template_tools(tools, choice))
+
+
+def ending_of(last: ChatMessage, add_generation_prompt: bool | None, continues: bool | None) -> TokenizeOptions:
+    """How a chat with that last message is to end, as the engine is asked for it.
+
+    Raises:
+        ApiError: Two fields contradict each other, or the message cannot be continued.
+    """
+    name = "continue_final_message"
+    if not continues:
+        return {} if add_generation_prompt is not False else {"add_generation_prompt": False}
+    if add_generation_prompt:
+        raise ApiError(400, "invalid_value", f"{name}: cannot go with add_generation_prompt true", param=name)
+    if last.role != "assistant" or last.tool_calls:
+        raise ApiError(400, "invalid_value", f"{name}: the last message must be text of the assistant", param=name)
+    return {"continue_final_message": True}
 
 
 class Offered(NamedTuple):

@@ -41,6 +41,7 @@ _MAX_BEAMS: Final = 16
 _GREEDY: Final = 1e-5  # logits divided by less than this overflow; the likeliest token is all that is left
 
 REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),

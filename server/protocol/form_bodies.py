@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["MessageBody", "MessageError", "MessageEvent", "ResponseBody", "ResponseEvent"]
+__all__ = [
+    "InputItemList",
+    "MessageBody",
+    "MessageError",
+    "MessageEvent",
+    "MessageTokens",
+    "ResponseBody",
+    "ResponseEvent",
+    "ResponseGone",
+]
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -106,13 +115,13 @@ class ResponseBody(_Body):
     output: list[MessageOutput | ReasoningOutput | CallOutput]
     parallel_tool_calls: bool
     presence_penalty: float
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     prompt_cache_retention: None
     reasoning: dict[str, None]
     safety_identifier: str | None
     service_tier: Literal["default"]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -122,6 +131,32 @@ class ResponseBody(_Body):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     user: str | None
+
+
+class ResponseGone(_Body):
+    """A stored response that was forgotten."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItem(BaseModel):
+    """An item that a response was made from; what else it has depends on its type, as in OpenAI's API."""
+
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    status: Literal["completed", "incomplete"]
+
+
+class InputItemList(_Body):
+    """One page of them."""
+
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class ResponseEvent(BaseModel):
@@ -205,6 +240,12 @@ class MessageBody(_Body):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
+
+
+class MessageTokens(_Body):
+    """How many tokens a prompt has."""
+
+    input_tokens: Count
 
 
 class MessageEvent(BaseModel):

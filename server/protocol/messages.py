@@ -12,7 +12,7 @@ from headrace.server.protocol.chat import joined_parts, parts_schema
 from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields, Stop
 
-__all__ = ["MESSAGE_NAMES", "MESSAGE_REFUSED", "MessageFields"]
+__all__ = ["MESSAGE_NAMES", "MESSAGE_REFUSED", "CountFields", "MessageFields"]
 
 _MAX_MESSAGES = 10_000
 _MAX_BLOCKS = 10_000
@@ -23,8 +23,6 @@ MESSAGE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "logprobs": (False,),
     "mcp_servers": ([],),
     "n": (1,),
-    "output_config": ({},),
-    "output_format": (),
     "speed": ("standard",),
     "stop": (),
     "stream_options": (),
@@ -194,6 +192,20 @@ class ThinkingFields(_Part):
     display: Literal["summarized"] | None = None
 
 
+class OutputFormat(_Part):
+    """What the text is to be."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(_Part):
+    """How the answer is to be; how much effort it takes is the model's own affair."""
+
+    format: OutputFormat | None = None
+    effort: Any = None
+
+
 class MessageFields(RequestFields):
     """Body of POST /v1/messages."""
 
@@ -204,6 +216,8 @@ class MessageFields(RequestFields):
     tools: Annotated[tuple[ToolFields, ...], Field(max_length=128)] | None = None
     tool_choice: ChoiceFields | None = None
     thinking: ThinkingFields | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     cache_control: Any = None
 
     @field_validator("system", mode="before")
@@ -223,17 +237,67 @@ class MessageFields(RequestFields):
         if self.thinking is not None and reasons == (self.thinking.type == "disabled"):
             what = "this model always reasons" if reasons else "this model does not reason"
             raise ApiError(400, "unsupported_parameter", f"thinking: {what}", param="thinking")
-        if self.messages[-1].role == "assistant":
-            message = "messages: the last one must not be the assistant's; this server cannot continue an answer"
-            raise ApiError(400, "unsupported_parameter", message, param="messages")
+        if self.output_config is not None and self.output_config.effort is not None:
+            name = "output_config.effort"
+            raise ApiError(400, "unsupported_parameter", f"{name}: this server does not support it", param=name)
         body = self.shared()
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for place, turn in enumerate(self.messages):
             messages += turn.chat(f"messages[{place}]")
         body |= {"messages": messages, "stop": list(self.stop_sequences or ())}
+        if (given := self._format()) is not None:
+            body["response_format"] = given
+        body["continue_final_message"] = self._continues()
         if self.tools:
             body["tools"] = [tool.function() for tool in self.tools]
         if self.tool_choice is not None:
             body["tool_choice"] = self.tool_choice.choice()
             body["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         return body
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called fields whose names in chats are others.
+
+        Raises:
+            ApiError: Several say what the text is to be.
+        """
+        config = self.output_config.format if self.output_config is not None else None
+        given = {"output_format": self.output_format, "output_config.format": config}
+        named = [name for name, value in given.items() if value is not None]
+        if (field := self.format_field) is not None:
+            named.append(field)
+        if len(named) > 1:
+            raise ApiError(400, "invalid_value", f"{named[1]}: cannot go with {named[0]}", param=named[1])
+        return MESSAGE_NAMES | ({"response_format": named[0]} if named else {})
+
+    def _format(self) -> dict[str, Any] | None:
+        """The format of the text as chats write it."""
+        given = self.output_config.format if self.output_config is not None else None
+        given = given or self.output_format
+        if given is None:
+            return None
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema_}}
+
+    def _continues(self) -> bool:
+        """Whether the answer continues the last message, which is the assistant's then.
+
+        Raises:
+            ApiError: It ends with a call, or the text is to have a format, which it has begun with something else.
+        """
+        last = self.messages[-1]
+        if last.role != "assistant":
+            return False
+        if last.content and isinstance(last.content[-1], ToolUseBlock):
+            message = "messages: a use of a tool at the end cannot be continued; its result is missing"
+            raise ApiError(400, "invalid_value", message, param="messages")
+        if (field := self.names.get("response_format")) is not None:
+            message = f"{field}: cannot go with an assistant's message at the end, which the answer continues"
+            raise ApiError(400, "invalid_value", message, param=field)
+        return True
+
+
+class CountFields(MessageFields):
+    """Body of POST /v1/messages/count_tokens."""
+
+    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] = 1

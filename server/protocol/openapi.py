@@ -12,7 +12,7 @@ from headrace.server.protocol import bodies, form_bodies
 from headrace.server.protocol.adapters import AdapterCard, AdapterFields, AdapterGone, AdapterList
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.completions import CompletionFields
-from headrace.server.protocol.messages import MessageFields
+from headrace.server.protocol.messages import CountFields, MessageFields
 from headrace.server.protocol.responses import ResponseFields
 from headrace.server.protocol.vectors import (
     EmbeddingFields,
@@ -98,24 +98,15 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
         Operation(
             "post",
             "/v1/responses",
-            "Answer a chat, as a response that is not stored.",
+            "Answer a chat, as a response, perhaps after one that is stored.",
             form_bodies.ResponseBody,
             ResponseFields,
             form_bodies.ResponseEvent,
             generates,
             ends="the last has the type response.completed, response.incomplete or response.failed",
         ),
-        Operation(
-            "post",
-            "/v1/messages",
-            "Answer a chat, in the form of Anthropic's API.",
-            form_bodies.MessageBody,
-            MessageFields,
-            form_bodies.MessageEvent,
-            generates,
-            error=form_bodies.MessageError,
-            ends="the last has the type message_stop, or error where it ends badly",
-        ),
+        *_stored_operations(),
+        *_message_operations(),
         Operation(
             "post", "/v1/embeddings", "Vectors of texts or token ids.", EmbeddingList, EmbeddingFields, None, generates
         ),
@@ -125,11 +116,47 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
         Operation("get", "/v1/models/{model}", "One model.", bodies.ModelCard, errors=(404, 503)),
         Operation("post", "/tokenize", "Token ids of a text or a chat.", bodies.TokenIds, tokenize, errors=(404, 503)),
         Operation("post", "/detokenize", "Text of token ids.", bodies.TokenText, detokenize, errors=(404, 503)),
+        Operation("get", "/tokenizer_info", "What makes tokens.", bodies.TokenizerCard, errors=(503,)),
         Operation("get", "/openapi.json", "This document.", bodies.OpenApi),
         Operation("get", "/health/live", "The process answers.", bodies.Health, public=True),
         Operation("get", "/health/ready", "The engine makes progress; 503 says why not.", bodies.Health, public=True),
         Operation("get", "/metrics", "All metrics, as Prometheus scrapes them; for admin and metrics keys.", None),
         *_admin_operations(),
+    ]
+
+
+def _message_operations() -> list[Operation]:
+    return [
+        Operation(
+            "post",
+            "/v1/messages",
+            "Answer a chat, in the form of Anthropic's API.",
+            form_bodies.MessageBody,
+            MessageFields,
+            form_bodies.MessageEvent,
+            (404, 429, 503),
+            error=form_bodies.MessageError,
+            ends="the last has the type message_stop, or error where it ends badly",
+        ),
+        Operation(
+            "post",
+            "/v1/messages/count_tokens",
+            "Count the tokens of a prompt, in the form of Anthropic's API.",
+            form_bodies.MessageTokens,
+            CountFields,
+            errors=(404, 429, 503),
+            error=form_bodies.MessageError,
+        ),
+    ]
+
+
+def _stored_operations() -> list[Operation]:
+    path, missing = "/v1/responses/{response_id}", (400, 404)
+    items = "Items that a stored response was made from, as `limit`, `order` and `after` page them."
+    return [
+        Operation("get", path, "A stored response.", form_bodies.ResponseBody, errors=missing),
+        Operation("delete", path, "Forget a stored response.", form_bodies.ResponseGone, errors=(404,)),
+        Operation("get", f"{path}/input_items", items, form_bodies.InputItemList, errors=missing),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import orjson
@@ -13,7 +14,16 @@ from headrace.server.protocol.chat import joined_parts, parts_schema
 from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 
-__all__ = ["RESPONSE_NAMES", "RESPONSE_REFUSED", "ResponseFields"]
+__all__ = [
+    "RESPONSE_NAMES",
+    "RESPONSE_REFUSED",
+    "CallItem",
+    "Item",
+    "MessageItem",
+    "OutputItem",
+    "ReasoningItem",
+    "ResponseFields",
+]
 
 _MAX_ITEMS = 10_000
 _ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -27,10 +37,8 @@ RESPONSE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "max_tool_calls": (),
     "moderation": (),
     "n": (1,),
-    "previous_response_id": (),
     "prompt": (),
     "response_format": (),
-    "store": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -183,6 +191,8 @@ class ResponseFields(RequestFields):
     reasoning: dict[str, Any] | None = None
     include: list[Any] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    store: Bool | None = None
+    previous_response_id: Annotated[str, Field(strict=True, max_length=128)] | None = None
     prompt_cache_key: Annotated[str, Field(strict=True, max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(strict=True, max_length=512)] | None = None
 
@@ -191,8 +201,8 @@ class ResponseFields(RequestFields):
     def _a_text_is_a_message(cls, value: object) -> object:
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
-    def chat(self) -> dict[str, Any]:
-        """The body of the chat completion that asks for the same.
+    def chat(self, earlier: Sequence[Item] = ()) -> dict[str, Any]:
+        """The body of the chat completion that asks for the same, after the items of earlier turns.
 
         Raises:
             ApiError: It asks for something that no chat can ask for.
@@ -206,7 +216,7 @@ class ResponseFields(RequestFields):
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
-        for item in self.input:
+        for item in (*earlier, *self.input):
             item.join(messages)
         if not messages:
             raise ApiError(400, "invalid_value", "input: holds nothing to answer", param="input")

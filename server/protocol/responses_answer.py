@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
@@ -29,15 +30,21 @@ class ResponseAnswer:
     An event that only adds text is put together from bytes made once a block.
     """
 
-    def __init__(self, body: dict[str, Any], reader: BlockReader) -> None:
+    def __init__(
+        self, body: dict[str, Any], reader: BlockReader, store: Callable[[dict[str, Any], list[int]], None] | None
+    ) -> None:
         """Start empty.
 
         Args:
             body: The response's fields that are known beforehand.
             reader: Of the one choice.
+            store: Takes the finished response and the ids of the answer, which are none where they are not what the
+                response says.
         """
         self._body = body
         self._reader = reader
+        self._store = store
+        self._token_ids: list[int] = []
         self._number = 0  # of the next event
         self._ids: list[str] = []  # of the items
         self._head = b""  # of the events that add to the open item
@@ -51,11 +58,11 @@ class ResponseAnswer:
 
     def feed(self, piece: Piece) -> bytes:
         """The events that a piece means."""
-        return b"".join([self._of_step(step) for step in self._reader.feed(piece)])
+        return b"".join([self._of_step(step) for step in self._take(piece)])
 
     def closing(self, usage: Usage) -> bytes:
         """The whole response once more."""
-        body = self._finished(usage)
+        body = self._end(usage)
         return self._event(f"response.{body['status']}", response=body)
 
     def failing(self, error: ApiError) -> bytes:
@@ -112,11 +119,23 @@ class ResponseAnswer:
 
     def keep(self, piece: Piece) -> None:
         """Take a piece in, for `whole`."""
-        self._reader.feed(piece)
+        self._take(piece)
 
     def whole(self, usage: Usage) -> bytes:
         """The finished response."""
-        return orjson.dumps(self._finished(usage))
+        return orjson.dumps(self._end(usage))
+
+    def _take(self, piece: Piece) -> list[Step]:
+        if self._store is not None:
+            self._token_ids += [token.id for token in piece.tokens if token.id is not None]
+        return self._reader.feed(piece)
+
+    def _end(self, usage: Usage) -> dict[str, Any]:
+        """The finished response, which is stored if that is wished."""
+        body = self._finished(usage)
+        if self._store is not None:
+            self._store(body, self._token_ids if self._reader.complete else [])
+        return body
 
     def _finished(self, usage: Usage) -> dict[str, Any]:
         cut = self._reader.finish_reason == "length"

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from headrace.engine import Prompt, SamplingParams
 from headrace.engine.tools import ToolParser, make_parser, parser_class
 from headrace.server.answering import Answering, Ask
+from headrace.server.auth import Caller
 from headrace.server.body import ClientGone, announced, read_json
 from headrace.server.connection import Connection
 from headrace.server.errors import ApiError, error_response
@@ -60,6 +61,14 @@ class GenerationRoute:
         self._ask = ask
         self._framing = framing
 
+    def ask(self, service: Service, body: dict[str, Any], caller: Caller) -> Ask:
+        """What the body of `caller` asks for.
+
+        Raises:
+            ApiError: It asks for nothing that can be done.
+        """
+        return self._ask(service, body)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         service: Service = scope["app"].state.service
@@ -71,7 +80,8 @@ class GenerationRoute:
         connection = Connection(receive, send, stall_timeout=settings.stall_timeout)
         refuse = partial(error_response, scope=scope)
         events = TokenEvents(connection, refuse, framing=self._framing, ping_seconds=settings.ping_seconds)
-        answering = Answering(service, self._ask(service, body), events, scope[CALLER], scope[REQUEST_ID], timeout)
+        ask = self.ask(service, body, scope[CALLER])
+        answering = Answering(service, ask, events, scope[CALLER], scope[REQUEST_ID], timeout)
         del body  # it may be large, and the answer long
         scope[EXCHANGE].figures = answering.figures
         await connection.run(answering.answer, answering.tick)
@@ -142,7 +152,8 @@ def chat_ask(
     Raises:
         ApiError: It asks for nothing that can be done.
     """
-    offered = fields.offered()
+    offered, ending = fields.offered(), fields.ending
+    begun = (fields.messages[-1].content or "") if ending.get("continue_final_message") else ""
     if offered.allowed and service.tool_format is None:
         message = "tools: the chat template of this model teaches no known format of tool calls"
         raise ApiError(400, "unsupported_parameter", message, param="tools")
@@ -155,12 +166,12 @@ def chat_ask(
     known = fields.names | dict(names or {}) | ({"response_format": "tool_choice"} if offered.forced else {})
 
     def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
-        answer = answer_format(wanted, calls, service.reasoning(prompts[0]))
+        answer = answer_format(wanted, calls, service.reasoning(prompts[0], begun))
         others = params.model_dump(exclude={"response_format"}, exclude_unset=True)
         return SamplingParams(**others, response_format=answer)  # made anew, since not all goes with a format
 
     def answer_to(prompts: list[list[int]]) -> Answer:
-        reasoning = service.reasoning(prompts[0])
+        reasoning = service.reasoning(prompts[0], begun)
         tool_format = service.tool_format if offered.allowed else None
         parses = tool_format is not None or reasoning != "none"
         parser = partial(make_parser, tool_format, reasoning) if parses else None
@@ -172,6 +183,7 @@ def chat_ask(
         params,
         prompts=[fields.chat()],
         tools=offered.template,
+        ending=ending,
         limit=fields.limit,
         refine=refine if wanted is not None or calls is not None else None,
         names=known,

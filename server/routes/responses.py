@@ -1,50 +1,126 @@
-"""POST /v1/responses: from a body to the `Ask` of the chat that it means; nothing is stored."""
+"""POST /v1/responses: from a body to the `Ask` of the chat that it means, perhaps after a response that is stored."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import orjson
 
 from headrace.engine import HeadraceError, SamplingParams
 from headrace.server.answering import Ask
+from headrace.server.auth import ANYBODY, Caller
 from headrace.server.errors import ApiError, as_api_error
 from headrace.server.protocol.answers import Answer
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.fields import parse
+from headrace.server.protocol.response_items import following_items, listed_items, read_items
 from headrace.server.protocol.responses import RESPONSE_NAMES, RESPONSE_REFUSED, ResponseFields
 from headrace.server.protocol.responses_answer import ResponseAnswer
-from headrace.server.routes.generation import Reading, chat_ask
+from headrace.server.routes.generation import GenerationRoute, Reading, chat_ask
 from headrace.server.service import Service
+from headrace.server.sse import TYPED
+from headrace.server.stored import StoredResponse
 
-__all__ = ["ask_response"]
+__all__ = ["ResponseRoute", "ask_response"]
 
 
-def ask_response(service: Service, body: dict[str, Any]) -> Ask:
+class ResponseRoute(GenerationRoute):
+    """The endpoint, whose requests may go on from what their caller has stored."""
+
+    def __init__(self) -> None:
+        """Serve responses."""
+        super().__init__(ask_response, TYPED)
+
+    def ask(self, service: Service, body: dict[str, Any], caller: Caller) -> Ask:
+        """What the body asks for, as `ask_response` has it."""
+        return ask_response(service, body, caller.name)
+
+
+def ask_response(service: Service, body: dict[str, Any], tenant: str = ANYBODY.name) -> Ask:
     """What a response asks for.
 
+    Args:
+        service: The server.
+        body: As it came.
+        tenant: Whose stored responses it may go on from, and who finds it later.
+
     Raises:
-        ApiError: The body asks for nothing that can be done.
+        ApiError: The body asks for nothing that can be done, or goes on from a response that is not there.
     """
-    if body.get("store") is True or body.get("previous_response_id") is not None:
-        param = "store" if body.get("store") is True else "previous_response_id"
-        message = f"{param}: this server stores no responses; send the whole conversation as input, with store false"
-        raise ApiError(400, "unsupported_parameter", message, param=param)
     fields: ResponseFields = parse(ResponseFields, body, service.settings, RESPONSE_REFUSED)
     service.check_model(fields.model)
+    stores = _stores(service, fields)
+    before = _before(service, tenant, fields.previous_response_id)
+    earlier = b"[]" if before is None else following_items(before.items, before.body)
+    known = _known(fields, service.now(), stores, service.engine.info.generation_defaults)
 
     def make_answer(prompt: list[int], params: SamplingParams, reading: Reading) -> Answer:
-        return ResponseAnswer(_known(fields, service.now(), service.engine.info.generation_defaults), reading.blocks())
+        return ResponseAnswer(known, reading.blocks(), store(prompt) if stores else None)
+
+    def store(prompt: list[int]) -> Callable[[dict[str, Any], list[int]], None]:
+        def put(response: dict[str, Any], answer: list[int]) -> None:
+            items = orjson.dumps(orjson.loads(earlier) + listed_items(fields.input))
+            ids = array("i", [*prompt, *answer] if answer else [])
+            service.responses.put(tenant, response["id"], StoredResponse(orjson.dumps(response), items, head, ids))
+
+        return put
 
     try:
-        chat: ChatFields = parse(ChatFields, fields.chat(), service.settings)
-        return chat_ask(service, chat, make_answer, RESPONSE_NAMES)
+        chat: ChatFields = parse(ChatFields, fields.chat(read_items(earlier)), service.settings)
+        ask = chat_ask(service, chat, make_answer, RESPONSE_NAMES)
+        head = orjson.dumps([fields.instructions, ask.tools, ask.adapter])
+        return ask if before is None or before.head != head else _going_on(service, ask, fields, before)
     except (ApiError, HeadraceError) as error:
         raise as_api_error(error).renamed(RESPONSE_NAMES) from error
 
 
-def _known(fields: ResponseFields, now: int, defaults: Mapping[str, float]) -> dict[str, Any]:
-    """What a response repeats of its request, and what the model recommends where that says nothing."""
+def _stores(service: Service, fields: ResponseFields) -> bool:
+    """Whether the response is to be stored, which is the default where anything is.
+
+    Raises:
+        ApiError: It is to be, and nothing is.
+    """
+    if service.responses.most:
+        return fields.store is not False
+    if fields.store:
+        message = "store: this server stores no responses; send the whole conversation as input, with store false"
+        raise ApiError(400, "unsupported_parameter", message, param="store")
+    return False
+
+
+def _before(service: Service, tenant: str, identity: str | None) -> StoredResponse | None:
+    """The response that this one goes on from.
+
+    Raises:
+        ApiError: There is none of that id.
+    """
+    if identity is None:
+        return None
+    try:
+        return service.responses.get(tenant, identity)
+    except ApiError:
+        name = "previous_response_id"
+        message = f"{name}: there is no stored response {identity!r}; it may have made room for newer ones"
+        raise ApiError(400, "previous_response_not_found", message, param=name) from None
+
+
+def _going_on(service: Service, ask: Ask, fields: ResponseFields, before: StoredResponse) -> Ask:
+    """The same request, which goes on from the ids of the turn before if it only adds to them."""
+    if not before.token_ids:
+        return ask
+    added = fields.model_copy(update={"instructions": None}).chat()
+    messages = parse(ChatFields, added, service.settings).chat()
+    if messages[0]["role"] == "assistant":  # which belongs to the message that the turn before ended with
+        return ask
+    return replace(ask, after=(before.token_ids, messages))
+
+
+def _known(fields: ResponseFields, now: int, stores: bool, defaults: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a response repeats of its request, and what the model recommends where that says nothing."""
     tools = [tool.get("function", tool) for tool in fields.tools or ()]
     return {
         "id": f"resp_{secrets.token_hex(16)}",
@@ -64,13 +140,13 @@ def _known(fields: ResponseFields, now: int, defaults: Mapping[str, float]) -> d
         "model": fields.model,
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "presence_penalty": fields.presence_penalty or 0.0,
-        "previous_response_id": None,
+        "previous_response_id": fields.previous_response_id,
         "prompt_cache_key": fields.prompt_cache_key,
         "prompt_cache_retention": None,
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": stores,
         "temperature": defaults.get("temperature", 1.0) if fields.temperature is None else fields.temperature,
         "text": {"format": (fields.text.format if fields.text is not None else None) or {"type": "text"}},
         "tool_choice": fields.tool_choice or "auto",

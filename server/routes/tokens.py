@@ -1,22 +1,22 @@
-"""POST /tokenize and /detokenize: text and chats to token ids and back, as a request would see them."""
+"""POST /tokenize and /detokenize: text and chats to token ids and back; GET /tokenizer_info: what does that."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import anyio
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.engine import InvalidParams, Prompt
+from headrace.engine import InvalidParams, Prompt, TokenizeOptions
 from headrace.server.body import announced, read_json
 from headrace.server.errors import ApiError, as_api_error, shape_error
 from headrace.server.gate import CALLER
-from headrace.server.protocol.chat import Messages
+from headrace.server.protocol.chat import Messages, ending_of
 from headrace.server.service import Service
 
-__all__ = ["DetokenizeFields", "TokenizeFields", "detokenize", "tokenize"]
+__all__ = ["DetokenizeFields", "TokenizeFields", "detokenize", "show_tokenizer", "token_ids", "tokenize"]
 
 
 class TokenizeFields(BaseModel):
@@ -27,6 +27,9 @@ class TokenizeFields(BaseModel):
     model: Annotated[str, Field(strict=True)] | None = None
     prompt: Annotated[str, Field(strict=True)] | None = None
     messages: Messages | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1_000)] | None = None
+    add_generation_prompt: Annotated[bool, Field(strict=True)] | None = None
+    continue_final_message: Annotated[bool, Field(strict=True)] | None = None
 
 
 class DetokenizeFields(BaseModel):
@@ -44,25 +47,37 @@ async def tokenize(request: Request) -> Response:
     fields = await _fields(request, TokenizeFields)
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "missing_required_parameter", "prompt: give either prompt or messages", param="prompt")
-    prompt: Prompt
+    prompt: Prompt = fields.prompt or ""
+    ending = TokenizeOptions()
     if fields.messages is not None:
         prompt = [message.for_template(place) for place, message in enumerate(fields.messages)]
-    else:
-        prompt = fields.prompt or ""
+        ending = ending_of(fields.messages[-1], fields.add_generation_prompt, fields.continue_final_message)
+    tools = None if fields.messages is None else fields.tools
+    ids = await token_ids(request, prompt, tools=tools, **ending)
+    return JSONResponse({"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids})
+
+
+async def token_ids(request: Request, prompt: Prompt, **options: Unpack[TokenizeOptions]) -> list[int]:
+    """The ids of a prompt, made in a turn of who asks and counted among their requests.
+
+    Raises:
+        ApiError: The caller is over its limits, too much waits, or it took too long.
+        InvalidParams: The prompt is malformed.
+    """
+    service: Service = request.app.state.service
     caller = request.scope[CALLER]
     permit = service.limits.admit(caller, 1)
     try:
         with anyio.fail_after(service.settings.request_timeout):
-            ids = await service.engine.tokenize(prompt, tenant=caller.name, charge=permit.made_tokens)
+            return await service.engine.tokenize(prompt, tenant=caller.name, charge=permit.made_tokens, **options)
     except TimeoutError:
         raise ApiError(503, "deadline_exceeded", "the request took longer than it may") from None
     finally:
         permit.end()
-    return JSONResponse({"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
-    """Text of token ids."""
+    """Text of token ids, control tokens included."""
     service: Service = request.app.state.service
     fields = await _fields(request, DetokenizeFields)
     most = service.engine.info.max_context
@@ -73,9 +88,28 @@ async def detokenize(request: Request) -> Response:
     permit.made_tokens(len(fields.tokens))
     permit.end()
     try:
-        return JSONResponse({"prompt": service.engine.detokenize(fields.tokens)})
+        text = service.engine.detokenize(fields.tokens, skip_special_tokens=False)
     except InvalidParams as error:
         raise as_api_error(error, {"prompt": "tokens"}) from None
+    return JSONResponse({"prompt": text})
+
+
+async def show_tokenizer(request: Request) -> Response:
+    """What the tokenizer has besides its vocabulary, in the words of vLLM and of Hugging Face's files."""
+    service: Service = request.app.state.service
+    info = service.engine.tokenizer_info
+    added = {str(index): {"content": text, "special": True} for index, text in info.control_tokens.items()}
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token")) | dict(info.special_tokens)
+    return JSONResponse(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **special,
+            "eos_token_ids": info.eos_ids,
+            "added_tokens_decoder": added,
+            "model_max_length": service.engine.info.max_context,
+            "chat_template": info.chat_template or None,
+        }
+    )
 
 
 async def _fields(request: Request, shape: type[BaseModel]) -> Any:

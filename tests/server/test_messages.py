@@ -32,6 +32,7 @@ WEATHER: Any = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>'
+USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 KEY = "the-key-of-tests"
 
 
@@ -257,7 +258,7 @@ def test_the_stop_sequence_is_told(stops: list[str]) -> None:
         ({"max_tokens": 5000}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "He"}]}, "messages"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (
@@ -274,7 +275,10 @@ def test_the_stop_sequence_is_told(stops: list[str]) -> None:
         ({"stop": "x"}, "stop"),
         ({"n": 2}, "n"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"output_config": {"effort": "low"}}, "output_config"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [WEATHER]}, "tools"),  # the template teaches none

@@ -165,7 +165,7 @@ def test_items_and_their_events(text: str) -> None:
             assert json.loads(item["arguments"]) == {"city": "Zürich", "days": [1, 2]} and item["call_id"]
     reasoned = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
     assert reasoned == {"Hm": len("<think>Hm."), "x": len("<think>x")}.get("Hm" if "Hm" in text else text[-1:], 0)
-    assert whole["tools"][0]["name"] == "weather" and whole["metadata"] == {"a": "b"} and whole["store"] is False
+    assert whole["tools"][0]["name"] == "weather" and whole["metadata"] == {"a": "b"} and whole["store"] is True
 
 
 @pytest.mark.usefixtures("taught")
@@ -251,7 +251,7 @@ def test_what_an_assistant_says_after_its_calls_is_a_message_of_its_own(server: 
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"store": True}, "store"),
+        ({"store": "yes"}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
