@@ -56,9 +56,9 @@ def ask_response(service: Service, body: dict[str, Any], tenant: str = ANYBODY.n
     stores = _stores(service, fields)
     before = _before(service, tenant, fields.previous_response_id)
     earlier = b"[]" if before is None else following_items(before.items, before.body)
-    known = _known(fields, service.now(), stores, service.engine.info.generation_defaults)
 
     def make_answer(prompt: list[int], params: SamplingParams, reading: Reading) -> Answer:
+        known = _known(fields, service.now(), stores, service.engine.info.generation_defaults)
         return ResponseAnswer(known, reading.blocks(), store(prompt) if stores else None)
 
     def store(prompt: list[int]) -> Callable[[dict[str, Any], list[int]], None]:
