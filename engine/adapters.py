@@ -70,7 +70,10 @@ class _Source(NamedTuple):
 
 
 class Adapters:
-    """The adapters of one engine, as `engine.adapters`. All methods are called on the event loop's thread."""
+    """The adapters of one engine, as `engine.adapters`.
+
+    All methods are called on the engine's event loop, and raise `RuntimeError` on another one or in another thread.
+    """
 
     def __init__(
         self,
@@ -96,10 +99,10 @@ class Adapters:
         self._turn = anyio.Lock()
         self._closed_by: Exception | None = None
         self._workers: tuple[Worker, ...] = ()
+        self._post = Poster()
         if device is not None:
-            post = Poster()
-            self._reader = make_worker("headrace-adapter-reader", post)
-            self._mover = make_worker("headrace-adapter-mover", post)
+            self._reader = make_worker("headrace-adapter-reader", self._post)
+            self._mover = make_worker("headrace-adapter-mover", self._post)
             self._workers = (self._reader, self._mover)
             loop.carry_out = self._carry_out
 
@@ -126,6 +129,7 @@ class Adapters:
             InvalidParams: The engine was opened for no adapters, or it cannot be pinned; nothing changes.
             EngineStopped: The engine is closing.
         """
+        self._post.check_here()
         device = self._opened_for_adapters()
         if not isinstance(name, str) or _NAME.fullmatch(name) is None or name == self._model:
             _reject(
@@ -150,6 +154,7 @@ class Adapters:
         Raises:
             UnknownAdapter: None has that name.
         """
+        self._post.check_here()
         named = find(name, self._names)
         del self._names[name], self.versions[name]
         named.version.pins -= named.pinned
@@ -159,6 +164,7 @@ class Adapters:
 
     def list(self) -> list[AdapterInfo]:
         """Return all loaded adapters in the order of their names."""
+        self._post.check_here()
         return [self._info(name, named) for name, named in sorted(self._names.items())]
 
     def pin(self, name: str, pinned: bool = True) -> None:
@@ -170,6 +176,7 @@ class Adapters:
             UnknownAdapter: None has that name.
             InvalidParams: All slots but one are pinned.
         """
+        self._post.check_here()
         named = find(name, self._names)
         if pinned and not named.pinned:
             self._check_pin(name, named.version.digest)

@@ -53,7 +53,8 @@ _DEFAULT_PARAMS = SamplingParams()
 class Engine(Elastic):
     """An inference engine that lives in the caller's event loop: `async with Engine("path/to/model") as engine`.
 
-    All methods are called on that event loop's thread. Several engines may be open at once.
+    All methods are called on that event loop, from any task of it; on another one, or in another thread, they raise
+    `RuntimeError`. Several engines may be open at once.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:

@@ -16,6 +16,7 @@ import anyio
 from headrace.engine.errors import EngineCrashed
 from headrace.engine.scheduling.page_log import PageLog, PageRemoved, PageStored
 from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.threads import Poster
 
 __all__ = ["KvEvent", "KvEvents", "KvLoad", "KvReset", "KvWatch"]
 
@@ -71,6 +72,7 @@ class KvEvents:
         self._closed = False
         self._crashed: EngineCrashed | None = None
         self._alarm = anyio.Event()
+        self._post = Poster()
 
     def __aiter__(self) -> KvEvents:
         """Return the reader itself."""
@@ -81,7 +83,9 @@ class KvEvents:
 
         Raises:
             EngineCrashed: The engine's step loop died.
+            RuntimeError: It is called on another event loop or thread.
         """
+        self._post.check_here()
         while True:
             if self._is_behind:
                 self._is_behind = False

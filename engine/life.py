@@ -1,6 +1,7 @@
 """`Life`: opens what an engine holds, drives its step loop in a task of the caller's event loop, and returns it all.
 
-Owns the model's opening, the threads and the end of everything; never sees a request. Next to read: loop.py.
+Owns the model's opening, the threads and the end of everything; never sees a request. Any task of that event loop may
+open an engine and any other may close it. Next to read: loop.py.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from types import TracebackType
 from typing import Self
 
 import anyio
-from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from headrace.engine.adapters import Adapters, slots_of
+from headrace.engine.background import start_background
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, EngineStopped, InvalidParams
 from headrace.engine.fair_worker import FairWorker
@@ -53,10 +54,17 @@ class Life:
         self._adapters: Adapters | None = None
         self._loop: StepLoop | None = None
         self._closing = False
-        self._teardown_error: Exception | None = None
+        self._teardown_error: BaseException | None = None
 
     async def __aenter__(self) -> Self:
-        """Load the model in a thread and start the step loop.
+        """Open the engine as `open` does."""
+        return await self.open()
+
+    async def open(self) -> Self:
+        """Load the model in a thread, start the step loop and return the engine; `async with` does this by itself.
+
+        For whoever opens an engine in one place and closes it in another, such as two cells of a notebook: `aclose`
+        closes it, from any task of the same event loop.
 
         Raises:
             ModelRejected: The model's files cannot be used.
@@ -95,10 +103,8 @@ class Life:
             hang_after=self.config.hang_seconds or inf, clock=self._clock,
         )  # fmt: skip
         self._adapters = Adapters(opened.adapters, self.config, opened.info.model, self._loop, self._make_worker)
-        self._tasks: TaskGroup = anyio.create_task_group()
-        await self._tasks.__aenter__()
         self._stopped = anyio.Event()
-        self._tasks.start_soon(self._drive, self._loop, name="headrace step loop")
+        start_background(partial(self._drive, self._loop), self._loop.close, "headrace step loop")
         return self
 
     async def __aexit__(
@@ -109,20 +115,18 @@ class Life:
         Raises:
             EngineCrashed: The step loop died, and the block did not raise anything itself.
         """
-        try:
-            await self.aclose()
-        finally:
-            await self._tasks.__aexit__(None, None, None)
+        await self.aclose()
         if error is None and self._loop is not None and self._loop.crashed is not None:
             raise self._loop.crashed
 
     async def aclose(self, drain: float = 0.0) -> None:
         """Take nothing new in, wait up to `drain` seconds for what runs, cancel the rest and return all memory.
 
-        May be called more than once, and before `async with` ends.
+        May be called more than once, before `async with` ends, and from another task than the one that opened it.
 
         Raises:
             InvalidParams: `drain` is negative or NaN; the engine stays open.
+            RuntimeError: It is called on another event loop or thread; the engine stays open.
         """
         if not drain >= 0.0:
             raise InvalidParams(
@@ -131,6 +135,8 @@ class Life:
         loop = self._loop
         if loop is None:
             return
+        if not self._stopped.is_set():
+            self._post.check_here()
         self._closing = True
         try:
             if drain > 0.0:
@@ -161,8 +167,10 @@ class Life:
                 await loop.run()
             finally:
                 await self._return_resources()
-        except Exception as error:  # told to whoever closes the engine, rather than by cancelling the host's task
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # raised by whoever closes the engine
             self._teardown_error = error
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._stopped.set()
 
@@ -201,9 +209,11 @@ class Life:
     def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
         if self._loop is not None and self._loop.crashed is not None:
             raise self._loop.crashed.with_traceback(None)
-        if self._loop is None or self._opened is None or (self._loop.closed if draining else self._closing):
+        loop, opened = self._loop, self._opened
+        if loop is None or opened is None or loop.closed or (self._closing and not draining):
             raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
-        return self._loop, self._opened
+        self._post.check_here()
+        return loop, opened
 
 
 def _open_host_pool(opened: Opened, swap_memory: int) -> HostPages | None:

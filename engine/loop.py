@@ -185,9 +185,10 @@ class StepLoop:
             self.crashed.__cause__ = error
             self._end_all()  # before waiting for the device, which may be what hangs
             await self._let_steps_end()
-            if not isinstance(error, Exception):
+            if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
         finally:
+            self._closing = True  # also where the end of the event loop cancelled this task
             self._end_all()
             self.changes.drop(self.crashed or EngineStopped("the engine closed"))
             self._idle.set()

@@ -43,7 +43,7 @@ class TokenStream:
         """Log-probabilities of the prompt, as far as the reader has looked."""
         self._unyielded: list[Token] = []
         """Tokens that were taken and not read, the next one last."""
-        self._reader = TaskWatch(turn.generation.cancel)
+        self._reader = TaskWatch(turn.generation.cancel, self._post)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -120,7 +120,7 @@ class TokenStream:
             raise RuntimeError("the stream still runs: read it to its end, or cancel it, before sending more")
         self._check_single("send")
         turn = self._turns.following(self._turn, added, params)
-        self._sent, sender = turn.generation, TaskWatch(turn.generation.cancel)
+        self._sent, sender = turn.generation, TaskWatch(turn.generation.cancel, self._post)
         try:
             await _admitted(turn, sender)
         finally:
@@ -171,7 +171,13 @@ class TokenStream:
             raise RuntimeError("the request has not been admitted: await stream.admitted() before")
 
     def cancel(self) -> None:
-        """End what still runs, from the event loop's thread; its pages return within the steps already launched."""
+        """End what still runs; its pages return within the steps already launched.
+
+        Raises:
+            RuntimeError: It runs, and this is called on another event loop or thread.
+        """
+        if not self._generation.finished:
+            self._post.check_here()
         self._let_go()
         self._generation.cancel()
         self._reader.stop()

@@ -49,16 +49,37 @@ class Poster:
 
     def __init__(self) -> None:
         """Remember the running event loop; must be called on it."""
-        native: Any = current_token().native_token
-        # an asyncio loop calls this call_soon_threadsafe, a trio token run_sync_soon
-        self._post: Callable[[Callable[[], object]], object] = getattr(native, "call_soon_threadsafe", None) or (
-            native.run_sync_soon
-        )
+        self._native: Any = current_token().native_token
+        self._post: Callable[[Callable[[], object]], object]
+        self._current: Callable[[], object]
+        if hasattr(self._native, "call_soon_threadsafe"):
+            self._post = self._native.call_soon_threadsafe
+            self._current = sys.modules["asyncio"].get_running_loop
+        else:
+            self._post = self._native.run_sync_soon
+            self._current = sys.modules["trio"].lowlevel.current_trio_token
 
     def __call__(self, call: Callable[[], object]) -> None:
         """Run `call` on the event loop soon; once that loop has ended there is nobody to run it for."""
         with contextlib.suppress(RuntimeError):
             self._post(call)
+
+    def check_here(self) -> None:
+        """Refuse a caller who does not run on that event loop: it would corrupt state, or wait without end.
+
+        Raises:
+            RuntimeError: Another event loop runs in this thread, or none does.
+        """
+        try:
+            found = self._current()
+        except RuntimeError:  # no event loop of this kind runs in this thread
+            found = None
+        if found is not self._native:
+            raise RuntimeError(
+                "an engine, its streams and its adapters are used on the event loop that the engine was opened on: "
+                "from another thread call `anyio.from_thread.run(engine.generate, ...)`, "
+                "or `asyncio.run_coroutine_threadsafe(engine.generate(...), loop)`"
+            )
 
 
 class TaskWatch:
@@ -68,21 +89,32 @@ class TaskWatch:
     the garbage collector comes. trio does not, and there this does nothing.
     """
 
-    __slots__ = ("_method", "_task")
+    __slots__ = ("_method", "_post", "_task")
 
-    def __init__(self, method: Callable[[], object]) -> None:
-        """Follow nobody yet; `method` is a bound one, whose object is not kept alive."""
+    def __init__(self, method: Callable[[], object], post: Poster) -> None:
+        """Follow nobody yet.
+
+        Args:
+            method: A bound method, whose object is not kept alive.
+            post: Knows the event loop whose tasks may be followed.
+        """
         self._method = WeakMethod(method)
+        self._post = post
         self._task: Any = None
 
     def follow(self) -> None:
-        """Follow the current task from now on, and no other."""
+        """Follow the current task from now on, and no other.
+
+        Raises:
+            RuntimeError: It is called on another event loop or thread.
+        """
         asyncio = sys.modules.get("asyncio")
         try:
             task = None if asyncio is None else asyncio.current_task()
         except RuntimeError:  # trio runs here
             task = None
         if self._task is None or self._task() is not task:
+            self._post.check_here()  # which holds for as long as the task is the same
             self.stop()
             if task is not None:
                 task.add_done_callback(self._ended)
