@@ -7,40 +7,34 @@ what makes a step wait for a reader, so there is little of it, and none of it is
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from headrace.adapters.errors import AdapterRejected, ModelRejected
+from headrace.adapters.errors import ModelRejected
+from headrace.adapters.folder import described, open_adapter, parse_description
 from headrace.adapters.layout import ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
-from headrace.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
-from headrace.adapters.recipe import PROMPT_KEY, WEIGHTS_FILE, recipe_of, virtual_recipe
-from headrace.adapters.safetensors_header import TensorEntry, header_bytes, parse_header, refuse_file
+from headrace.adapters.peft_config import WEIGHTS_FILE, PeftConfig
+from headrace.adapters.recipe import PROMPT_KEY, recipe_of, virtual_recipe
+from headrace.adapters.safetensors_header import TensorEntry, refuse_file
 from headrace.adapters.stored import Recipe, Stored
-from headrace.adapters.untrusted import open_file, parse_object, plain
 
 __all__ = ["TakePieces", "read_adapter"]
 
 TakePieces = Callable[[int], Sequence[Tensor]]
 """Page-locked memory for so many bytes: uint8, in pieces of `PIECE_BYTES`, in use until the sequence is dropped."""
 
-_CONFIG_BYTES = 1 << 20
-_HEADER_BYTES = 2 << 20
-_MOST_TENSORS = 10000
-_PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
 _SETTLED_NS = 2 * 10**9
 """Age of a file from which a change to it shows in its times, however coarse they are."""
 _READERS = 4  # threads: one alone copies out of the page cache at a quarter of what they do
@@ -73,11 +67,7 @@ def read_adapter(
     Raises:
         AdapterRejected: The files are missing, damaged, hostile or made for another model.
     """
-    name = os.path.basename(os.path.normpath(path))
-    with _as_adapter_rejected(name), ExitStack() as files:
-        folder = _open_folder(path, root)
-        files.callback(os.close, folder)
-        opened = [files.enter_context(_open_file(folder, each, root is None)) for each in (CONFIG_FILE, WEIGHTS_FILE)]
+    with open_adapter(path, root) as opened:
         if stamp is not None and stamp.recipe is not None and stamp.files == _identities(opened):
             stored = _read_stored(opened[1], stamp.recipe, dtype, take)
             if stamp.files == _identities(opened):  # still, so this is what was checked
@@ -93,61 +83,12 @@ def read_adapter(
 
 
 @contextmanager
-def _as_adapter_rejected(name: str) -> Iterator[None]:
-    """Turn what reading raises into `AdapterRejected` that names the adapter."""
-    try:
-        yield
-    except ModelRejected as error:
-        raise AdapterRejected(
-            f"adapter {name!r}: {error}", field=error.field, value=error.value, limit=error.limit
-        ) from error
-    except OSError as error:
-        raise AdapterRejected(f"adapter {name!r}: cannot be read ({error.strerror})", field="path") from error
-    except UnicodeEncodeError as error:
-        raise AdapterRejected(f"adapter {name!r}: no folder can have that name", field="path") from error
-    except MemoryError as error:
-        raise AdapterRejected(f"adapter {name!r}: the host has too little memory for it", field="path") from error
-
-
-@contextmanager
 def _short_of_memory() -> Iterator[None]:
     """Name what torch raises where memory, or memory that can be pinned, is short."""
     try:
         yield
     except RuntimeError as error:
         raise MemoryError(str(error)) from error
-
-
-def _open_folder(path: str | os.PathLike[str], root: Path | None) -> int:
-    name = os.fspath(path)
-    if "\0" in name or (root is not None and (name in ("", ".", "..") or "/" in name)):
-        refused = f"the folder must be a plain name, got '{plain(name)}'"
-        raise ModelRejected(refused, field="path", value=name, limit="a plain name")
-    if root is None:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-    except NotADirectoryError:
-        raise ModelRejected(
-            "is no folder, or a link to one: links are not followed", field="path", value=name
-        ) from None
-    finally:
-        os.close(top)
-
-
-def _open_file(folder: int, name: str, follow: bool) -> BinaryIO:
-    """Open a regular file of an open folder; say what is wrong where there is none."""
-    try:
-        return open_file(name, folder=folder, follow=follow)
-    except ModelRejected:
-        if name not in os.listdir(folder):
-            _refuse_missing(folder, name)
-        raise
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            refuse_file(name, "the file", "a link", "a regular file")
-        raise
 
 
 def _identities(opened: Sequence[BinaryIO]) -> tuple[tuple[int, int, int, int, int], ...]:
@@ -161,34 +102,18 @@ def _is_settled(files: tuple[tuple[int, int, int, int, int], ...]) -> bool:
     return max(max(mtime, ctime) for *_, mtime, ctime in files) < time.time_ns() - _SETTLED_NS
 
 
-def _refuse_missing(folder: int, name: str) -> NoReturn:
-    pickles = sorted(each for each in os.listdir(folder) if _PICKLE.fullmatch(each))
-    if name == WEIGHTS_FILE and pickles:
-        found = plain(pickles[0])
-        raise ModelRejected(
-            f"{found} is a pickle, which can run code; only safetensors are read", field=found, limit=name
-        )
-    raise ModelRejected(f"the file {name} is missing", field=name)
-
-
 def _read_unknown(
     opened: Sequence[BinaryIO], shape: ModelShape, dtype: torch.dtype, max_rank: int, take: TakePieces | None
 ) -> tuple[LoadedAdapter, Recipe | None]:
     """Read and check what the two files hold; with the recipe of low-rank updates."""
-    config_file, weights_file = opened
-    config_bytes = config_file.read(_CONFIG_BYTES + 1)
-    if len(config_bytes) > _CONFIG_BYTES:
-        refuse_file(CONFIG_FILE, "the file's size", f"over {_CONFIG_BYTES}", _CONFIG_BYTES)
-    header = header_bytes(weights_file, WEIGHTS_FILE, _HEADER_BYTES)
+    weights_file = opened[1]
+    config_bytes, header = described(opened)
     size = os.fstat(weights_file.fileno()).st_size
     asked = repr((shape, max_rank, take is None, size, len(header))).encode()
     made_of = blake2b(asked + header + config_bytes).digest()
     recipe = _recipes.get(made_of)
     if recipe is None:
-        config = parse_peft_config(parse_object(config_bytes, CONFIG_FILE), max_rank=max_rank)
-        entries = parse_header(header, size, WEIGHTS_FILE)
-        if len(entries) > _MOST_TENSORS:
-            refuse_file(WEIGHTS_FILE, "the number of tensors", len(entries), f"at most {_MOST_TENSORS}")
+        config, entries = parse_description(config_bytes, header, size, max_rank=max_rank)
         if config.kind != "lora":
             return _read_virtual(weights_file, entries, config, shape, dtype), None
         recipe = _recipes.setdefault(made_of, recipe_of(entries, config, shape, in_pieces=take is not None))

@@ -14,9 +14,10 @@ from typing import Literal
 
 from headrace.adapters.untrusted import Fields
 
-__all__ = ["CONFIG_FILE", "PeftConfig", "parse_peft_config"]
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "PeftConfig", "parse_peft_config"]
 
 CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _KINDS: dict[str, Literal["lora", "prompt", "prefix"]] = {
     "LORA": "lora",
     "PROMPT_TUNING": "prompt",

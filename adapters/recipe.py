@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headrace.adapters.layout import EMBED, HEAD, MODULES, BlockLayout, ModelShape, module_row
-from headrace.adapters.peft_config import PeftConfig
+from headrace.adapters.peft_config import WEIGHTS_FILE, PeftConfig
 from headrace.adapters.safetensors_header import TensorEntry, refuse_file
 from headrace.adapters.stored import DTYPES, Part, Recipe, Span, cut
 from headrace.adapters.untrusted import in_turns
 
-__all__ = ["PROMPT_KEY", "WEIGHTS_FILE", "recipe_of", "virtual_recipe"]
+__all__ = ["PROMPT_KEY", "recipe_of", "virtual_recipe"]
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 PROMPT_KEY = "prompt_embeddings"
 """The one tensor of an adapter of virtual tokens."""
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}

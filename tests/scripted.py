@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import coroutine
 from typing import Any
@@ -17,12 +18,14 @@ from anyio.lowlevel import checkpoint, current_token
 from leftovers import Threads
 
 from headrace.engine import EngineStats, SamplingParams, Token, TokenStream
+from headrace.engine.opened import Opened
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine, ScriptedRunner, scripted_token
 
 __all__ = [
     "CAPACITY",
     "Gate",
+    "Unable",
     "acting_at",
     "capacity",
     "check_serving",
@@ -66,6 +69,13 @@ def expected_ids(prompt: str | Sequence[int], count: int) -> list[int]:
 def expected_text(prompt: str | Sequence[int], count: int) -> str:
     """The decoded text of `expected_ids`."""
     return ByteTokenizer().decode(expected_ids(prompt, count))
+
+
+class Unable(ScriptedEngine):
+    """An engine whose device can do nothing beyond sampling, as one that is being written may be."""
+
+    def _open(self) -> Opened:
+        return replace(super()._open(), abilities=frozenset())
 
 
 class Gate:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.model.cpu_masks import CpuMasks
-from headrace.engine.model.host_choice import shaper_of
 from headrace.engine.scheduling.plan import LATE, NON_FINITE, NOTHING_LEFT, GivenTokens, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report
+from headrace.engine.shaped_logits import shaper_of
 from headrace.ops.cpu_logprobs import Logprobs, logprobs
 from headrace.ops.cpu_sample import Choosing, sample
 from headrace.ops.cpu_shape import Shaper

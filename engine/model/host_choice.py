@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.engine.errors import HookFailed
 from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Capacity, RowOptions, StepPlan
 from headrace.engine.scheduling.request import Sampling
-from headrace.engine.scheduling.shaping import Choice, GrammarState, LogitsProcessor, Report, Reporting, Shaping
+from headrace.engine.scheduling.shaping import Choice, GrammarState, LogitsProcessor, Report, Reporting
+from headrace.engine.shaped_logits import processed_logits, shaper_of
 from headrace.ops.cpu_logprobs import logprobs
 from headrace.ops.cpu_sample import Choosing, sample
-from headrace.ops.cpu_shape import Shaper
 
-__all__ = ["HostChoices", "shaper_of"]
+__all__ = ["HostChoices"]
 
 _Logits = NDArray[np.float32]
 
@@ -95,7 +93,7 @@ class _HostRow:
         reporting = self._options.reporting
         top = None if reporting is None else reporting.completion
         given_V = None if top is None else logits_V.copy()
-        token = self._chosen(self._processed(logits_V))
+        token = self._chosen(processed_logits(self._processor, list(self._tokens), logits_V))
         if token >= 0:
             self._keep(token)
         if token < 0 or given_V is None or top is None:
@@ -108,21 +106,6 @@ class _HostRow:
             self._shaper.append(token)
         if self._state is not None:
             self._state.advance(token)
-
-    def _processed(self, logits_V: _Logits) -> _Logits:
-        try:
-            returned: Any = self._processor(list(self._tokens), logits_V)
-            is_tensor = isinstance(returned, torch.Tensor)
-            changed_V = np.array(returned.detach().float().cpu().numpy() if is_tensor else returned, np.float32)
-        except BaseException as error:  # nothing that ends a thread's work is meant for the engine's
-            what = f"logits_processor raised {type(error).__name__} after {len(self._tokens)} tokens"
-            raise HookFailed(what) from error
-        if changed_V.shape != (self._vocab_size,):
-            what = f"an array [{self._vocab_size}]"
-            raise HookFailed(f"logits_processor must return {what}, got {type(returned).__name__} {changed_V.shape}")
-        if np.isnan(changed_V).any() or changed_V.max() == math.inf:
-            raise HookFailed("logits_processor must return finite numbers or -inf")
-        return changed_V
 
     def _chosen(self, logits_V: _Logits) -> int:
         if self._shaper is not None and not self._shaper.shape(logits_V, np.array(self._tokens)):
@@ -147,21 +130,3 @@ class _HostRow:
         bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")[: self._vocab_size]
         logits_V[: len(bits)][bits == 0] = -np.inf
         logits_V[len(bits) :] = -np.inf
-
-
-def shaper_of(options: RowOptions, shaping: Shaping, vocab_size: int) -> Shaper:
-    """What applies `shaping` to the logits of a new row."""
-    return Shaper(
-        tokens=options.tokens,
-        prompt_len=options.prompt_len,
-        vocab_size=vocab_size,
-        bias=shaping.bias,
-        repetition_penalty=shaping.repetition_penalty,
-        frequency_penalty=shaping.frequency_penalty,
-        presence_penalty=shaping.presence_penalty,
-        allowed=shaping.allowed,
-        forbidden=shaping.forbidden,
-        min_length=shaping.min_length,
-        stops=shaping.stops,
-        bad_words=shaping.bad_words,
-    )

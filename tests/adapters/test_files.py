@@ -300,7 +300,7 @@ def test_files_that_did_not_change_are_read_and_no_more(tmp_path: Path, monkeypa
     assert torch.equal(again.block, first.block)
     assert (again.digest, again.stamp) == (first.digest, first.stamp)
     with monkeypatch.context() as patch:
-        for name in ("parse_peft_config", "parse_header", "recipe_of", "_check_finite"):
+        for name in ("described", "parse_description", "recipe_of", "_check_finite"):
             patch.setattr(files, name, lambda *_, **__: pytest.fail("checked again"))
         read(folder, stamp=first.stamp)
 

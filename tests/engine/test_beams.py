@@ -11,10 +11,9 @@ import anyio.lowlevel
 import pytest
 import tiny_models
 import torch
-from scripted import CAPACITY
+from scripted import CAPACITY, Unable
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams
-from headrace.engine.testing import ScriptedEngine
 from headrace.ops.cpu import CpuOps
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
@@ -255,7 +254,7 @@ def test_more_beams_than_the_vocabulary_can_feed_are_refused(folder: Path) -> No
 
 def test_a_device_without_logprobs_refuses() -> None:
     async def run() -> None:
-        async with ScriptedEngine(CAPACITY) as engine:
+        async with Unable(CAPACITY) as engine:
             with pytest.raises(InvalidParams, match="beam_width"):
                 await engine.generate("a", SamplingParams(beam_width=2))
 

@@ -16,6 +16,7 @@ import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import Unable
 from slow_sampling import log_softmax, shaped
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams, TokenLogprobs
@@ -399,7 +400,7 @@ def test_a_device_that_cannot_do_it_says_so(field: str, value: Any) -> None:
     capacity = Capacity(num_pages=8, page_size=4, max_rows=2, max_batched_tokens=8, max_context=32, vocab_size=257)
 
     async def run() -> None:
-        async with ScriptedEngine(capacity) as engine:
+        async with Unable(capacity) as engine:
             with pytest.raises(InvalidParams) as caught:
                 await engine.generate("a", SamplingParams(**{field: value}))
             assert caught.value.field == field

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tiny_models
 from random_schemas import random_schema
-from scripted import CAPACITY, no_leaks
+from scripted import CAPACITY, Unable, no_leaks
 
 from headrace.engine import (
     Completion,
@@ -43,7 +43,7 @@ from headrace.engine.json_schemas import exact_grammar, exact_schema
 from headrace.engine.opened import Opened
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.stats import EngineInfo
-from headrace.engine.testing import ByteTokenizer, ScriptedEngine
+from headrace.engine.testing import ByteTokenizer
 from headrace.engine.text import Detokenizer, TokenTable
 
 Backend = tuple[str, dict[str, Any]]
@@ -569,7 +569,7 @@ def test_a_model_without_an_end_and_a_device_without_masks_refuse(folder: Path, 
         async with Engine(bare, load_format="random", dtype="float32", kv_memory=MB) as engine:
             with pytest.raises(InvalidParams, match="token to end with"):
                 await engine.generate([1], hot(ResponseFormat.regex("a")))
-        async with ScriptedEngine(CAPACITY) as engine:
+        async with Unable(CAPACITY) as engine:
             with pytest.raises(InvalidParams, match="response_format"):
                 await engine.generate("a", hot(ResponseFormat.regex("a")))
 
