@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
+from headrace.engine.bars import ManyBar
 from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Usage
 from headrace.engine.many import Many
@@ -94,11 +96,12 @@ async def embed(
     adapter: str | None | Sequence[str | None],
     *,
     naming: str = "prompts",
+    progress: bool = False,
 ) -> Embeddings:
     """Vectors for every prompt, which errors call by `naming`; arguments, result and errors as `Engine.embed`."""
     import numpy as np
 
-    _, opened = intake.serving()
+    loop, opened = intake.serving()
     pooling, make_vector = options.checked(opened.embedding)
     usages: list[Usage] = []
 
@@ -110,7 +113,15 @@ async def embed(
 
     asked, most = _with_adapters(prompts, adapter, naming), AHEAD * opened.info.max_rows
     many = Many(one, asked, _NO_PARAMS, most, return_errors=False, naming=naming)
-    vectors = await many.run()
+    if progress:
+        with ManyBar(
+            lambda: many.ended,
+            lambda: loop.stats().prompt_tokens,
+            1 if isinstance(prompts, str) else length_hint(prompts, -1),
+        ) as bar:
+            vectors = await many.run(bar.keep_drawing)
+    else:
+        vectors = await many.run()
     dimensions = options.dimensions or (opened.embedding.size if opened.embedding else 0)
     return Embeddings(
         vectors=np.stack(vectors) if vectors else np.empty((0, dimensions), np.float32), usage=add_usage(usages)

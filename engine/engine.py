@@ -53,8 +53,7 @@ _DEFAULT_PARAMS = SamplingParams()
 class Engine(Elastic):
     """An inference engine that lives in the caller's event loop: `async with Engine("path/to/model") as engine`.
 
-    All methods are called on that event loop, from any task of it; on another one, or in another thread, they raise
-    `RuntimeError`. Several engines may be open at once.
+    All methods are called on that event loop, by any of its tasks, and raise `RuntimeError` elsewhere.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
@@ -258,6 +257,7 @@ class Engine(Elastic):
         priority: int = 0,
         started: Event | None = None,
         charge: Charge = charge_nobody,
+        progress: bool = False,
     ) -> Embeddings:
         """Turn texts into vectors, at most two for each row at a time; other arguments as `stream`.
 
@@ -270,6 +270,7 @@ class Engine(Elastic):
             truncate: Cut what is longer than the context instead of refusing it.
             adapter: Of all prompts, or a sequence with one for each.
             started: Set when a step takes up the first of them.
+            progress: Show a bar on stderr: prompts done, and the tokens a second of the whole engine.
 
         Returns:
             Vectors, float32 [prompts, dimensions] in the order of the prompts, and the tokens they took.
@@ -280,7 +281,7 @@ class Engine(Elastic):
         """
         options = EmbedOptions(pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate)
         who = Who(None, tenant, cache_salt, priority, charge)
-        return await embed(self._pooling(started), prompts, options, who, adapter)
+        return await embed(self._pooling(started), prompts, options, who, adapter, progress=progress)
 
     async def score(
         self,

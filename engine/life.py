@@ -27,6 +27,7 @@ from headrace.engine.grammars import Grammars
 from headrace.engine.hooks import HookThread
 from headrace.engine.loop import StepLoop
 from headrace.engine.opened import Opened
+from headrace.engine.progress import Watcher, watched
 from headrace.engine.scheduling.host_pages import HostPages
 from headrace.engine.scheduling.plan import Swapping
 from headrace.engine.scheduling.policies import policy_of
@@ -49,6 +50,8 @@ class Life:
         self._make_fair_worker: Callable[..., FairWorker] = FairWorker
         self._make_hooks: Callable[[Poster, float], HookThread] = HookThread
         self._clock: Callable[[], float] = time.perf_counter
+        self.on_weights: Watcher | None = None
+        """Called in a thread while the weights are read, with the bytes done and the bytes in all."""
         self._entered = False
         self._opened: Opened | None = None
         self._adapters: Adapters | None = None
@@ -157,7 +160,8 @@ class Life:
         return open_engine(self.config)
 
     def _open_and_keep(self) -> Opened:
-        self._opened = self._open()  # kept even if whoever waits for it is cancelled: it must be closed
+        with watched(self.on_weights):
+            self._opened = self._open()  # kept even if whoever waits for it is cancelled: it must be closed
         return self._opened
 
     async def _drive(self, loop: StepLoop) -> None:

@@ -6,7 +6,6 @@ Stands on `Engine.generate`, `Engine.info` and `Engine.stats` alone.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence, Sized
 from enum import Enum
 from functools import partial
@@ -18,6 +17,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
+from headrace.engine.bars import ManyBar
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.hooks import StopWhen
 from headrace.engine.params import SamplingParams
@@ -34,7 +34,6 @@ ManyParams: TypeAlias = SamplingParams | Sequence[SamplingParams]
 ErrorT = TypeVar("ErrorT", bound=HeadraceError)
 
 _AHEAD = 2  # requests submitted for each row: while one runs another waits, so that no row stands empty
-_DRAW_SECONDS = 0.25
 
 
 class _Options(TypedDict, total=False):
@@ -73,7 +72,7 @@ async def run_many(
     many = Many(partial(engine.generate, **asked), prompts, params, limit, return_errors=return_errors)
     if not progress:
         return await many.run()
-    with _Bar(engine, many, length_hint(prompts, -1)) as bar:
+    with ManyBar(lambda: many.ended, lambda: engine.stats().generated_tokens, length_hint(prompts, -1)) as bar:
         return await many.run(bar.keep_drawing)
 
 
@@ -229,45 +228,3 @@ def _named(error: ErrorT, name: str) -> ErrorT:
     named.args = (f"{name}: {error}",)
     named.__cause__ = error.__cause__
     return named
-
-
-class _Bar:
-    """Prompts done and the engine's tokens a second, on stderr, drawn from the event loop: it has no thread."""
-
-    def __init__(self, engine: Engine, many: Many, total: int) -> None:
-        from rich.console import Console  # whoever asks for no bar does not pay for its import
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        rate = TextColumn("{task.fields[rate]:,.0f} tok/s")
-        columns = (BarColumn(), MofNCompleteColumn(), rate, TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-        self._task = self._progress.add_task("", total=total if total >= 0 else None, rate=0.0)
-        self._engine = engine
-        self._many = many
-        self._begin = time.perf_counter()
-        self._tokens_before = engine.stats().generated_tokens
-        self._rate = 0.0
-
-    def __enter__(self) -> _Bar:
-        """Show the bar."""
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the last state on the terminal."""
-        self._draw()
-        self._progress.stop()
-
-    async def keep_drawing(self) -> None:
-        """Draw until cancelled."""
-        while True:
-            await anyio.sleep(_DRAW_SECONDS)
-            self._draw()
-
-    def _draw(self) -> None:
-        try:
-            tokens = self._engine.stats().generated_tokens - self._tokens_before
-            self._rate = tokens / (time.perf_counter() - self._begin)
-        except HeadraceError:  # the engine has ended: its last rate stands
-            pass
-        self._progress.update(self._task, completed=self._many.ended, rate=self._rate, refresh=True)

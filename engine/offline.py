@@ -1,38 +1,31 @@
-"""`LLM`: an engine for code without an event loop; owns the thread and loop it runs on, never what is asked of it.
+"""`LLM`: an engine for code without an event loop; holds no thread and no loop itself, and never what is asked of it.
 
-A call is made in the caller's thread and answered on that loop; all that crosses goes through `_Host`. This is not
-anyio's blocking portal: handing that a call cannot be interrupted, and closing it waits, which no collector may.
+A call is made in the caller's thread and answered on the loop of a `Host`. Next to read: llm_host.py.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
-import queue
-import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextvars import Context, copy_context
-from functools import partial
-from operator import length_hint
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
-import anyio
-
+from headrace.engine.embeddings import Embeddings
 from headrace.engine.engine import Engine, Prompt
-from headrace.engine.errors import EngineStopped, HeadraceError, InvalidParams
+from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
+from headrace.engine.llm_host import Call, Host
+from headrace.engine.llm_stream import LLMAdapters, LLMStream
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, check_many, run_many
 from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
-from headrace.engine.threads import Poster
+from headrace.engine.scoring import Scores
+from headrace.engine.stats import EngineInfo, EngineStats
 
 __all__ = ["LLM"]
 
 _DEFAULT_PARAMS = SamplingParams()
-_EXIT_SECONDS = 10.0  # an interpreter that exits waits so long for the steps in flight, and no longer
 
 
 class LLM:
@@ -42,11 +35,14 @@ class LLM:
     in one batch. `close`, leaving `with`, dropping the last reference or the end of the interpreter closes it.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | Engine, **options: Unpack[EngineOptions]) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str] | Engine, *, progress: bool = True, **options: Unpack[EngineOptions]
+    ) -> None:
         """Load the model and wait for it.
 
         Args:
             model: A model folder, a `.gguf` file, a hub id, or an engine that was not opened yet.
+            progress: Show a bar while the weights are read, where stderr is a terminal.
             options: The fields of `EngineConfig`, which `EngineOptions` (options.py) describes; none with an engine,
                 which has its own.
 
@@ -58,8 +54,8 @@ class LLM:
         if isinstance(model, Engine) and options:
             field, value = next(iter(options.items()))
             raise InvalidParams(f"{field}: an engine has its own options", field=field, value=value)
-        self._host = _Host(model if isinstance(model, Engine) else Engine(model, **options))
-        self._host.open()
+        self._host = Host(model if isinstance(model, Engine) else Engine(model, **options))
+        self._host.open(progress=progress)
         finalizer = weakref.finalize(self, self._host.stop)  # runs in any thread, amid anything: it only posts
         finalizer.atexit = False  # the host sees to that itself, since it also waits
 
@@ -110,7 +106,7 @@ class LLM:
         one = _is_one(prompts)
         given: Any = [prompts] if one else prompts
         check_many(given, params)
-        call = _Call(given)
+        call = Call(given)
 
         async def ask(engine: Engine) -> None:
             shown, kept = progress and not one, return_errors or one
@@ -124,8 +120,102 @@ class LLM:
             raise answer
         return answer
 
+    def chat(
+        self,
+        messages: Prompt | Iterable[Prompt],
+        params: ManyParams = _DEFAULT_PARAMS,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Answer a chat, or each of many, as `generate` does, and offer `tools` in it.
+
+        Args:
+            messages: One chat, or an iterable of chats.
+            params: For all chats, or a sequence of as many.
+            tools: Offered by the chat template; `headrace.engine.tools` reads the calls in an answer.
+            options: `progress`, `return_errors`, and `adapter`, `tenant` and so on, as `generate`.
+
+        Returns:
+            The answer, or the list of answers in the order of the chats; errors as `generate`.
+        """
+        if not tools:
+            return self.generate(messages, params, **options)
+        tenant, one = options.get("tenant"), _is_one(messages)
+
+        async def tokenize(engine: Engine) -> list[list[int]]:
+            chats: Any = [messages] if one else messages
+            return [await engine.tokenize(chat, tools=tools, tenant=tenant) for chat in chats]
+
+        ids = self._host.ask(tokenize)
+        return self.generate(ids[0] if one else ids, params, **options)
+
+    def stream(self, prompt: Prompt, params: SamplingParams = _DEFAULT_PARAMS, **asked: Any) -> LLMStream:
+        """Start a generation and return its tokens as a plain iterator, which `close` ends early.
+
+        Args:
+            prompt: Text, token ids or a chat.
+            params: How to choose tokens and when to stop.
+            asked: `adapter`, `tenant`, `cache_salt`, `priority`, `deadline` and hooks, as in `Engine.stream`.
+
+        Raises:
+            InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`, which is known at the end alone.
+            EngineStopped: It is closed.
+        """
+        return LLMStream(self, self._host, self._host.look(lambda engine: engine.stream(prompt, params, **asked)))
+
+    def embed(self, prompts: str | Iterable[Prompt], *, progress: bool = True, **options: Any) -> Embeddings:
+        """Turn texts into vectors and wait for them; arguments, result and errors as `Engine.embed`.
+
+        Args:
+            prompts: A text, or any iterable of prompts, which is first taken from in the calling thread.
+            progress: Show a bar on stderr while there are many prompts.
+            options: `pooling`, `normalize`, `dimensions`, `truncate`, `adapter` and so on.
+        """
+        given, shown = _taken(prompts), progress and not isinstance(prompts, str)
+
+        async def embed(engine: Engine) -> Embeddings:
+            return await engine.embed(given, progress=shown, **options)
+
+        return self._host.ask(embed)
+
+    def score(self, query: Prompt, documents: str | Iterable[Prompt], **options: Any) -> Scores:
+        """Tell how well documents answer a query; arguments, result and errors as `Engine.score`."""
+        given = _taken(documents)
+
+        async def score(engine: Engine) -> Scores:
+            return await engine.score(query, given, **options)
+
+        return self._host.ask(score)
+
+    def tokenize(self, prompt: Prompt, **options: Any) -> list[int]:
+        """Return the token ids of `prompt`; arguments and errors as `Engine.tokenize`."""
+
+        async def tokenize(engine: Engine) -> list[int]:
+            return await engine.tokenize(prompt, **options)
+
+        return self._host.ask(tokenize)
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`; errors as `Engine.detokenize`."""
+        return self._host.look(lambda engine: engine.detokenize(ids, skip_special_tokens=skip_special_tokens))
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine runs and what it can hold."""
+        return self._host.look(lambda engine: engine.info)
+
+    def stats(self) -> EngineStats:
+        """Return one snapshot of queues, pages, counts and rates."""
+        return self._host.look(lambda engine: engine.stats())
+
+    @property
+    def adapters(self) -> LLMAdapters:
+        """The adapters of the engine: `load`, `unload`, `list` and `pin`."""
+        return LLMAdapters(self._host)
+
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Load what `generate(..., adapter=name)` wears, and wait for it; as `Engine.adapters.load`.
+        """Load what `generate(..., adapter=name)` wears, and wait for it; as `adapters.load`.
 
         Raises:
             AdapterRejected: The name, the files or the size do not fit; nothing changes.
@@ -133,11 +223,7 @@ class LLM:
             RuntimeError: A `stop_when` calls it, which would wait for itself.
             EngineStopped: It is closed, or was closed meanwhile.
         """
-
-        async def load(engine: Engine) -> None:
-            await engine.adapters.load(name, path)
-
-        self._host.wait_for(_Call([]), load)
+        self.adapters.load(name, path)
 
     def close(self) -> None:
         """Cancel what runs, return all memory and join all threads; may be called more than once.
@@ -170,215 +256,7 @@ def _is_one(prompts: object) -> bool:
     return isinstance(prompts, Sequence) and len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
 
 
-class _Pulled(AsyncIterator[Any]):
-    """A caller's iterable as the event loop sees it: every item is taken in the caller's thread."""
-
-    def __init__(self, iterable: Iterable[Any], ask: Callable[[], None]) -> None:
-        self._length = length_hint(iterable, -1)
-        self._iterator = iter(iterable)
-        self._ask = ask
-        self._taken: list[Any] = []
-
-    def take(self) -> list[Any]:
-        """The next item as a list of one, or an empty list; in the caller's thread."""
-        for item in self._iterator:
-            return [item]
-        return []
-
-    def give(self, taken: list[Any]) -> None:
-        """Hand over what was taken; on the event loop."""
-        self._taken = taken
-        self._given.set()
-
-    def __length_hint__(self) -> int:
-        return self._length if self._length >= 0 else NotImplemented
-
-    async def __anext__(self) -> Any:
-        self._given = anyio.Event()
-        self._ask()
-        await self._given.wait()
-        if not self._taken:
-            raise StopAsyncIteration
-        return self._taken.pop()
-
-
-class _Call:
-    """One `generate`, or a load, made in the caller's thread and answered on the event loop."""
-
-    def __init__(self, prompts: Any) -> None:
-        # the caller waits here: True wants a prompt taken, False is the end
-        self.news: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.ended = threading.Event()
-        self.answers: list[Any] = []
-        self.error: BaseException | None = None
-        direct = isinstance(prompts, list | tuple) or not isinstance(prompts, Iterable)
-        self.pulled = None if direct else _Pulled(prompts, partial(self.news.put, True))
-        self.prompts = prompts if self.pulled is None else self.pulled
-        self._scope: anyio.CancelScope | None = None
-
-    async def run(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """Answer it, on the event loop."""
-        error: BaseException | None = EngineStopped("the LLM was closed meanwhile")
-        try:
-            with anyio.CancelScope() as self._scope:
-                await ask()
-            error = None
-        except Exception as raised:
-            error = raised
-        finally:
-            self.end(error)
-            del error  # its traceback holds this frame
-
-    def cancel(self) -> None:
-        """End it unanswered, on the event loop."""
-        if self._scope is not None:
-            self._scope.cancel()
-        else:
-            self.end(None)
-
-    def end(self, error: BaseException | None) -> None:
-        """Let the caller go on; only the first counts."""
-        if not self.ended.is_set():
-            self.error = error
-            self.ended.set()
-            self.news.put(False)
-
-
-class _Host:
-    """The thread of one engine and its event loop; holds no reference to the `LLM`, so that this may be collected."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._open = False
-        self._settled = threading.Event()
-        """The engine has opened, or never will."""
-        self._post: Poster | None = None
-        self._stopping = False
-        self._lock = threading.Lock()
-        self._over = False
-        """The event loop takes no more posts; set under the lock."""
-        self._calls: set[_Call] = set()
-        self._error: BaseException | None = None
-        # a context of its own: the caller's may say that an event loop runs
-        self._thread = threading.Thread(target=Context().run, args=(self._run,), name="headrace-llm", daemon=True)
-
-    # -- in the caller's thread -------------------------------------------------------------------------------------
-
-    def open(self) -> None:
-        """Start the thread and wait until the engine is open, or raise why it is not."""
-        self._thread.start()
-        atexit.register(self._at_exit)
-        try:
-            self._settled.wait()
-        except BaseException:  # Ctrl-C while the model loads: the thread ends when that has
-            self.stop()
-            raise
-        if not self._open:
-            self.join()
-
-    def wait_for(self, call: _Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
-        """Run `call` on the event loop and wait for its end, taking prompts as it wants them."""
-        if threading.current_thread() is self._thread:
-            raise RuntimeError(
-                "an LLM cannot be asked in its own event loop, where a stop_when runs: it would wait for ever"
-            )
-        try:
-            self._begin(call, ask)
-            while call.news.get():
-                if call.pulled is not None:
-                    self._send(partial(call.pulled.give, call.pulled.take()))
-        except BaseException:  # Ctrl-C, or an error of the caller's iterable
-            cancelled = False
-            while not cancelled:
-                with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave it running unwatched
-                    self._cancel(call)
-                    cancelled = True
-            call.ended.wait()
-            raise
-        finally:
-            with self._lock:
-                self._calls.discard(call)
-        error, call.error = call.error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame
-
-    def stop(self) -> None:
-        """Let the thread end; returns at once, takes no lock, and may run in any thread."""
-        self._stopping = True
-        self._send(self._leave)
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread's end and raise, once, what ended it."""
-        self._thread.join(timeout)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _begin(self, call: _Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
-        with self._lock:
-            if self._stopping or self._over:
-                raise EngineStopped("the LLM is closed")
-            self._calls.add(call)
-        self._send(partial(self._start, call, ask))
-
-    def _cancel(self, call: _Call) -> None:
-        with self._lock:
-            over = self._over
-            self._calls.add(call)  # whatever becomes of the post, its end will be told
-        if over:
-            call.end(None)
-        self._send(call.cancel)
-
-    def _send(self, job: Callable[[], object]) -> None:
-        if self._post is not None:
-            self._post(partial(self._context.run, job))
-
-    def _at_exit(self) -> None:
-        self.stop()
-        self._thread.join(_EXIT_SECONDS)
-
-    # -- in the thread ----------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            anyio.run(self._main, backend="asyncio")
-        except BaseException as error:  # raised by whoever joins
-            self._error = error
-        finally:
-            self._settled.set()
-            atexit.unregister(self._at_exit)
-
-    async def _main(self) -> None:
-        self._left = anyio.Event()
-        try:
-            with anyio.CancelScope() as self._opening:
-                self._context = copy_context()  # where anyio finds the event loop; a post brings its sender's
-                self._post = Poster()
-                if self._stopping:  # before there was a way to post
-                    self._leave()
-                async with self._engine, anyio.create_task_group() as self._tasks:
-                    self._open = True
-                    self._settled.set()
-                    await self._left.wait()
-                    self._tasks.cancel_scope.cancel()
-        finally:
-            with self._lock:
-                self._over = True
-            for call in self._calls:
-                call.end(EngineStopped("the LLM was closed meanwhile"))
-            self._calls.clear()
-
-    def _leave(self) -> None:
-        self._left.set()
-        if not self._open:
-            self._opening.cancel()
-
-    def _start(self, call: _Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
-        if not self._left.is_set() and not call.ended.is_set():
-            self._tasks.start_soon(self._answer, call, ask)
-
-    async def _answer(self, call: _Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
-        await call.run(partial(ask, self._engine))
+def _taken(prompts: Any) -> Any:
+    """`prompts` as the event loop may go through them: what an iterator yields is taken here, in the calling thread."""
+    is_whole = isinstance(prompts, str | bytes | Sequence | Mapping) or not isinstance(prompts, Iterable)
+    return prompts if is_whole else list(prompts)

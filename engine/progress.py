@@ -1,14 +1,32 @@
-"""`LoggedProgress`: tells the log now and then how far something long has come; never knows what that is."""
+"""`LoggedProgress`: tells the log now and then how far something long has come, and whoever watches the thread it is
+made in; never knows what that is.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
-__all__ = ["LoggedProgress", "weights_read"]
+__all__ = ["LoggedProgress", "Watcher", "watched", "weights_read"]
 
 logger = logging.getLogger("headrace.engine")
+
+Watcher = Callable[[int, int], object]
+"""Is called with how much is done and how much there is in all."""
+_watcher: ContextVar[Watcher | None] = ContextVar("headrace progress watcher", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher | None) -> Iterator[None]:
+    """Within the block, have each `LoggedProgress` that this thread makes call `watcher` as well."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 class LoggedProgress:
@@ -26,9 +44,12 @@ class LoggedProgress:
         """
         self._describe, self._seconds = describe, seconds
         self._told = time.monotonic()
+        self._watcher = _watcher.get()
 
     def __call__(self, done: int, total: int) -> None:
-        """Log a line if it is time for one."""
+        """Tell the watcher, and log a line if it is time for one."""
+        if self._watcher is not None:
+            self._watcher(done, total)
         now = time.monotonic()
         if now - self._told >= self._seconds:
             self._told = now

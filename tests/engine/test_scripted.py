@@ -1,4 +1,4 @@
-"""`ScriptedEngine`: the answers that a test gives come out as a model's would, and it refuses what an engine refuses."""
+"""`ScriptedEngine`: what a test scripts comes out as a model would say it, and it refuses what an engine refuses."""
 
 from __future__ import annotations
 

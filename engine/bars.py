@@ -1,0 +1,120 @@
+"""Bars on stderr: how far many prompts have come, and the reading of a model's weights; never what is done for them.
+
+Whoever asks for no bar does not pay for the import of what draws it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import anyio
+
+from headrace.engine.errors import HeadraceError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["ManyBar", "OpeningBar"]
+
+_DRAW_SECONDS = 0.25
+
+
+class ManyBar:
+    """Prompts done and the engine's tokens a second, on stderr, drawn from the event loop: it has no thread."""
+
+    def __init__(self, ended: Callable[[], int], tokens: Callable[[], int], total: int) -> None:
+        """Show nothing yet.
+
+        Args:
+            ended: Returns how many prompts are done.
+            tokens: Returns the tokens of the whole engine so far, whose rate is shown; a `HeadraceError` of it means
+                that the engine has ended, and the last rate stands.
+            total: How many prompts there are, below 0 where nobody knows.
+        """
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        rate = TextColumn("{task.fields[rate]:,.0f} tok/s")
+        columns = (BarColumn(), MofNCompleteColumn(), rate, TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._task = self._progress.add_task("", total=total if total >= 0 else None, rate=0.0)
+        self._ended = ended
+        self._tokens = tokens
+        self._begin = time.perf_counter()
+        self._tokens_before = tokens()
+        self._rate = 0.0
+
+    def __enter__(self) -> ManyBar:
+        """Show the bar."""
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the last state on the terminal."""
+        self._draw()
+        self._progress.stop()
+
+    async def keep_drawing(self) -> None:
+        """Draw until cancelled."""
+        while True:
+            await anyio.sleep(_DRAW_SECONDS)
+            self._draw()
+
+    def _draw(self) -> None:
+        try:
+            self._rate = (self._tokens() - self._tokens_before) / (time.perf_counter() - self._begin)
+        except HeadraceError:
+            pass
+        self._progress.update(self._task, completed=self._ended(), rate=self._rate, refresh=True)
+
+
+class OpeningBar:
+    """The bytes of the weights that were read, on a terminal; where stderr is none, nothing is shown.
+
+    It is called in the threads that read the weights, appears with the first call and is gone from the terminal when
+    the block ends.
+    """
+
+    def __init__(self) -> None:
+        """Show nothing yet."""
+        self._lock = threading.Lock()
+        self._progress: Progress | None = None
+        self._ended = False
+        self._drawn = 0.0
+
+    def __enter__(self) -> OpeningBar:
+        """Return the bar itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wipe the bar out; later calls draw nothing."""
+        with self._lock:
+            self._ended = True
+            if self._progress is not None:
+                self._progress.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Draw, if it is time to."""
+        now = time.monotonic()
+        with self._lock:
+            if self._ended or now - self._drawn < _DRAW_SECONDS:
+                return
+            self._drawn = now
+            if self._progress is None:
+                self._progress = _bytes_bar()
+                self._progress.start()
+            self._progress.update(self._progress.task_ids[0], completed=done, total=total, refresh=True)
+
+
+def _bytes_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
+    bar.add_task("loading weights")
+    return bar
