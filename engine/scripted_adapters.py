@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["ScriptedBank"]
 
 _GRANULE = 1 << 20
+_BLOCK = 1 << 20
 _ROOM = 1 << 40  # bytes: every adapter that is allowed finds room
 
 
@@ -66,11 +67,13 @@ def _reader(max_rank: int) -> Callable[[str, Path | None, Stamp | None], LoadedA
     def read(path: str, root: Path | None, stamp: Stamp | None) -> LoadedAdapter:
         with open_adapter(path, root) as opened:
             config_bytes, header = described(opened)
-            opened[1].seek(0)
-            digest = file_digest(opened[1], lambda: blake2b(config_bytes)).digest()
-            size = opened[1].tell()
+            weights, digest = opened[1], blake2b(config_bytes)
+            weights.seek(0)
+            while block := weights.read(_BLOCK):
+                digest.update(block)
+            size = weights.tell()
             config, _ = parse_description(config_bytes, header, size, max_rank=max_rank)
-        found: Any = _Described(digest, size, config.virtual_tokens)
+        found: Any = _Described(digest.digest(), size, config.virtual_tokens)
         return found  # type: ignore[no-any-return]
 
     return read

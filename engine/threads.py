@@ -49,15 +49,14 @@ class Poster:
 
     def __init__(self) -> None:
         """Remember the running event loop; must be called on it."""
-        self._native: Any = current_token().native_token
+        native: Any = current_token().native_token
+        self._native = native
         self._post: Callable[[Callable[[], object]], object]
         self._current: Callable[[], object]
-        if hasattr(self._native, "call_soon_threadsafe"):
-            self._post = self._native.call_soon_threadsafe
-            self._current = sys.modules["asyncio"].get_running_loop
+        if (post := getattr(native, "call_soon_threadsafe", None)) is not None:
+            self._post, self._current = post, sys.modules["asyncio"].get_running_loop
         else:
-            self._post = self._native.run_sync_soon
-            self._current = sys.modules["trio"].lowlevel.current_trio_token
+            self._post, self._current = native.run_sync_soon, sys.modules["trio"].lowlevel.current_trio_token
 
     def __call__(self, call: Callable[[], object]) -> None:
         """Run `call` on the event loop soon; once that loop has ended there is nobody to run it for."""

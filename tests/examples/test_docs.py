@@ -1,7 +1,8 @@
 """Runs every Python block of README.md and of the documents on the real model.
 
 A block that awaits, or uses an `engine`, at its top level is a fragment and runs inside an open engine; any other block
-is a program of its own, whose `test_` functions, if it has some, are called too.
+is a program of its own, whose `test_` functions, if it has some, are called too. A block that imports pytest is a
+module of tests, which pytest runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -39,9 +42,13 @@ def code_of(place: str, source: str, model: Path, **others: Path) -> CodeType:
     return code
 
 
+def is_suite(source: str) -> bool:
+    return re.search(r"^import pytest", source, re.MULTILINE) is not None
+
+
 def split(document: str, model: Path, **others: Path) -> tuple[list[CodeType], list[CodeType]]:
     """The programs and the fragments of a document; `others` are an `encoder` and an `adapter`."""
-    codes = [code_of(place, source, model, **others) for place, source in blocks(document)]
+    codes = [code_of(place, source, model, **others) for place, source in blocks(document) if not is_suite(source)]
     fragments = [code for code in codes if code.co_flags & inspect.CO_COROUTINE or "engine" in code.co_names]
     return [code for code in codes if code not in fragments], fragments
 
@@ -75,6 +82,16 @@ def test_programs_run(document: str, smollm2: Path, adapter: Path) -> None:
         run_program(code)
 
 
+def test_modules_of_tests_pass(tmp_path: Path) -> None:
+    suites = [source for document in PROGRAMS for _, source in blocks(document) if is_suite(source)]
+    for number, source in enumerate(suites):
+        (tmp_path / f"test_block_{number}.py").write_text(source, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert suites and done.returncode == 0, done.stdout + done.stderr
+
+
 def test_fragments_run_and_leave_nothing_behind(
     smollm2: Path, minilm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +99,7 @@ def test_fragments_run_and_leave_nothing_behind(
     assert all(fragments for _, fragments in parts.values())
     assert not parts["docs/sampling.md"][0] and not parts["docs/hooks.md"][0]
     fragments = [code for document in FRAGMENTS for code in parts[document][1]]
-    closing = [code for code in fragments if "aclose" in code.co_names]
+    closing = [code for code in fragments if {"engine", "aclose"} <= {*code.co_names}]
     assert len(closing) == 1 and len(fragments) > 5
 
     async def run() -> None:
