@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,14 @@ def unhurried() -> Engine:
 
 
 def speaking(text: str, prompt_len: int) -> Engine:
-    """An engine that answers a prompt of so many tokens with `text`."""
-    script = [*text.encode(), 256]
-    return scripted(lambda: ScriptedRunner(CAPACITY, eos=dict(enumerate(script, start=prompt_len))))
+    """An engine that answers with `text` a prompt of so many bytes, or of more where tools stand before it."""
+
+    def answer(prompt: str) -> str:
+        assert len(prompt.encode()) >= prompt_len, "another prompt than the test's"
+        return text
+
+    gate = partial(time.sleep, 0.001)
+    return ScriptedEngine(CAPACITY, lambda: ScriptedRunner(CAPACITY, gate=gate), answer=answer)
 
 
 class Serving:
