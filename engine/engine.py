@@ -384,13 +384,13 @@ class Engine(Elastic):
     def step_age(self) -> float:
         """Seconds since a step ended, or was launched after idling, while one is in flight; 0 otherwise.
 
-        Grows without end if the device hangs.
+        Grows without end if the device hangs. May be read in any thread, since what hangs may be the event loop.
 
         Raises:
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        loop, _ = self._serving()
+        loop, _ = self._serving_anywhere()
         return loop.meter.step_age(loop.now)
 
     @property

@@ -211,12 +211,18 @@ class Life:
                 await self._helper.leave(_PATIENCE)
 
     def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
-        if self._loop is not None and self._loop.crashed is not None:
-            raise self._loop.crashed.with_traceback(None)
+        """The open engine, for a caller on its event loop; all that a caller asks passes here."""
+        serving = self._serving_anywhere(draining)
+        self._post.check_here()
+        return serving
+
+    def _serving_anywhere(self, draining: bool = False) -> tuple[StepLoop, Opened]:
+        """The same for a caller in any thread, who may only look at plain values."""
         loop, opened = self._loop, self._opened
+        if loop is not None and loop.crashed is not None:
+            raise loop.crashed.with_traceback(None)
         if loop is None or opened is None or loop.closed or (self._closing and not draining):
             raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
-        self._post.check_here()
         return loop, opened
 
 

@@ -252,9 +252,12 @@ async def test_calls_from_a_thread_without_an_event_loop() -> None:
                     call()
                 told.append(str(caught.value))
 
+            told.append(str(engine.step_age >= 0))  # which a watchdog reads in a thread of its own
+
         thread = threading.Thread(target=elsewhere)
         thread.start()
         await until(lambda: not thread.is_alive())
+        assert told.pop() == "True"
         assert len(told) == 4 and all("anyio.from_thread.run(" in message for message in told)
         assert (await anext(stream)).id == expected_ids("elsewhere", 1)[0]
 

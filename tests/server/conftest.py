@@ -23,6 +23,15 @@ def client(server: Serving) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@pytest.fixture(scope="module", autouse=True)
+def untaught() -> Iterator[None]:
+    """The scripted model's template teaches no calls, except where a test has it `taught`."""
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByteTokenizer, "chat_template", template)
+        yield
+
+
 @pytest.fixture
 def taught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's template teaches Hermes calls and reasoning."""
