@@ -25,10 +25,12 @@ def client(server: Serving) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module", autouse=True)
 def untaught() -> Iterator[None]:
-    """The scripted model's template teaches no calls, except where a test has it `taught`."""
+    """The scripted model's template teaches no calls, except where a test has it `taught`, and shows no tools."""
+    encode = ByteTokenizer.encode_chat
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ByteTokenizer, "chat_template", template)
+        patch.setattr(ByteTokenizer, "encode_chat", lambda tokenizer, messages, tools=None: encode(tokenizer, messages))
         yield
 
 
