@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.server.app import create_app
     from headrace.server.settings import KeyLimits, ServerSettings
+    from headrace.server.transport import OpenAITransport, openai_transport
 
-__all__ = ["KeyLimits", "ServerSettings", "create_app"]
+__all__ = ["KeyLimits", "OpenAITransport", "ServerSettings", "create_app", "openai_transport"]
 
-_HOMES = {"create_app": "app", "KeyLimits": "settings", "ServerSettings": "settings"}
+_HOMES = {
+    "KeyLimits": "settings",
+    "OpenAITransport": "transport",
+    "ServerSettings": "settings",
+    "create_app": "app",
+    "openai_transport": "transport",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -60,7 +60,7 @@ BROUGHT_BY = {"h11": "uvicorn", "jinja2": "torch", "tokenizers": "transformers"}
 OF_TORCH = {"cuda-toolkit"}
 
 # Used where the application has it, and done without elsewhere.
-OPTIONAL = {"opentelemetry-api"}
+OPTIONAL = {"httpx2", "opentelemetry-api"}
 
 
 @cache

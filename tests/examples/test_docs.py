@@ -24,7 +24,7 @@ from headrace.engine import Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ["README.md", "docs/adapters.md", "docs/embedding.md", "docs/scheduling.md", "docs/serving.md"]
-FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md", "docs/embeddings.md"]
+FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md", "docs/embeddings.md", "docs/serving.md"]
 
 
 def blocks(document: str) -> list[tuple[str, str]]:

@@ -15,6 +15,8 @@ TESTS = (
     "test_responses.py::test_a_response_streams_what_it_answers_whole",
     "test_responses.py::test_the_stream_helper_gathers_the_same_answer",
     "test_responses.py::test_a_call_and_its_output_go_back_as_input",
+    "test_transport.py::test_an_answer_is_read_while_it_is_generated",
+    "test_transport.py::test_a_request_that_nobody_reads_any_more_is_cancelled",
     "test_vectors.py::test_vectors_come_as_numbers_and_in_base64",
 )
 
