@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from anyio.lowlevel import checkpoint
 from headrace.adapters.bank import AdapterDevice
 from headrace.adapters.slots import AdapterVersion, Move, Replacing, Residency, SlotTable
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import AdapterRejected, AdapterUnavailable, EngineStopped, InvalidParams
+from headrace.engine.errors import AdapterRejected, AdapterUnavailable, EngineStopped, InvalidParams, UnknownAdapter
 from headrace.engine.loop import StepLoop
 from headrace.engine.threads import Poster, Worker
 from headrace.engine.wearing import find
@@ -35,6 +35,7 @@ __all__ = ["AdapterInfo", "Adapters", "slots_of"]
 
 logger = logging.getLogger("headrace.engine")
 
+_NO_SLOTS = "adapters need an engine that was opened with adapter_slots=1 or more"
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 
 
@@ -113,7 +114,7 @@ class Adapters:
         *,
         root: str | os.PathLike[str] | None = None,
         pinned: bool | None = None,
-    ) -> None:
+    ) -> AdapterInfo:
         """Read, check and register a PEFT folder under `name`, or put it in the place of what has that name.
 
         Requests that began with what had the name go on with it; later ones wear the new one.
@@ -123,6 +124,9 @@ class Adapters:
             path: The folder; with `root` the plain name of a folder in it, and no link is followed.
             root: The only folder that may be read from.
             pinned: As `pin`; None leaves that as it is.
+
+        Returns:
+            What was loaded, as `list` has it.
 
         Raises:
             AdapterRejected: The name, the files or the size do not fit; nothing changes.
@@ -147,6 +151,7 @@ class Adapters:
             self._register(name, loaded, source._replace(stamp=loaded.stamp), device)
             if pinned is not None:
                 self.pin(name, pinned)
+            return self._info(name, self._names[name])
 
     async def unload(self, name: str) -> None:
         """Forget `name`: new requests are refused, running ones finish, then its memory goes.
@@ -243,10 +248,22 @@ class Adapters:
 
     def _opened_for_adapters(self) -> AdapterDevice:
         if self._device is None:
-            raise InvalidParams(
-                "adapter_slots: the engine was opened for no adapters", field="adapter_slots", value=0, limit={"ge": 1}
-            )
+            raise InvalidParams(f"adapter_slots: {_NO_SLOTS}, got 0", field="adapter_slots", value=0, limit={"ge": 1})
         return self._device
+
+    def known_to(self, name: object) -> Mapping[str, AdapterVersion]:
+        """Return what each name stands for now, for a request that asks for the adapter `name`, or for none.
+
+        Raises:
+            UnknownAdapter: The engine was opened without adapter slots; the message names the option.
+        """
+        if self._device is None and isinstance(name, str):
+            raise UnknownAdapter(
+                f"adapter: none is loaded under the name {name!r}; adapter_slots: {_NO_SLOTS}",
+                field="adapter",
+                value=name,
+            )
+        return self.versions
 
     def _check_open(self) -> None:
         if self._closed_by is not None:

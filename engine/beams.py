@@ -106,5 +106,6 @@ class BeamGeneration(Generation):
             hypothesis = self._search.finished[choice]
             for token in hypothesis.tokens[:-1]:
                 self.mailbox.put(Delivered(choice, token, None, None))
-            self.mailbox.put(Delivered(choice, hypothesis.tokens[-1], None, hypothesis.finish_reason))
+            last, reason = hypothesis.tokens[-1], hypothesis.finish_reason
+            self.mailbox.put(Delivered(choice, last, None, reason, score=hypothesis.score))
             self._count_end()

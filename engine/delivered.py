@@ -34,6 +34,8 @@ class Delivered(NamedTuple):
     """What ended the choice, where a stop string did."""
     token: Token | None = None
     """What the reader sees, where a hook saw it before."""
+    score: float | None = None
+    """Score of a beam, with its last token."""
 
 
 class TokenMaker:
@@ -48,7 +50,7 @@ class TokenMaker:
 
     def make(self, item: Delivered) -> Token:
         """The token of a delivered item."""
-        choice, identity, text, reason, report, stop, _ = item
+        choice, identity, text, reason, report, stop, _, score = item
         if text is None:
             hidden = identity is None or (reason == "stop" and identity in self._hidden)
             text = "" if hidden or identity is None else self._detokenizers[choice].feed(identity)
@@ -60,6 +62,8 @@ class TokenMaker:
         if report is not None and identity is not None:
             token.logprob = report.logprob
             token.logprobs = token_logprobs(self.table, identity, report)
+        if score is not None:
+            token.score = score
         return token
 
     def skip(self, ids: Sequence[int]) -> None:
@@ -84,7 +88,7 @@ def _token(
     token.position = position
     token.finish_reason = reason
     token.stop_string = stop
-    token.logprob = token.logprobs = None
+    token.logprob = token.logprobs = token.score = None
     return token
 
 

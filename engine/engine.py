@@ -223,7 +223,7 @@ class Engine(Elastic):
             return
         try:
             loop, opened = self._serving(draining=True)
-            named = self.adapters.versions
+            named = self.adapters.known_to(asking.adapter)
             made = make_requests(ids, asking, opened.tokenizer, opened.info.vocab_size, self._random, grammar, named)
             loop.submit(generation, ids, made)
         except Exception as error:  # raised in a callback, it would leave the stream waiting for ever

@@ -58,6 +58,8 @@ class Token:
     """Natural-log probability, where the request asks for log-probabilities."""
     logprobs: TokenLogprobs | None = None
     """The token's log-probability with its rank and with alternatives."""
+    score: float | None = None
+    """Score of a beam, as `Choice.score`, on its last item alone; None where no beam search was asked for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +92,9 @@ class Choice:
     """One for each of `token_ids`, where the request asks for them."""
     mean_logprob: float | None = None
     """Over the tokens, where the request asks for log-probabilities or `best_of`, which ranks by it."""
+    score: float | None = None
+    """Natural-log probability of a beam divided by its length in tokens to the power `length_penalty`, by which beams
+    are ranked; None where no beam search was asked for."""
 
 
 @dataclass(slots=True, kw_only=True)

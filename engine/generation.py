@@ -199,7 +199,7 @@ class Generation:
         if self._stop_texts or self._watch is not None:
             self.deliver(Emission(request, token, None))
         else:
-            item = _delivered((self._choice_of[request.id], token, None, None, None, None, None))
+            item = _delivered((self._choice_of[request.id], token, None, None, None, None, None, None))
             self._await_reader(self.mailbox.put(item))
 
     def deliver(self, emission: Emission) -> None:
@@ -216,7 +216,7 @@ class Generation:
             text, matched = self._stop_texts[choice].feed(emission.token, last=reason is not None)
             if matched:
                 reason, stop = self._stop(emission.request), self._stop_texts[choice].stop
-        item = _delivered((choice, emission.token, text, reason, emission.report, stop, None))
+        item = _delivered((choice, emission.token, text, reason, emission.report, stop, None, None))
         if self._watch is None:
             unread = self.mailbox.put(item)
         else:

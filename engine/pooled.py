@@ -316,7 +316,7 @@ class PoolingIntake(NamedTuple):
             loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
             check_token_ids(ids, opened.info.vocab_size)
             asking = Asking(_NO_PARAMS, *who[:4])
-            named = self.adapters.versions
+            named = self.adapters.known_to(asking.adapter)
             loop.submit(generation, ids, [make_pooling_request(ids, asking, pooling, opened.info.vocab_size, named)])
             return await generation.result()
         finally:

@@ -95,7 +95,14 @@ class TokenStream:
         """
         await _admitted(self._turn, self._reader)
 
-    async def send(self, added: Prompt, params: SamplingParams | None = None) -> Self:
+    async def send(
+        self,
+        added: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        deadline: float | None = None,
+        priority: int | None = None,
+    ) -> Self:
         """Go on after all tokens so far with `added`; the stream then yields the tokens of the next answer.
 
         What the turns before have computed is read from their pages, as far as those are still there; the stream keeps
@@ -105,6 +112,9 @@ class TokenStream:
             added: Text or token ids, which follow as they stand, or messages: then what the chat template writes behind
                 an answer, from the end of that answer to the beginning of the next.
             params: Of the next turn; None for those of this one.
+            deadline: Seconds from now after which what is left of the next turn is not generated; None for as many as
+                this turn had.
+            priority: Of the next turn, lower is served first; None for that of this one.
 
         Returns:
             The stream itself, once the request is taken in.
@@ -119,7 +129,7 @@ class TokenStream:
         if not generation.finished or self._sent is not None:
             raise RuntimeError("the stream still runs: read it to its end, or cancel it, before sending more")
         self._check_single("send")
-        turn = self._turns.following(self._turn, added, params)
+        turn = self._turns.following(self._turn, added, params, deadline, priority)
         self._sent, sender = turn.generation, TaskWatch(turn.generation.cancel, self._post)
         try:
             await _admitted(turn, sender)

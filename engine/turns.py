@@ -77,12 +77,21 @@ class Turns:
         """
         return self._begin(asking, prompt, lambda opened: to_token_ids(prompt, opened.tokenizer))
 
-    def following(self, turn: Turn, added: Prompt, params: SamplingParams | None) -> Turn:
-        """Go on after `turn`, which has ended, with `added` and perhaps other parameters; raises as `first`."""
+    def following(
+        self, turn: Turn, added: Prompt, params: SamplingParams | None, deadline: float | None, priority: int | None
+    ) -> Turn:
+        """Go on after `turn`, which has ended, with `added`; None keeps what `turn` had. Raises as `first`."""
         before = turn.generation.requests[0]
         known = before.tokens[before.virtual_tokens :]
         params = _again(turn.asking.params) if params is None else params
-        asking = replace(turn.asking, params=params, before=before, since=self._serving()[0].now)
+        asking = replace(
+            turn.asking,
+            params=params,
+            deadline=turn.asking.deadline if deadline is None else deadline,
+            priority=turn.asking.priority if priority is None else priority,
+            before=before,
+            since=self._serving()[0].now,
+        )
         return self._begin(
             asking, added, lambda opened: known + more_token_ids(added, opened.tokenizer, known), len(known)
         )

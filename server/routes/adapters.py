@@ -40,10 +40,10 @@ async def load_adapter(request: Request) -> Response:
         raise ApiError(400, "adapter_invalid", "name: is the model's", param="name")
     adapters = service.engine.adapters
     try:
-        await adapters.load(name, fields.folder or name, root=root, pinned=fields.pinned)
+        loaded = await adapters.load(name, fields.folder or name, root=root, pinned=fields.pinned)
     except AdapterRejected as error:
         raise as_api_error(error).renamed({"path": "folder"}) from error
-    return JSONResponse(next(_card(each) for each in adapters.list() if each.name == name))
+    return JSONResponse(_card(loaded))
 
 
 async def unload_adapter(request: Request) -> Response:

@@ -293,6 +293,9 @@ async def test_a_rejected_adapter_changes_nothing(
         with pytest.raises(UnknownAdapter):
             await engine.adapters.unload("c")
     async with Engine(model, **OPTIONS | {"adapter_slots": 0}) as engine:
+        for ask in (engine.generate, engine.embed):
+            with pytest.raises(UnknownAdapter, match="opened with adapter_slots=1 or more"):
+                await ask([PROMPT], adapter="a") if ask == engine.embed else await ask(PROMPT, adapter="a")
         with pytest.raises(InvalidParams, match="adapter_slots"):
             await engine.adapters.load("a", good)
         with pytest.raises(UnknownAdapter):
@@ -360,3 +363,12 @@ async def test_a_step_wears_no_more_adapters_than_its_budget(model: Path, tmp_pa
                 slots = engine._serving()[0].scheduler.slots
                 assert len(slots.active) <= 1
                 await anyio.sleep(0.001)
+
+
+async def test_load_returns_what_it_has_loaded(model: Path, tmp_path: Path) -> None:
+    async with Engine(model, **OPTIONS) as engine:
+        loaded = await engine.adapters.load("a", lora_folder(tmp_path / "a", 1), pinned=True)
+        (listed,) = engine.adapters.list()
+        assert loaded == dataclasses.replace(listed, where=loaded.where) and loaded.name == "a" and loaded.pinned
+        again = await engine.adapters.load("a", lora_folder(tmp_path / "b", 2))
+        assert again.digest != loaded.digest and again.digest == engine.adapters.list()[0].digest

@@ -276,3 +276,27 @@ def test_many_searches_take_the_rows_that_their_rounds_need(folder: Path) -> Non
             assert steps[1] == 0 and steps[2] >= 6, "two searches of twice four rows are two for each of eight rows"
 
     anyio.run(ask)
+
+
+def test_scores_are_those_of_transformers(folder: Path, model: Any) -> None:
+    asked: dict[str, Any] = {"beam_width": 4, "n": 3, "max_tokens": 12, "length_penalty": 0.7}
+    prompt, stops = PROMPTS[1], STOPS[2]
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=4, num_return_sequences=3, max_new_tokens=12,
+            length_penalty=0.7, do_sample=False, eos_token_id=stops, pad_token_id=PAD,
+            return_dict_in_generate=True, output_scores=True,
+        ).sequences_scores.tolist()  # fmt: skip
+
+    async def run() -> None:
+        async with Engine(folder, **OPTIONS) as engine:
+            found = await engine.generate(prompt, params_of(asked, stops))
+            assert [choice.score for choice in found.choices] == pytest.approx(expected, abs=1e-4)
+            tokens = [token async for token in engine.stream(prompt, params_of(asked, stops))]
+            assert [token.score for token in tokens if token.score is not None] == pytest.approx(expected, abs=1e-4)
+            assert all((token.score is None) == (token.finish_reason is None) for token in tokens)
+            sampled = await engine.generate(prompt, SamplingParams(max_tokens=3))
+            assert sampled.choices[0].score is None
+
+    anyio.run(run)

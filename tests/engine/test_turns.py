@@ -336,3 +336,19 @@ def test_a_branch_takes_another_course_and_the_same_with_the_same_seed(smollm2: 
             stream.cancel()
 
     anyio.run(run)
+
+
+async def test_a_turn_may_have_a_deadline_and_a_priority_of_its_own() -> None:
+    async with serving(gate=lambda: threading.Event().wait(0.002)) as engine:
+        async with engine.stream(STORY, greedy(3), priority=2) as stream:
+            await read(stream)
+            await stream.send("x", greedy(900), deadline=0.05)
+            assert (await read(stream))[-1].finish_reason == "deadline"
+            assert stream._generation.requests[0].priority == 2
+            await stream.send("y", greedy(3), deadline=60, priority=-1)
+            assert stream._generation.requests[0].priority == -1
+            assert len(await read(stream)) == 3
+            with pytest.raises(InvalidParams, match="deadline: must be more than 0"):
+                await stream.send("z", deadline=0)
+            await stream.send("z", greedy(2))
+            assert stream._generation.requests[0].priority == -1
