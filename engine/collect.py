@@ -43,6 +43,7 @@ async def collect(stream: TokenStream, params: SamplingParams) -> Completion:
             logprobs=None if params.logprobs is None else [token.logprobs for token in tokens[index] if token.logprobs],
             mean_logprob=_mean([token.logprob for token in tokens[index] if token.logprob is not None]),
             score=tokens[index][-1].score if tokens[index] else None,
+            described=None if params.response_format is None else params.response_format.described,
         )
         for index, reason in enumerate(stream.finish_reasons)
     ]

@@ -1,12 +1,14 @@
-"""What a caller sees of a generation: tokens, chunks, choices and usage; plain values, never behaviour.
+"""What a caller sees of a generation: tokens, chunks, choices and usage; plain values.
 
 Next to read: scheduling/request.py, the engine's own view of the same generation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from pydantic import TypeAdapter
 
 __all__ = ["Choice", "Chunk", "Completion", "FinishReason", "Logprob", "Token", "TokenLogprobs", "Usage"]
 
@@ -95,6 +97,22 @@ class Choice:
     score: float | None = None
     """Natural-log probability of a beam divided by its length in tokens to the power `length_penalty`, by which beams
     are ranked; None where no beam search was asked for."""
+    described: Any = field(default=None, repr=False, compare=False)
+    """The class that `ResponseFormat.json_schema` was given; None where it was given none."""
+    _parsed: Any = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The instance of the class that `ResponseFormat.json_schema` was given, made of the text at the first look.
+
+        None where it was given none, or where the choice did not end with `stop`, so that its text may be cut.
+
+        Raises:
+            pydantic.ValidationError: A validator of the class refuses what its JSON schema admits.
+        """
+        if self._parsed is None and self.described is not None and self.finish_reason == "stop":
+            self._parsed = TypeAdapter(self.described).validate_json(self.text)
+        return self._parsed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,3 +124,8 @@ class Completion:
     usage: Usage
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each of `prompt_token_ids`, None for the first, where the request asks for them."""
+
+    @property
+    def parsed(self) -> Any:
+        """`parsed` of the first choice."""
+        return self.choices[0].parsed

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["JSON_STYLE", "exact_grammar", "exact_schema"]
+__all__ = ["JSON_STYLE", "closed_schema", "exact_grammar", "exact_schema"]
 
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
 # Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
@@ -58,6 +58,27 @@ def exact_grammar(source: str) -> str:
         parts += [source[at : found.end()], json.dumps(exact_schema(schema), ensure_ascii=False)]
         at = end
     return "".join([*parts, source[at:]])
+
+
+def closed_schema(schema: Any) -> Any:
+    """Return a schema of JSON whose objects have all their properties and no others, as OpenAI's strict mode demands.
+
+    Objects without named properties, such as those of a `dict`, stay as they are.
+    """
+    if isinstance(schema, list):
+        return [closed_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed_keyword(key, value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        closed |= {"required": list(schema["properties"]), "additionalProperties": False}
+    return closed
+
+
+def _closed_keyword(key: str, value: Any) -> Any:
+    if key in _NAMED and isinstance(value, dict):
+        return {name: closed_schema(each) for name, each in value.items()}
+    return value if key in _TEXTS or key in _UNREAD else closed_schema(value)
 
 
 def exact_schema(schema: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,11 +11,14 @@ from headrace.engine.errors import InvalidParams
 __all__ = ["Message", "checked_messages", "check_text", "map_strings"]
 
 Message: TypeAlias = Mapping[str, Any]
-"""`role` and `content`, both str; in chats with tools also `tool_calls` of an assistant, as
-`{"id", "type": "function", "function": {"name", "arguments": a mapping}}`, and `tool_call_id` of a tool."""
+"""As OpenAI's API writes them: `role`, and `content` as a str or a list of `{"type": "text", "text"}` parts, and
+`name` where there is one; in chats with tools also `tool_calls` of an assistant, as
+`{"id", "type": "function", "function": {"name", "arguments"}}`, beside which `content` may be None, and `tool_call_id`
+of a tool. Arguments are a mapping or JSON text; text that is no JSON object, such as arguments that were cut, stays
+text. None stands for what is absent."""
 
 _MAX_DEPTH = 100  # of JSON data in a message: well below where Python itself stops
-_TEXTS = ("role", "content", "tool_call_id", "reasoning_content")
+_TEXTS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -31,22 +35,47 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _checked(message: object, place: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidParams(f"{place}: a message is a mapping of role and content", field=place, value=message)
+    checked = {key: value for key, value in message.items() if value is not None and value != []}
+    calls = checked.pop("tool_calls", None)
+    if calls is not None and "content" not in checked:
+        checked["content"] = ""
     for key in ("role", "content"):
-        check_text(message.get(key), f"{place}.{key}")
-    for key in message:
-        if key in _TEXTS:
-            check_text(message[key], f"{place}.{key}")
-        elif key != "tool_calls":
-            field = f"{place}.{key}"
+        checked.setdefault(key, None)
+    for key in checked:
+        field = f"{place}.{key}"
+        if key not in _TEXTS:
             raise InvalidParams(f"{field}: a message has {', '.join(_TEXTS)} and tool_calls only", field=field)
-    checked = dict(message)
-    if "tool_calls" in message:
-        calls = message["tool_calls"]
+        if key == "content" and isinstance(checked[key], Sequence) and not isinstance(checked[key], str | bytes):
+            checked[key] = _joined(checked[key], field)
+        check_text(checked[key], field)
+    if checked["role"] == "developer":  # OpenAI's newer word, which no template knows
+        checked["role"] = "system"
+    if calls is not None:
         field = f"{place}.tool_calls"
         if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
             raise InvalidParams(f"{field}: must be a list of calls of functions with arguments", field=field)
-        checked["tool_calls"] = map_strings(calls, lambda text: check_text(text, field), field)
+        checked["tool_calls"] = map_strings(list(map(_parsed, calls)), lambda text: check_text(text, field), field)
     return checked
+
+
+def _joined(parts: Sequence[Any], field: str) -> str:
+    """Return the texts of a content's parts, a line each.
+
+    Raises:
+        InvalidParams: A part is no text; names its place and its type.
+    """
+    texts = []
+    for index, part in enumerate(parts):
+        place = f"{field}[{index}]"
+        if not isinstance(part, Mapping):
+            raise InvalidParams(
+                f"{place}: a part is a mapping of type and text, got {type(part).__name__}", field=place, value=part
+            )
+        if part.get("type") != "text":
+            kind = str(part.get("type"))[:40]
+            raise InvalidParams(f"{place}: {kind} parts are not supported, only text is", field=place, value=part)
+        texts.append(check_text(part.get("text"), f"{place}.text"))
+    return "\n".join(texts)
 
 
 def _is_call(call: object) -> bool:
@@ -54,8 +83,21 @@ def _is_call(call: object) -> bool:
     return (
         isinstance(function, Mapping)
         and isinstance(function.get("name"), str)
-        and isinstance(function.get("arguments"), Mapping)
+        and isinstance(function.get("arguments"), Mapping | str)
     )
+
+
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as a mapping, as templates write them; text that is no JSON object stays."""
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
+    return {**call, "function": function}
 
 
 def check_text(text: object, field: str) -> str:

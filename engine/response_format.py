@@ -7,9 +7,18 @@ from collections.abc import Mapping, Sequence
 from reprlib import repr as repr_of
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    PydanticUserError,
+    StringConstraints,
+    TypeAdapter,
+    model_validator,
+)
 
 from headrace.engine.errors import InvalidParams
+from headrace.engine.json_schemas import closed_schema
 
 __all__ = ["ResponseFormat"]
 
@@ -30,14 +39,28 @@ class ResponseFormat(BaseModel):
     kind: Literal["json_schema", "json_object", "regex", "lark", "choice"]
     source: Annotated[str, StringConstraints(min_length=1, max_length=_MAX_LENGTH)]
     """The schema as JSON, the regular expression or the grammar; a regular expression for a choice."""
+    _described: Any = PrivateAttr(default=None)
+
+    @property
+    def described(self) -> Any:
+        """The class whose instances the text describes, as `json_schema` was given it; None where it was given none."""
+        return self._described
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
+    def json_schema(cls, schema: Mapping[str, Any] | str | type[Any]) -> Self:
         """JSON that this schema admits, with properties in its order.
 
+        Args:
+            schema: A JSON schema; or a pydantic model, a dataclass or a `TypedDict`, whose objects then have all their
+                properties and no others, as in OpenAI's strict mode. `Completion.parsed` gives its instance.
+
         Raises:
-            InvalidParams: It is no JSON object.
+            InvalidParams: It is no JSON object, or a class that no JSON schema describes.
         """
+        if isinstance(schema, type):
+            made = cls._make("json_schema", _schema_of(schema))
+            made._described = schema
+            return made
         try:
             value = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(value, Mapping):
@@ -100,6 +123,14 @@ class ResponseFormat(BaseModel):
         if kind == "json_schema":
             given = given.get("schema") if isinstance(given, Mapping) else None
         return getattr(cls, kind)(given).model_dump()
+
+
+def _schema_of(described: type[Any]) -> str:
+    try:
+        schema = TypeAdapter(described).json_schema()
+    except PydanticUserError as error:
+        raise _refused(f"no JSON schema describes this class: {str(error).splitlines()[0]}", described) from None
+    return json.dumps(closed_schema(schema), ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:

@@ -211,9 +211,13 @@ def test_no_message_can_end_its_turn(parts: list[str]) -> None:
         (["hi"], "messages[0]"),
         ([{"role": "user", "content": "a"}, {"content": "b"}], "messages[1].role"),
         ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "user", "content": ["b"]}], "messages[0].content"),
+        ([{"role": "user", "content": ["b"]}], "messages[0].content[0]"),
         ([{"role": 1, "content": "b"}], "messages[0].role"),
-        ([{"role": "user", "content": "b", "name": "c"}], "messages[0].name"),
+        ([{"role": "user", "content": "b", "colour": "c"}], "messages[0].colour"),
+        ([{"role": "user", "content": "b", "name": 7}], "messages[0].name"),
+        ([{"role": "assistant", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text", "text": 7}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
     ],
 )
 def test_malformed_chats_name_the_field(messages: Any, field: str) -> None:
