@@ -6,16 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.server.app import create_app
+    from headrace.server.draining import drain, drained_at_signal
+    from headrace.server.running import DrainingServer
     from headrace.server.settings import KeyLimits, ServerSettings
     from headrace.server.transport import OpenAITransport, openai_transport
 
-__all__ = ["KeyLimits", "OpenAITransport", "ServerSettings", "create_app", "openai_transport"]
+__all__ = [
+    "DrainingServer",
+    "KeyLimits",
+    "OpenAITransport",
+    "ServerSettings",
+    "create_app",
+    "drain",
+    "drained_at_signal",
+    "openai_transport",
+]
 
 _HOMES = {
+    "DrainingServer": "running",
     "KeyLimits": "settings",
     "OpenAITransport": "transport",
     "ServerSettings": "settings",
     "create_app": "app",
+    "drain": "draining",
+    "drained_at_signal": "draining",
     "openai_transport": "transport",
 }
 

@@ -1,4 +1,7 @@
-"""Runs an application on uvicorn until it is told to stop, and then lets what runs end; never opens an engine."""
+"""Runs an application on uvicorn until it is told to stop, and then lets what runs end; never opens an engine.
+
+What that end consists of is draining.py's to say.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from headrace.engine import InvalidParams
+from headrace.server.draining import Drain
 from headrace.server.http_protocol import BoundedH11
 from headrace.server.service import Service
 from headrace.server.websocket_protocol import BoundedWebSocket
@@ -29,7 +33,6 @@ __all__ = ["DrainingServer", "make_server", "most_connections", "settle_memory"]
 _HEADER_TIMEOUT = 10.0
 _SPARE_FILES = 128  # file descriptors that are left to everything but connections
 _LEAST_CONNECTIONS = 32
-_LAST_WORDS = 1.0  # seconds for the error events of what was ended
 _FLUSH = 0.1  # seconds in which bytes leave for a client that reads
 _FLUSHED = 5.0  # seconds in which clients should have read their answers, once none runs any more
 _CANCELLED = 10  # seconds after which tasks are cancelled that outlive their connections
@@ -44,13 +47,16 @@ class DrainingServer(uvicorn.Server):
     While it drains it keeps listening, so that new requests get an answer that says when to come again.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        """Serve `config`, draining `service`."""
+    def __init__(self, config: uvicorn.Config, app: Starlette) -> None:
+        """Serve the application of `config`.
+
+        Args:
+            config: Of any application.
+            app: Made by `create_app`, whose requests are let end: the application itself, or one that is mounted in it.
+        """
         super().__init__(config)
-        self._service = service
+        self._drain = Drain(app)
         self._signals = 0
-        self._deadline: float | None = None
-        self._ended_at: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Count a signal; the event loop acts on it soon, since this may run between any two of its instructions."""
@@ -73,23 +79,11 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Begin to drain where a signal came, and see whether the drain is over."""
-        if self._signals and not self.should_exit:
-            self._drain(time.monotonic())
-        return await super().on_tick(counter)
-
-    def _drain(self, now: float) -> None:
-        if self._deadline is None:
-            self._service.drain()
-            self._deadline = now + self._service.settings.drain_seconds
         if self._signals > 1:
-            self._deadline = min(self._deadline, now)
-        if not self._service.running:
+            self._drain.hurry()
+        if self._signals and self._drain.advance(time.monotonic()):
             self.should_exit = True
-        elif self._ended_at is not None:
-            self.should_exit = now >= self._ended_at + _LAST_WORDS
-        elif now >= self._deadline:
-            self._ended_at = now
-            self._service.end_all()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Close all connections, and cut those whose clients do not read their last bytes in time.
@@ -102,8 +96,7 @@ class DrainingServer(uvicorn.Server):
             tasks.cancel_scope.cancel()
 
     async def _cut_in_time(self) -> None:
-        is_late = self._ended_at is not None and bool(self._service.running)
-        end = time.monotonic() + (0.0 if is_late else _FLUSHED)
+        end = time.monotonic() + (0.0 if self._drain.is_late else _FLUSHED)
         await anyio.sleep(_FLUSH)
         while time.monotonic() < end and self._signals < 2:  # noqa: ASYNC110 - a signal may set no event
             await anyio.sleep(0.05)
@@ -141,7 +134,7 @@ def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info"
         log_level=log_level,
         **more,
     )
-    return DrainingServer(config, service)
+    return DrainingServer(config, app)
 
 
 def settle_memory() -> None:
