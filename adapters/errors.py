@@ -85,6 +85,13 @@ class GrammarRejected(Rejected):
 class PromptTooLong(Rejected):
     """The prompt leaves no room for one token in the model's context or in the page pool."""
 
+    context: int | None = None
+    """Tokens that a prompt and its answer may have together; None where the prompt was too long for the tokenizer."""
+    tokens: int | None = None
+    """Tokens of the prompt; None where it was refused before they were counted."""
+    room: int = 0
+    """Tokens of an answer that the prompt must leave room for."""
+
 
 class Overloaded(Rejected):
     """The engine has too much to do: the request's deadline cannot be met, or its response format waited too long for

@@ -125,13 +125,15 @@ def check_text_size(prompt: object, table: TokenTable, max_context: int, name: s
         return
     size, most = _text_size(prompt), table.longest * max_context
     if size > most:
-        raise PromptTooLong(
+        error = PromptTooLong(
             f"{name}: {size} characters are more than the context of {max_context} tokens can hold, "
             f"which is {most} with tokens of at most {table.longest} bytes",
             field=name,
             value=size,
             limit=most,
         )
+        error.context = max_context
+        raise error
 
 
 def check_fewest_tokens(prompt: object, table: TokenTable, max_context: int, name: str = "prompt") -> None:
@@ -145,13 +147,15 @@ def check_fewest_tokens(prompt: object, table: TokenTable, max_context: int, nam
     if isinstance(prompt, str) and len(prompt) * _CHARACTER > max_context:
         fewest = table.fewest_tokens(prompt, max_context)
         if fewest > max_context:
-            raise PromptTooLong(
+            error = PromptTooLong(
                 f"{name}: its {len(prompt)} characters are at least {fewest} tokens, "
                 f"more than the context of {max_context}",
                 field=name,
                 value=fewest,
                 limit=max_context,
             )
+            error.context = max_context
+            raise error
 
 
 def _text_size(prompt: object) -> int:

@@ -65,7 +65,7 @@ class Renderer:
         template = self._templates.get(self._sources[tools is not None])
         if template is None:
             raise InvalidParams(
-                f"messages: the tokenizer of {self._model} has no chat template; pass the prompt as a string or as ids",
+                f"messages: the tokenizer of {self._model} has no chat template; pass text or token ids instead",
                 field="messages",
             )
         try:

@@ -29,7 +29,7 @@ from headrace.engine import (
     TokenStream,
 )
 from headrace.server.auth import Caller
-from headrace.server.errors import ApiError, as_api_error
+from headrace.server.errors import ApiError, ContextExceeded, as_api_error
 from headrace.server.limits import Permit
 from headrace.server.observability.tracing import end_span, start_span
 from headrace.server.protocol.answers import Answer, Piece, add_usage, pieces
@@ -256,16 +256,22 @@ class Answering:
             if not self._ask.several or not field.startswith("prompt"):
                 raise
             told, name = as_api_error(error), f"prompt[{place}]"
-            message = name + told.message.removeprefix("prompt")
-            raise ApiError(told.status, told.code, message, param=name + field.removeprefix("prompt")) from None
+            raise told.at(name + field.removeprefix("prompt"), name + told.detail.removeprefix("prompt")) from None
 
     def _check_room(self, prompts: list[list[int]]) -> None:
-        limit, most = self._ask.limit, self._service.engine.info.max_context
-        for ids in prompts:
-            if limit is not None and len(ids) < most < len(ids) + limit:
-                name = self._ask.names.get("max_tokens", "max_tokens")
-                message = f"the prompt's {len(ids)} tokens and {name} {limit} exceed the context of {most}"
-                raise ApiError(400, "context_length_exceeded", message, param=name)
+        """Refuse a prompt that is too long for the context, or that leaves too little of it for the client's limit.
+
+        Raises:
+            ContextExceeded: Names the prompt, or the limit.
+        """
+        ask, most = self._ask, self._service.engine.info.max_context
+        for place, ids in enumerate(prompts):
+            name = ask.names.get("prompt", f"prompt[{place}]" if ask.several else "prompt")
+            if len(ids) >= most:
+                raise ContextExceeded(most, len(ids), ask.limit or 1, param=name)
+            if ask.limit is not None and len(ids) + ask.limit > most:
+                limit = ask.names.get("max_tokens", "max_tokens")
+                raise ContextExceeded(most, len(ids), ask.limit, param=limit, sized=name)
 
     async def _read_all(self, answer: Answer) -> None:
         """Read every prompt's stream to its end."""

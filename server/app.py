@@ -25,7 +25,7 @@ from headrace.server.observability.watchdog import Watchdog
 from headrace.server.routes.adapters import list_adapters, load_adapter, unload_adapter
 from headrace.server.routes.admin import change_limits, show_limits
 from headrace.server.routes.generation import GenerationRoute, ask_chat, ask_completion
-from headrace.server.routes.health import live, ready
+from headrace.server.routes.health import live, ready, show_version
 from headrace.server.routes.messages import ask_message, count_tokens
 from headrace.server.routes.metrics import show_metrics
 from headrace.server.routes.models import list_models, show_model
@@ -55,6 +55,7 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
     Returns:
         A Starlette application; `app.state.service` holds its `Service`.
     """
+    score, rerank = VectorRoute(ask_scores), VectorRoute(ask_ranks)
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", GenerationRoute(ask_chat), methods=["POST"]),
         WebSocketRoute("/v1/chat/completions", ChatSocketRoute()),
@@ -66,8 +67,8 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route(MESSAGES_PATH, GenerationRoute(ask_message, MESSAGES), methods=["POST"]),
         Route(f"{MESSAGES_PATH}/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/embeddings", VectorRoute(ask_embeddings), methods=["POST"]),
-        Route("/v1/score", VectorRoute(ask_scores), methods=["POST"]),
-        Route("/v1/rerank", VectorRoute(ask_ranks), methods=["POST"]),
+        Route("/v1/score", score, methods=["POST"]),
+        Route("/v1/rerank", rerank, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -76,6 +77,7 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/health/ready", ready, methods=["GET"]),
+        Route("/version", show_version, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", show_limits, methods=["GET"]),
         Route("/v1/admin/keys/{name}/limits", change_limits, methods=["PUT"]),
@@ -87,6 +89,12 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         routes += page_routes()
     service = Service(engine, settings)
     service.telemetry.name_routes(routes)
+    routes += [  # second paths of endpoints above, under whose first path they are logged and counted
+        Route("/score", score, methods=["POST"], include_in_schema=False),
+        Route("/rerank", rerank, methods=["POST"], include_in_schema=False),
+        Route("/health", ready, methods=["GET"], include_in_schema=False),
+        Route("/ping", ready, methods=["GET", "POST"], include_in_schema=False),
+    ]
     app = Starlette(
         routes=routes,
         middleware=[*_for_pages(settings), Middleware(Gate, settings=settings, telemetry=service.telemetry)],

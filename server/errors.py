@@ -36,6 +36,7 @@ from headrace.engine import (
 __all__ = [
     "ERROR_BODY",
     "ApiError",
+    "ContextExceeded",
     "as_api_error",
     "error_body",
     "error_event",
@@ -86,10 +87,71 @@ class ApiError(Exception):
         known = names.get(name[0]) if name is not None else None
         if known is None or self.param is None:
             return self
-        message = self.message
+        message = self.detail
         if message.startswith(self.param):
             message = known + message[len(self.param) :]
-        return ApiError(self.status, self.code, message, param=known, headers=self.headers)
+        return self.at(known, message)
+
+    @property
+    def detail(self) -> str:
+        """What is wrong with the field, after its name."""
+        return self.message
+
+    def at(self, param: str, detail: str) -> ApiError:
+        """The same of another field."""
+        return ApiError(self.status, self.code, detail, param=param, headers=self.headers)
+
+
+class ContextExceeded(ApiError):
+    """A request that is longer than the context, in the sentence by which clients of OpenAI's API know such a refusal.
+
+    Some of them shorten their messages and try again, so the sentence stays as it is.
+    """
+
+    def __init__(
+        self, most: int, prompt: int | None, answer: int, *, param: str, detail: str = "", sized: str | None = None
+    ) -> None:
+        """Hold the sizes.
+
+        Args:
+            most: Tokens that a prompt and its answer may have together.
+            prompt: Tokens of the prompt; None where they were not counted.
+            answer: Tokens of the answer.
+            param: The field that is at fault.
+            detail: What the engine says, for a prompt that was not counted.
+            sized: The field with the prompt, where another one is at fault.
+        """
+        self.most, self.prompt, self.answer, self._detail = most, prompt, answer, detail
+        self._sized = sized
+        asked = f"more than that: {detail}"
+        if prompt is not None:
+            name = sized or param
+            where = name if "[" in name else f"the {name}"
+            both = f"the length of {where} or completion" if sized else f"the length of {where}"
+            counts = f"{prompt} in {where}, {answer} in the completion"
+            asked = f"{prompt + answer} tokens ({counts}). Please reduce {both}."
+        message = f"This model's maximum context length is {most} tokens. However, you requested {asked}"
+        super().__init__(400, "context_length_exceeded", message, param=param)
+
+    @property
+    def detail(self) -> str:
+        """What the engine says."""
+        return self._detail
+
+    def at(self, param: str, detail: str) -> ApiError:
+        """The same of another field."""
+        return ContextExceeded(self.most, self.prompt, self.answer, param=param, detail=detail, sized=self._sized)
+
+    @property
+    def messages_message(self) -> str:
+        """The sentence by which clients of Anthropic's API know it."""
+        if self.prompt is None:
+            return f"prompt is too long: {self.detail}"
+        if self._sized is None:
+            return f"prompt is too long: {self.prompt} tokens > {self.most} maximum"
+        sizes = f"{self.prompt} + {self.answer} > {self.most}"
+        more = "decrease input length or `max_tokens` and try again"
+        return f"input length and `max_tokens` exceed context limit: {sizes}, {more}"
 
 
 _NAME = re.compile(r"\w+")
@@ -144,6 +206,8 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
             for name, written in (names or {}).items():
                 message = re.sub(rf"\b{name}\b", written, message)
                 param = None if param is None else re.sub(rf"^{name}\b", written, param)
+            if isinstance(error, PromptTooLong) and error.context is not None:
+                return ContextExceeded(error.context, error.tokens, error.room, param=param or "prompt", detail=message)
             return ApiError(row.status, code, message, param=param, headers=row.headers)
     return ApiError(500, "internal_error", "the server failed to handle this request")
 
@@ -196,7 +260,8 @@ def error_event(error: ApiError) -> bytes:
 def messages_error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """Anthropic's error object, whose `type` follows from the status."""
     kind = _MESSAGES_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    message = error.messages_message if isinstance(error, ContextExceeded) else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 _MESSAGES_KINDS = {

@@ -39,7 +39,7 @@ logger = logging.getLogger("headrace.server")
 CALLER: Final = "headrace.caller"
 """Key of the scope under which routes find who asks."""
 REQUEST_ID: Final = "headrace.request_id"
-PUBLIC_PATHS: Final = frozenset({"/health/live", "/health/ready"})
+PUBLIC_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 ADMIN_PATHS: Final = ("/v1/admin/", "/v1/adapters")
 """What paths of admin keys begin with."""
 MESSAGES_PATH: Final = "/v1/messages"

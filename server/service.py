@@ -16,7 +16,7 @@ from headrace.server.pacing import Pacer
 from headrace.server.settings import ServerSettings
 from headrace.server.stored import ResponseStore
 
-__all__ = ["Running", "Service", "Socket"]
+__all__ = ["Running", "Service", "Socket", "headrace_version"]
 
 _TAIL = 16  # tokens at the end of a prompt that tell whether its template opens the reasoning
 
@@ -70,7 +70,14 @@ class Service:
         """`system_fingerprint` of answers: where it differs, the same seed may give other tokens."""
         if self._fingerprint is None:
             info = self.engine.info
-            parts = (_version(), info.model, info.architecture, info.dtype, info.device, info.max_batched_tokens)
+            parts = (
+                headrace_version(),
+                info.model,
+                info.architecture,
+                info.dtype,
+                info.device,
+                info.max_batched_tokens,
+            )
             self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
         return self._fingerprint
 
@@ -189,8 +196,9 @@ def _shown(name: str) -> str:
     return repr(name if len(name) <= 80 else name[:77] + "...")
 
 
-def _version() -> str:
+def headrace_version() -> str:
+    """Return the installed version of headrace, "unknown" where it is run from its folders."""
     try:
         return version("headrace")
-    except PackageNotFoundError:  # run from its folders
+    except PackageNotFoundError:
         return "unknown"

@@ -157,12 +157,11 @@ class Vectors:
     def _told(self, error: Exception) -> ApiError:
         """What the client is told; of an input, `input[1]: input: ...` becomes `input[1]: ...`, in the field too."""
         told = as_api_error(error, self._ask.names).renamed(self._ask.names)
-        found = _TWICE.match(told.message)
+        found = _TWICE.match(told.detail)
         if found is None:
             return told
         param = found[1] + (found[2] if self._ask.several else "") + found[3]
-        message = f"{param}: {told.message[found.end() :]}"
-        return ApiError(told.status, told.code, message, param=param, headers=told.headers)
+        return told.at(param, f"{param}: {told.detail[found.end() :]}")
 
 
 def _tokens(text: str | list[int]) -> int:

@@ -79,12 +79,14 @@ class Capacity:
         if prompt_len > most - room:
             what = "context" if most == self.max_context else "page pool"
             why = "leave no room for one more in" if room else "are more than fit"
-            raise PromptTooLong(
+            error = PromptTooLong(
                 f"prompt: {prompt_len} tokens {why} the {what} of {most}",
                 field="prompt",
                 value=prompt_len,
                 limit=most - room,
             )
+            error.context, error.tokens, error.room = most, prompt_len, room
+            raise error
         return most
 
 

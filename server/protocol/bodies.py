@@ -22,6 +22,7 @@ __all__ = [
     "TokenIds",
     "TokenText",
     "TokenizerCard",
+    "Version",
 ]
 
 Count = Annotated[int, Field(ge=0)]
@@ -243,6 +244,12 @@ class OpenApi(BaseModel):
     """The OpenAPI document itself."""
 
     openapi: Literal["3.1.0"]
+
+
+class Version(_Body):
+    """Which headrace this is."""
+
+    version: str
 
 
 class Health(_Body):

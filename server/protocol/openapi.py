@@ -120,6 +120,7 @@ def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[O
         Operation("get", "/openapi.json", "This document.", bodies.OpenApi),
         Operation("get", "/health/live", "The process answers.", bodies.Health, public=True),
         Operation("get", "/health/ready", "The engine makes progress; 503 says why not.", bodies.Health, public=True),
+        Operation("get", "/version", "The version of headrace.", bodies.Version),
         Operation("get", "/metrics", "All metrics, as Prometheus scrapes them; for admin and metrics keys.", None),
         *_admin_operations(),
     ]

@@ -163,7 +163,9 @@ def chat_ask(
     calls = None
     if offered.allowed:
         calls = offered.structure(parser_class(service.tool_format), instead=wanted is not None)
-    known = fields.names | dict(names or {}) | ({"response_format": "tool_choice"} if offered.forced else {})
+    known = {"prompt": (names or {}).get("messages", "messages")} | fields.names | dict(names or {})
+    if offered.forced:
+        known["response_format"] = "tool_choice"
 
     def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
         answer = answer_format(wanted, calls, service.reasoning(prompts[0], begun))

@@ -1,13 +1,13 @@
-"""GET /health/live and /health/ready: whether the process answers, and whether the engine makes progress."""
+"""GET /health/live, /health/ready and /version: whether the server works, and which headrace it is."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.server.service import Service
+from headrace.server.service import Service, headrace_version
 
-__all__ = ["live", "ready"]
+__all__ = ["live", "ready", "show_version"]
 
 
 async def live(request: Request) -> Response:
@@ -22,3 +22,8 @@ async def ready(request: Request) -> Response:
     if trouble is None:
         return JSONResponse({"status": "ready"})
     return JSONResponse({"status": "not ready", "reason": trouble}, status_code=503)
+
+
+async def show_version(request: Request) -> Response:
+    """The version of headrace, as vLLM's endpoint of that name gives its own."""
+    return JSONResponse({"version": headrace_version()})

@@ -30,7 +30,7 @@ from headrace.engine import Engine
 from headrace.server import ServerSettings, create_app
 
 KEY = "the-key-of-tests"
-OPERATIONS = 25
+OPERATIONS = 26
 EXAMPLES = 30
 PASSING = {"model": "scripted", "messages": [{"role": "user", "content": "ab"}], "prompt": "ab", "name": "a"}
 CHECKS = [
