@@ -18,14 +18,20 @@ __all__ = ["Block", "BlockReader", "Step", "read_piece"]
 _OF_CALLS = (ToolCallStart, ToolCallArguments, ToolCallEnd)
 
 
-def read_piece(parser: ToolParser, piece: Piece, *, parallel: bool = True) -> list[Event]:
-    """What `parser` finds in the next piece of its choice, to the end if that is the last one.
+def read_piece(parser: ToolParser, piece: Piece, *, parallel: bool = True, only_calls: bool = False) -> list[Event]:
+    """Return what `parser` finds in the next piece of its choice, to the end if that is the last one.
 
-    Without `parallel`, calls after the first are left out.
+    Args:
+        parser: The one of this choice.
+        piece: What comes next.
+        parallel: Otherwise calls after the first one are left out.
+        only_calls: Leave text out: where calls are forced, it can only be a part of one that was cut.
     """
     events = parser.feed(piece.text)
     if piece.finish_reason is not None:
         events = [*events, *parser.finish()]
+    if only_calls:
+        events = [each for each in events if not isinstance(each, Content)]
     if parallel:
         return events
     return [each for each in events if not isinstance(each, _OF_CALLS) or each.index == 0]
@@ -63,15 +69,15 @@ class Step(NamedTuple):
 class BlockReader:
     """Reads the pieces of one choice."""
 
-    def __init__(self, parser: ToolParser | None, *, parallel: bool = True) -> None:
-        """Read with `parser`; without, everything is text. Without `parallel`, there is one call at most."""
+    def __init__(self, parser: ToolParser | None, *, parallel: bool = True, only_calls: bool = False) -> None:
+        """Read with `parser`; without, everything is text. The other arguments are those of `read_piece`."""
         self.blocks: list[Block] = []
         self.finish_reason: FinishReason = "stop"
         """Once the last piece has been read."""
         self.stop_string: str | None = None
         """Which stop string ended the answer."""
         self._parser = parser
-        self._parallel = parallel
+        self._parallel, self._only_calls = parallel, only_calls
         self._open: Block | None = None
         self._lengths: list[int] = []  # of the texts of the tokens, until the reasoning is over
         self._reasoned = 0  # characters of the completion, from its start, that are reasoning
@@ -114,7 +120,7 @@ class BlockReader:
     def _parse(self, parser: ToolParser, piece: Piece, steps: list[Step]) -> None:
         if not self.blocks or self.blocks[-1].kind == "reasoning":
             self._lengths += [len(token.text) for token in piece.tokens]
-        for event in read_piece(parser, piece, parallel=self._parallel):
+        for event in read_piece(parser, piece, parallel=self._parallel, only_calls=self._only_calls):
             if isinstance(event, Content):
                 self._add("text", event.text, steps)
             elif isinstance(event, Reasoning):

@@ -104,17 +104,12 @@ class ChatMessage(BaseModel):
             raise PydanticCustomError("tool_call_id", "a tool's message needs tool_call_id")
         return self
 
-    def for_template(self, place: int) -> dict[str, Any]:
-        """The message as chat templates read it.
-
-        Raises:
-            ApiError: The arguments of a call are no JSON object.
-        """
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
-            param = f"messages[{place}].tool_calls"
-            message["tool_calls"] = [_call(call, f"{param}[{index}]") for index, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = [_call(call) for call in self.tool_calls]
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:
@@ -122,14 +117,13 @@ class ChatMessage(BaseModel):
         return message
 
 
-def _call(call: ToolCallFields, param: str) -> dict[str, Any]:
+def _call(call: ToolCallFields) -> dict[str, Any]:
+    """Return a call as chat templates read it: its arguments as an object, or as the text that they were cut to."""
     try:
-        arguments = orjson.loads(call.function.arguments or "{}")
+        found = orjson.loads(call.function.arguments or "{}")
     except orjson.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        param += ".function.arguments"
-        raise ApiError(400, "invalid_value", f"{param}: must be a JSON object", param=param)
+        found = None
+    arguments = found if isinstance(found, dict) else call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -177,7 +171,7 @@ class ChatFields(RequestFields):
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them."""
-        return [message.for_template(place) for place, message in enumerate(self.messages)]
+        return [message.for_template() for message in self.messages]
 
     @property
     def ending(self) -> TokenizeOptions:
@@ -201,7 +195,7 @@ class ChatFields(RequestFields):
         tools = _checked(check_tools, parsed, param="tools")
         choice = _checked(ToolChoice.parse, self.tool_choice, param="tool_choice")
         allowed = _checked(choice.allowed, tools, param="tool_choice")
-        return Offered(allowed, choice, self.parallel_tool_calls is not False, template_tools(tools, choice))
+        return Offered(allowed, choice, self.parallel_tool_calls, template_tools(tools, choice))
 
 
 def ending_of(last: ChatMessage, add_generation_prompt: bool | None, continues: bool | None) -> TokenizeOptions:
@@ -225,8 +219,8 @@ class Offered(NamedTuple):
 
     allowed: tuple[Tool, ...]
     choice: ToolChoice
-    parallel: bool
-    """Several calls may be made."""
+    parallel: bool | None
+    """Whether the client wants several calls; None where it does not say."""
     template: list[dict[str, Any]] | None
     """How the chat template is told of them."""
 
@@ -238,12 +232,14 @@ class Offered(NamedTuple):
     def structure(self, parser: type[ToolParser], *, instead: bool) -> CallStructure | None:
         """How the demanded calls are written, or, with `instead`, those that may stand in place of content.
 
+        It is one call unless the client asks for several: a small model that may go on does so until its tokens end.
+
         Raises:
             ApiError: The format of `parser` cannot be forced.
         """
         param = "tool_choice" if self.forced else "response_format"
         choice = ToolChoice(mode="required") if instead and self.choice.mode == "auto" and self.allowed else self.choice
-        tools, parallel = self.allowed, self.parallel
+        tools, parallel = self.allowed, self.parallel is True
         return _checked(lambda choice: checked(call_structure(parser, tools, choice, parallel)), choice, param=param)
 
 

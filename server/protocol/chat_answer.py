@@ -41,6 +41,7 @@ class ChatAnswer:
         make_parser: Callable[[], ToolParser] | None,
         make_aligned: Callable[[], Aligned] | None = None,
         parallel_calls: bool = True,
+        only_calls: bool = False,
     ) -> None:
         """Start empty.
 
@@ -51,12 +52,13 @@ class ChatAnswer:
             make_parser: Makes what reads tool calls and reasoning of one choice; None where there are none.
             make_aligned: Makes what holds the log-probabilities of one choice; None where none are wanted.
             parallel_calls: Otherwise calls behind the first one are left out.
+            only_calls: Calls are forced, and there is no content.
         """
         self._header = header
         self._include_usage = include_usage
         self._parsers = [make_parser() for _ in range(choices)] if make_parser is not None else []
         self._aligned = [make_aligned() for _ in range(choices)] if make_aligned is not None else []
-        self._parallel_calls = parallel_calls
+        self._parallel_calls, self._only_calls = parallel_calls, only_calls
         self._called = [False] * choices
         self._events: list[list[Event]] = [[] for _ in range(choices)]
         self._texts: list[list[str]] = [[] for _ in range(choices)]
@@ -73,7 +75,8 @@ class ChatAnswer:
 
     def opening(self) -> bytes:
         """A chunk for each choice that says who speaks."""
-        return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._heads)))
+        first = {"role": "assistant", "content": None if self._only_calls else ""}
+        return b"".join(self._chunk(index, first) for index in range(len(self._heads)))
 
     def feed(self, piece: Piece) -> bytes:
         """The chunks that a piece means."""
@@ -95,7 +98,7 @@ class ChatAnswer:
         deltas = [delta for delta in deltas if delta is not None and delta.get("content") != ""]
         found = chat_logprobs(self._align(piece))
         if not deltas and found is not None:
-            deltas = [{"content": ""}]
+            deltas = [{} if self._only_calls else {"content": ""}]
         frames = b""
         for delta in deltas:
             frames += self._chunk(index, delta, logprobs=found)
@@ -119,7 +122,8 @@ class ChatAnswer:
         return error_event(error)
 
     def _parse(self, piece: Piece) -> list[Event]:
-        return read_piece(self._parsers[piece.choice], piece, parallel=self._parallel_calls)
+        parser = self._parsers[piece.choice]
+        return read_piece(parser, piece, parallel=self._parallel_calls, only_calls=self._only_calls)
 
     def _of_event(self, index: int, each: Event) -> bytes:
         if isinstance(each, Content):
@@ -185,7 +189,7 @@ class ChatAnswer:
         if not self._parsers:
             return message
         parsed: Parsed = collect(self._events[index])
-        message["content"] = parsed.content or (None if parsed.tool_calls else "")
+        message["content"] = parsed.content or (None if parsed.tool_calls or self._only_calls else "")
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
         if parsed.tool_calls:

@@ -252,7 +252,8 @@ class MessageFields(RequestFields):
             body["tools"] = [tool.function() for tool in self.tools]
         if self.tool_choice is not None:
             body["tool_choice"] = self.tool_choice.choice()
-            body["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+            alone = self.tool_choice.disable_parallel_tool_use
+            body["parallel_tool_calls"] = None if alone is None else not alone
         return body
 
     @property

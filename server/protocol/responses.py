@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator
-from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError
 from headrace.server.protocol.chat import joined_parts, parts_schema
@@ -88,17 +86,6 @@ class CallItem(_Item):
     call_id: CallId
     name: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
     arguments: Annotated[str, Field(strict=True)]
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, value: str) -> str:
-        try:
-            found = orjson.loads(value or "{}")
-        except orjson.JSONDecodeError:
-            found = None
-        if not isinstance(found, dict):
-            raise PydanticCustomError("arguments", "must be a JSON object")
-        return value
 
     def join(self, chat: list[dict[str, Any]]) -> None:
         """Add it to the message of the assistant that it belongs to."""

@@ -42,11 +42,13 @@ class Reading(NamedTuple):
     """Makes what finds tool calls and reasoning; None where there are none."""
     parallel_calls: bool
     """There may be several calls."""
+    only_calls: bool
+    """Calls are forced, and there is no content."""
 
     def blocks(self) -> BlockReader:
         """A reader of blocks."""
         parser = self.make_parser() if self.make_parser is not None else None
-        return BlockReader(parser, parallel=self.parallel_calls)
+        return BlockReader(parser, parallel=self.parallel_calls, only_calls=self.only_calls)
 
 
 _MAX_ECHOED = 2**17
@@ -130,6 +132,7 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
             make_parser=reading.make_parser,
             make_aligned=_aligned(service, params) if params.logprobs is not None else None,
             parallel_calls=reading.parallel_calls,
+            only_calls=reading.only_calls,
         )
 
     return chat_ask(service, fields, make_answer)
@@ -177,7 +180,7 @@ def chat_ask(
         tool_format = service.tool_format if offered.allowed else None
         parses = tool_format is not None or reasoning != "none"
         parser = partial(make_parser, tool_format, reasoning) if parses else None
-        return make_answer(prompts[0], params, Reading(parser, offered.parallel))
+        return make_answer(prompts[0], params, Reading(parser, offered.parallel is not False, offered.forced))
 
     return _ask(
         service,

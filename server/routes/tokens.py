@@ -50,7 +50,7 @@ async def tokenize(request: Request) -> Response:
     prompt: Prompt = fields.prompt or ""
     ending = TokenizeOptions()
     if fields.messages is not None:
-        prompt = [message.for_template(place) for place, message in enumerate(fields.messages)]
+        prompt = [message.for_template() for message in fields.messages]
         ending = ending_of(fields.messages[-1], fields.add_generation_prompt, fields.continue_final_message)
     tools = None if fields.messages is None else fields.tools
     ids = await token_ids(request, prompt, tools=tools, **ending)

@@ -335,7 +335,7 @@ TOOLS = [tool("length", river={"enum": ["Rhine", "Po"]}), tool("depth", metres={
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "depth"}}])
 def test_forced_calls(server: Serving, choice: Any) -> None:
-    body = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 60, "temperature": 1.2, "parallel_tool_calls": False}
+    body = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 60, "temperature": 1.2}
     for seed in range(2):
         got = choice_of(server, CHATS, **body, seed=seed)
         assert got["finish_reason"] == "tool_calls", got
@@ -346,10 +346,19 @@ def test_forced_calls(server: Serving, choice: Any) -> None:
         assert got["message"]["content"] is None
 
 
+@pytest.mark.parametrize("most", [1, 5, 14])
+def test_a_forced_call_that_is_cut_is_no_content(server: Serving, most: int) -> None:
+    body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": most}
+    got = choice_of(server, CHATS, **body, logprobs=True)
+    assert got["finish_reason"] == "length" and got["message"]["content"] is None
+    for chunk in streamed(server, CHATS, **body):
+        assert chunk["delta"].get("content") is None
+
+
 def test_calls_and_formats_of_the_other_forms_of_chats(server: Serving) -> None:
     shared = {"temperature": 1.2, "seed": 1}
     functions = [each["function"] for each in TOOLS]
-    asked = shared | {"input": "How deep is it?", "max_output_tokens": 60, "parallel_tool_calls": False}
+    asked = shared | {"input": "How deep is it?", "max_output_tokens": 60}
     flat = [{"type": "function", **each} for each in functions]
     for choice in ("required", {"type": "function", "name": "depth"}):
         response = server.post(asked | {"tools": flat, "tool_choice": choice}, "/v1/responses").json()
@@ -363,8 +372,7 @@ def test_calls_and_formats_of_the_other_forms_of_chats(server: Serving) -> None:
     asked = shared | {"messages": [{"role": "user", "content": "How deep is it?"}], "max_tokens": 60}
     asked["tools"] = [{"name": each["name"], "input_schema": each["parameters"]} for each in functions]
     for kind in ({"type": "any"}, {"type": "tool", "name": "depth"}):
-        choice = {"tool_choice": kind | {"disable_parallel_tool_use": True}}
-        message = server.post(asked | choice, "/v1/messages").json()
+        message = server.post(asked | {"tool_choice": kind}, "/v1/messages").json()
         (block,) = message["content"]
         assert message["stop_reason"] == "tool_use" and block["name"] in ("depth", kind.get("name", block["name"]))
         jsonschema.validate(
