@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
+from headrace.engine.json_numbers import BOUNDS, SHARED, bounded_numbers, check_constants
+
 __all__ = ["JSON_STYLE", "closed_schema", "exact_grammar", "exact_schema"]
 
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
@@ -36,7 +38,6 @@ _PARTS: Final = re.compile(
 )
 _CODE: Final = re.compile(r"\\[xuU]\{?([0-9a-fA-F]+)\}?")
 _CONTROLS: Final = re.compile(r"\\p\{?(.*[=:])?[\s_-]*(?i:(is)?(c|cc|cntrl|control|other))[\s_-]*\}?")
-_BOUNDS: Final = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _NEAR: Final = 1e-9
 _OPERATORS: Final = frozenset("&-~")
 
@@ -82,17 +83,26 @@ def _closed_keyword(key: str, value: Any) -> Any:
 
 
 def exact_schema(schema: Any) -> Any:
-    """A schema, or a part of one, made exact.
+    """Return a schema made exact.
 
     Raises:
         ValueError: It cannot be kept to.
     """
+    if not isinstance(schema, dict) or not isinstance(schema.get("$defs", {}), dict) or '"$id"' in json.dumps(schema):
+        return _exact(schema, shares=False)
+    made = _exact(schema, shares=True)
+    return {**made, "$defs": {**made.get("$defs", {}), **SHARED}}
+
+
+def _exact(schema: Any, shares: bool) -> Any:
+    """Return a schema, or a part of one, made exact; with `shares` it may refer to `SHARED`."""
     if isinstance(schema, list):
-        return [exact_schema(each) for each in schema]
+        return [_exact(each, shares) for each in schema]
     if not isinstance(schema, dict):
         return schema
     _check_counted(schema)
-    return _exact_range({key: _exact_keyword(key, value) for key, value in schema.items()})
+    made = {key: _exact_keyword(key, value, shares) for key, value in schema.items()}
+    return bounded_numbers(_exact_range(made), shares=shares)
 
 
 def _check_counted(schema: dict[str, Any]) -> None:
@@ -103,23 +113,24 @@ def _check_counted(schema: dict[str, Any]) -> None:
         raise ValueError(f"minProperties: {least} of names that are not required, which may be the same one")
 
 
-def _exact_keyword(key: str, value: Any) -> Any:
+def _exact_keyword(key: str, value: Any, shares: bool) -> Any:
     if key in _NAMED and isinstance(value, dict):
-        return {name: exact_schema(each) for name, each in value.items()}
+        return {name: _exact(each, shares) for name, each in value.items()}
     if key == "patternProperties" and isinstance(value, dict):
-        return {_exact_pattern(pattern): exact_schema(each) for pattern, each in value.items()}
+        return {_exact_pattern(pattern): _exact(each, shares) for pattern, each in value.items()}
     if key == "pattern" and isinstance(value, str):
         return _exact_pattern(value)
     if key in _TEXTS:
+        check_constants(key, value)
         for text in _texts(value):
             if not _UNWRITTEN.isdisjoint(map(ord, text)):
                 raise ValueError(f"{key} holds a control character, which cannot be written here")
-    return value if key in _TEXTS or key in _UNREAD else exact_schema(value)
+    return value if key in _TEXTS or key in _UNREAD else _exact(value, shares)
 
 
 def _exact_range(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of numbers, where they lie within a unit whose whole end is excluded, with an end that is included."""
-    numbers = {key: schema[key] for key in _BOUNDS if type(schema.get(key)) in (int, float)}
+    numbers = {key: schema[key] for key in BOUNDS if type(schema.get(key)) in (int, float)}
     bounds = {key: value for key, value in numbers.items() if abs(value) < 2**53}  # beyond there are no fractions
     low = max((bounds[key] for key in ("minimum", "exclusiveMinimum") if key in bounds), default=-math.inf)
     high = min((bounds[key] for key in ("maximum", "exclusiveMaximum") if key in bounds), default=math.inf)
