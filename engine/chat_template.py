@@ -84,6 +84,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        more: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a chat, up to where the assistant's next answer begins. Blocks; not for the event loop.
 
@@ -91,13 +92,14 @@ class ChatTemplate:
             messages: `role`, `content` and whatever else the template reads, as JSON can express it.
             tools: Definitions, as OpenAI's API writes them; None where the model is offered none.
             add_generation_prompt: Whether the beginning of the assistant's next answer is written.
+            more: Values by name, as JSON can express them; none of the template's own gives way to one.
 
         Raises:
             TemplateTooCostly: It takes more time or memory than it may, or writes too much.
             TemplateRefused: The template is not valid, or refuses the messages.
             OSError: No process can be started, or it was ended by others or by `close`.
         """
-        values = {"add_generation_prompt": add_generation_prompt}
+        values = {**(more or {}), "add_generation_prompt": add_generation_prompt}
         chat, closings = _line([messages, tools, values]), self._closings
 
         def still_wanted() -> bool:

@@ -26,6 +26,8 @@ class TokenizeOptions(TypedDict, total=False):
     """Whether the ids end where the assistant's next answer begins; False ends them with the last message."""
     continue_final_message: bool
     """End with the text of the last message, which the answer then continues."""
+    template_kwargs: Mapping[str, Any] | None
+    """More values for the chat template, such as `{"enable_thinking": False}`; plain JSON by name."""
     after: Sequence[int]
     """Ids of a conversation up to the end of an answer. The ids are then those of all of it: `after`, what the chat
     template writes behind an answer, the messages, and where the next answer begins."""
@@ -75,13 +77,14 @@ async def tokenize(
         PromptTooLong: Its text is too long for the context, however it is tokenised.
     """
     tools, after, end = options.get("tools"), options.get("after"), _end(options)
+    values = options.get("template_kwargs")
     if after and end != "answer":
         raise InvalidParams("after: goes with neither of the options about the end of a chat", field="after")
 
     def ids() -> list[int]:
         if not after:
-            return to_token_ids(prompt, opened.tokenizer, tools, end)
-        return [*after, *more_token_ids(prompt, opened.tokenizer, after, tools)]
+            return to_token_ids(prompt, opened.tokenizer, tools, end, values)
+        return [*after, *more_token_ids(prompt, opened.tokenizer, after, tools, values)]
 
     known = len(after) if after else 0
     work = Tokenizing.of_prompt(prompt, opened, ids, tenant=tenant, charge=charge, tools=tools, known=known)

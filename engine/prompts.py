@@ -67,15 +67,24 @@ class TokenizerLike(Protocol):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         end: ChatEnd = "answer",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a chat that may offer tools, ready for the answer or with another end."""
+        """Ids of a chat that may offer tools, ready for the answer or with another end.
+
+        Its template may read `template_kwargs` besides.
+        """
         ...
 
     def encode_more(self, text: str) -> list[int]:
         """Ids of text that goes on after other text."""
         ...
 
-    def encode_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of what the chat template writes behind an answer: its end, the messages, the next one's beginning."""
         ...
 
@@ -183,8 +192,9 @@ def to_token_ids(
     tokenizer: TokenizerLike,
     tools: Sequence[Mapping[str, Any]] | None = None,
     end: ChatEnd = "answer",
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of raw text, of a chat that may offer `tools` and has that end, or of ids themselves.
+    """Token ids of raw text, of a chat, or of ids themselves; the other arguments are those of `encode_chat`.
 
     Raises:
         InvalidParams: The prompt is empty, of another kind, or malformed; names the part.
@@ -199,7 +209,7 @@ def to_token_ids(
             value=prompt,
         )
     elif prompt and isinstance(prompt[0], Mapping):
-        ids = _guarded(partial(tokenizer.encode_chat, prompt, tools, end))
+        ids = _guarded(partial(tokenizer.encode_chat, prompt, tools, end, template_kwargs))
     else:
         ids = list(prompt)
     if not ids:
@@ -208,9 +218,15 @@ def to_token_ids(
 
 
 def more_token_ids(
-    added: Any, tokenizer: TokenizerLike, known: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None
+    added: Any,
+    tokenizer: TokenizerLike,
+    known: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of what is added to `known`: text or ids as they stand, or messages in the chat template for `tools`.
+
+    The template may read `template_kwargs` besides.
 
     Raises:
         InvalidParams: It is of another kind, or malformed; names the part.
@@ -220,7 +236,7 @@ def more_token_ids(
         return _guarded(partial(tokenizer.encode_more, added)) if added else []
     if not _is_chat(added):
         return to_token_ids(added, tokenizer) if added != [] else []
-    ids = _guarded(partial(tokenizer.encode_reply, added, tools))
+    ids = _guarded(partial(tokenizer.encode_reply, added, tools, template_kwargs))
     if known[-1] not in tokenizer.eos_ids:
         return ids
     for place, token in enumerate(ids):  # the answer ended itself: the template's own end of it, if there is one, goes

@@ -52,10 +52,13 @@ class Renderer:
         self,
         chat: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        more: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
         """Return the text of a chat that may offer `tools`, with the beginning of an answer if so wished. Blocks.
+
+        The template may read the values in `more` by their names.
 
         Raises:
             InvalidParams: There is no template, it refuses the messages, or it costs too much.
@@ -69,7 +72,7 @@ class Renderer:
                 field="messages",
             )
         try:
-            return template.render(chat, tools=tools, add_generation_prompt=add_generation_prompt)
+            return template.render(chat, tools=tools, more=more, add_generation_prompt=add_generation_prompt)
         except (TemplateRefused, TemplateTooCostly) as error:
             raise InvalidParams(
                 f"messages: the chat template of {self._model} refused them: {error}", field="messages"

@@ -133,7 +133,7 @@ class _Renderer:
             return ""
         messages, tools, values = line
         known = {**self._names, "messages": messages, "tools": tools, "documents": None}
-        return _render(self._template, {**known, **values}, self._most)
+        return _render(self._template, {**values, **known}, self._most)
 
 
 def _reason(error: Exception) -> str:

@@ -81,10 +81,11 @@ class ByteTokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         end: ChatEnd = "answer",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """A line `role: content` for each message, with its calls behind; before them a line with the tools, if any.
 
-        The last line has no line feed where it is to be continued.
+        The last line has no line feed where it is to be continued. Values for a template are left out.
         """
         offered = f"tools: {json.dumps(list(tools))}\n" if tools else ""
         text = offered + "".join(map(_line, checked_messages(messages)))
@@ -94,7 +95,12 @@ class ByteTokenizer:
         """The same as any text."""
         return self.encode(text)
 
-    def encode_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The end of the answer's line, and the messages."""
         return [*b"\n", *self.encode_chat(messages)]
 

@@ -21,6 +21,7 @@ from headrace.engine.opened import EncodedPair
 from headrace.engine.panics import typed
 from headrace.engine.prompts import ChatEnd, check_fewest_tokens, check_text_size
 from headrace.engine.rendering import Renderer
+from headrace.engine.template_kwargs import checked_template_kwargs
 from headrace.engine.text import TokenTable
 from headrace.engine.token_table import token_table
 from headrace.engine.tokenizer_core import TokenizerCore
@@ -128,6 +129,7 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         end: ChatEnd = "answer",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a chat in the model's template, by default up to where the assistant's next answer begins.
 
@@ -139,21 +141,24 @@ class Tokenizer:
             messages: At least one.
             tools: Definitions of functions that the model may call, as OpenAI's API writes them.
             end: Where the ids end.
+            template_kwargs: More values for the template, such as `enable_thinking`; plain JSON by name.
 
         Raises:
-            InvalidParams: A message is malformed, there is no template, it refuses the messages, it costs too much, or
-                does not write the message that is to be continued as it is given.
+            InvalidParams: A message or a value is malformed, there is no template, it refuses the messages, it costs too
+                much, or does not write the message that is to be continued as it is given.
         """
-        chat = checked_messages(messages)
-        quotes = self._quotes_control([chat, tools])
-        hidden, hidden_tools = map_strings([chat, tools], self._escaping().hide) if quotes else (chat, tools)
+        given = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
+        quotes = self._quotes_control(given)
+        chat, offered, more = map_strings(given, self._escaping().hide) if quotes else given
         if end == "open":
-            rendered = self._render_open(hidden, hidden_tools)
+            rendered = self._render_open(chat, offered, more)
         else:
-            rendered = self._renderer.render(hidden, hidden_tools, add_generation_prompt=end == "answer")
+            rendered = self._renderer.render(chat, offered, more, add_generation_prompt=end == "answer")
         return self._encode_escaped(rendered) if quotes else self._encode_plain(rendered)
 
-    def _render_open(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _render_open(
+        self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, more: Mapping[str, Any]
+    ) -> str:
         """Render a chat up to the end of the text of its last message.
 
         A mark behind that text shows where it ends. Where the template takes away the space behind the mark, it does so
@@ -161,7 +166,8 @@ class Tokenizer:
         """
         mark = f"\ue004{secrets.randbelow(10**20)}\ue005"
         marked = [*chat[:-1], chat[-1] | {"content": f"{chat[-1]['content']}{mark} "}]
-        text, found, rest = self._renderer.render(marked, tools, add_generation_prompt=False).rpartition(mark)
+        rendered = self._renderer.render(marked, tools, more, add_generation_prompt=False)
+        text, found, rest = rendered.rpartition(mark)
         if not found:
             raise InvalidParams(
                 f"messages: the chat template of {self.name} does not write the last one as it is: "
@@ -182,7 +188,12 @@ class Tokenizer:
         begun = self._encoder.encode("\n")  # where SentencePiece puts its space
         return self._encoder.encode("\n" + text)[len(begun) :]
 
-    def encode_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of what the chat template writes behind an answer: its end, `messages`, the start of the next answer.
 
         The template is given a chat of one message, an answer and `messages`; what it writes after the answer counts.
@@ -191,13 +202,12 @@ class Tokenizer:
         Raises:
             InvalidParams: As `encode_chat` raises it, or the template does not write the answer as it is given.
         """
-        chat = checked_messages(messages)
-        quotes = self._quotes_control([chat, tools])
-        if quotes:
-            chat, tools = map_strings([chat, tools], self._escaping().hide)
+        given = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
+        quotes = self._quotes_control(given)
+        chat, offered, more = map_strings(given, self._escaping().hide) if quotes else given
         answer = f"\ue004{secrets.randbelow(10**20)}\ue005"
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
-        parts = self._renderer.render([*before, *chat], tools).split(answer)
+        parts = self._renderer.render([*before, *chat], offered, more).split(answer)
         if len(parts) != 2:
             raise InvalidParams(
                 f"messages: the chat template of {self.name} does not write an answer as it is: nothing can follow it",
