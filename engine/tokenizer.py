@@ -144,8 +144,8 @@ class Tokenizer:
             template_kwargs: More values for the template, such as `enable_thinking`; plain JSON by name.
 
         Raises:
-            InvalidParams: A message or a value is malformed, there is no template, it refuses the messages, it costs too
-                much, or does not write the message that is to be continued as it is given.
+            InvalidParams: A message or a value is malformed, there is no template, it refuses the messages, it costs
+                too much, or does not write the message that is to be continued as it is given.
         """
         given = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
         quotes = self._quotes_control(given)

@@ -51,7 +51,7 @@ class Ask:
     """Of each prompt."""
     tools: list[dict[str, Any]] | None = None
     ending: TokenizeOptions = field(default_factory=TokenizeOptions)
-    """How the prompt of a chat ends."""
+    """How the prompt of a chat is written."""
     after: tuple[Sequence[int], Prompt] | None = None
     """Ids that the one prompt begins with, and what it adds to them, where those are known."""
     several: bool = False
@@ -241,7 +241,7 @@ class Answering:
         if ask.after is not None:
             known, added = ask.after
             with suppress(InvalidParams, PromptTooLong):
-                ids = await tokenize(added, after=known)
+                ids = await tokenize(added, after=known, template_kwargs=ask.ending.get("template_kwargs"))
                 if len(ids) < engine.info.max_context:  # the template may leave out what it no longer needs
                     return ids
         return await tokenize(prompt, **ask.ending)

@@ -143,6 +143,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 @asynccontextmanager
 async def _serving(service: Service) -> AsyncIterator[None]:
     await service.load_adapters()
+    service.warn_of_template()
     with Watchdog(service):
         yield
 

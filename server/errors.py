@@ -7,6 +7,7 @@ path, address or traceback leaves the process.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -214,13 +215,17 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
 
 def shape_error(error: ValidationError) -> ApiError:
     """The first complaint of pydantic about a body, with the path of the field."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
+    context, given = first.get("ctx", {}), first["input"]
     param = ""
     for part in first["loc"]:
         if isinstance(part, int):
             param += f"[{part}]"
         elif not _UNION_ARM.match(part):  # which pydantic names by type, and clients do not know
             param += f".{part}" if param else part
+    if "part" in context:  # of what was judged as a whole
+        part = context["part"]
+        param, given = param + (f"[{part}]" if isinstance(part, int) else f".{part}"), _part_of(given, part)
     kind = first["type"]
     code = "invalid_value"
     if kind == "missing":
@@ -229,15 +234,41 @@ def shape_error(error: ValidationError) -> ApiError:
         code = "invalid_type"
     elif kind == "extra_forbidden":
         code = "unknown_parameter"
-    given = "" if kind == "missing" else f", got {_clipped(first['input'])}"
-    what = "Input should be an object" if kind in _OBJECT_TYPES else first["msg"]  # pydantic names a class of ours
-    return ApiError(400, code, f"{param}: {what}{given}", param=param or None)
+    told = "" if kind in ("missing", "text_part") else f", got {_clipped(given)}"
+    what = _what(kind, context) or first["msg"].replace("Input should be", "must be", 1)
+    return ApiError(400, code, f"{param}: {what}{told}", param=param or None)
+
+
+def _what(kind: str, context: Mapping[str, Any]) -> str | None:
+    """Say what is wrong where pydantic's own words name a class of ours or a type of Python's."""
+    if kind in _OBJECT_TYPES:
+        return "must be an object"
+    if kind in ("list_type", "tuple_type"):
+        return "must be a list"
+    if kind in ("too_short", "too_long"):
+        bound, side = ("min_length", "least") if kind == "too_short" else ("max_length", "most")
+        return f"must have at {side} {_counted(context[bound], 'item')}" if bound in context else None
+    if kind == "string_too_short":
+        return "must not be empty"
+    if kind == "string_too_long":
+        return f"must have at most {_counted(context['max_length'], 'character')}"
+    return None
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _part_of(value: Any, part: str | int) -> Any:
+    return value.get(part) if isinstance(value, Mapping) else value
 
 
 def _clipped(value: Any) -> str:
     """`value` in a message; what may be large is cut or counted without being written out first."""
     if isinstance(value, str):
         return repr(value) if len(value) <= _MAX_SHOWN else repr(value[:_MAX_SHOWN]) + "..."
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, Sequence | Mapping):
         return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
     return repr(value)

@@ -64,7 +64,11 @@ OriginsOption = Annotated[
 PageOption = Annotated[bool, typer.Option(help="Serve the chat playground at /.")]
 NameOption = Annotated[str | None, typer.Option(help="What clients call the model.")]
 ParserOption = Annotated[
-    str | None, typer.Option(help="Format of tool calls; left out, what the chat template teaches.")
+    str | None,
+    typer.Option(
+        help="Format of tool calls: hermes, llama3_json, mistral, mistral_args or pythonic. Left out, what the chat "
+        "template teaches."
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
@@ -17,6 +19,8 @@ from headrace.server.settings import ServerSettings
 from headrace.server.stored import ResponseStore
 
 __all__ = ["Running", "Service", "Socket", "headrace_version"]
+
+logger = logging.getLogger("headrace.server")
 
 _TAIL = 16  # tokens at the end of a prompt that tell whether its template opens the reasoning
 
@@ -127,6 +131,16 @@ class Service:
         """Name of the format in which the model writes tool calls; None where it is not known."""
         return self.settings.tool_call_parser or self._taught().tools
 
+    def warn_of_template(self) -> None:
+        """Log a warning where a format of tool calls is set, and the chat template does not show tools or calls."""
+        name = self.settings.tool_call_parser
+        template = self.engine.chat_template if name is not None else ""
+        parts = {"tools": "the tools of a request", "tool_calls": "the calls of earlier turns"}
+        missing = [what for word, what in parts.items() if not re.search(rf"\b{word}\b", template)]
+        if name is not None and missing:
+            message = "tool_call_parser %s: the chat template of %s leaves out %s, so the model is not told of them"
+            logger.warning(message, name, self.model, " and ".join(missing))
+
     def keeps_special_tokens(self) -> bool:
         """Whether tool calls can only be read from text with its special tokens."""
         return parser_class(self.tool_format).keeps_special_tokens
@@ -135,6 +149,11 @@ class Service:
     def reasons(self) -> bool:
         """Whether the model reasons before it answers."""
         return self._taught().reasoning
+
+    @property
+    def switches(self) -> frozenset[str]:
+        """Which of the values that switch reasoning the chat template reads."""
+        return self._taught().switches
 
     def reasoning(self, prompt: list[int], begun: str = "") -> ReasoningMode:
         """Whether the answer to `prompt` may hold reasoning; `begun` is the text that it continues, if any."""

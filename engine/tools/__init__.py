@@ -28,6 +28,7 @@ from headrace.engine.tools.parser import ReasoningMode, ToolParser
 from headrace.engine.tools.registry import (
     Detected,
     detect,
+    format_names,
     make_parser,
     parse,
     parser_class,
@@ -61,6 +62,7 @@ __all__ = [
     "check_tools",
     "collect",
     "detect",
+    "format_names",
     "make_parser",
     "merge",
     "parse",

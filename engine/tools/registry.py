@@ -5,15 +5,19 @@ The names are the process's, so that a library can add a format once; a parser c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.tools.events import Event, Parsed, collect
 from headrace.engine.tools.formats import Hermes, LlamaJson, Mistral, MistralArgs, Pythonic
 from headrace.engine.tools.parser import ReasoningMode, ToolParser
 
-__all__ = ["Detected", "detect", "make_parser", "parse", "parser_class", "reasoning_mode", "register"]
+__all__ = ["Detected", "detect", "format_names", "make_parser", "parse", "parser_class", "reasoning_mode", "register"]
+
+_SWITCHES: Final = ("enable_thinking", "reasoning_effort")
 
 _formats: dict[str, type[ToolParser]] = {
     "hermes": Hermes,
@@ -32,6 +36,8 @@ class Detected:
     """Name of the format of its tool calls; None where it has none or an unknown one."""
     reasoning: bool
     """Whether completions may hold reasoning; whether they start inside it is for `reasoning_mode` to say."""
+    switches: frozenset[str] = frozenset()
+    """Which of the values `enable_thinking` and `reasoning_effort` the template reads."""
 
 
 def register(name: str, cls: type[ToolParser]) -> None:
@@ -46,6 +52,11 @@ def register(name: str, cls: type[ToolParser]) -> None:
         raise InvalidParams("this name is taken", field="name", value=name, limit=_formats[name].__name__)
 
 
+def format_names() -> list[str]:
+    """Return the names of all formats, in alphabetical order."""
+    return sorted(_formats)
+
+
 def parser_class(name: str | None) -> type[ToolParser]:
     """Return the format of that name; None is the one without calls.
 
@@ -57,7 +68,7 @@ def parser_class(name: str | None) -> type[ToolParser]:
     try:
         return _formats[name]
     except KeyError:
-        known = sorted(_formats)
+        known = format_names()
         raise InvalidParams(f"must be one of {', '.join(known)}", field="tools", value=name, limit=known) from None
 
 
@@ -69,7 +80,8 @@ def detect(chat_template: str) -> Detected:
         if taught and not any(marker in chat_template for marker in cls.foreign_markers):
             found = name
             break
-    return Detected(found, "<think>" in chat_template or "</think>" in chat_template)
+    switches = frozenset(name for name in _SWITCHES if re.search(rf"\b{name}\b", chat_template))
+    return Detected(found, "<think>" in chat_template or "</think>" in chat_template, switches)
 
 
 def reasoning_mode(detected: Detected, prompt: str) -> ReasoningMode:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Container
+from collections.abc import Set as AbstractSet
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from headrace.engine import InvalidParams, TokenizeOptions
+from headrace.engine.template_kwargs import checked_template_kwargs
 from headrace.engine.tools import (
     CallStructure,
     Tool,
@@ -29,6 +31,7 @@ __all__ = [
     "ChatMessage",
     "Messages",
     "Offered",
+    "check_kind",
     "ending_of",
     "joined_parts",
     "parts_schema",
@@ -36,6 +39,14 @@ __all__ = [
 
 _MAX_MESSAGES = 10_000
 _MAX_TOOLS = 1_000
+_MEDIA: Final = {
+    "image": "images",
+    "audio": "audio files",
+    "video": "videos",
+    "file": "files",
+    "document": "documents",
+}
+"""What the types of parts stand for that have one of these words in their name."""
 Result = TypeVar("Result")
 
 
@@ -56,11 +67,25 @@ def joined_parts(value: object, *kinds: str) -> object:
         return value
     texts = []
     for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            message = "part {index} must be text; others are not supported"
-            raise PydanticCustomError("text_part", message, {"index": index})
+        check_kind(part, index, kinds)
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("text_part", "must have its text in text", {"part": index})
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def check_kind(part: Any, index: int, kinds: Container[str]) -> None:
+    """Refuse a part of a message's content that is not of these types, in words for what it holds.
+
+    Raises:
+        PydanticCustomError: It is of another type, or of none.
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise PydanticCustomError("text_part", "must be an object with a type", {"part": index})
+    if kind not in kinds:
+        what = next((what for name, what in _MEDIA.items() if name in kind), f"parts of the type {kind[:40]!r}")
+        raise PydanticCustomError("text_part", "{what} are not supported, only text", {"part": index, "what": what})
 
 
 class CalledFunction(BaseModel):
@@ -96,12 +121,12 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _content_where_one_belongs(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise PydanticCustomError("content_missing", "content must be a string or a list of text parts")
+        if self.content is None and self.role != "assistant":  # whose calls, or what was cut of them, have none
+            raise _wrong("content", "must be a string or a list of text parts")
         if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("tool_calls", "only an assistant has tool_calls")
+            raise _wrong("tool_calls", "only an assistant has some")
         if self.role == "tool" and self.tool_call_id is None:
-            raise PydanticCustomError("tool_call_id", "a tool's message needs tool_call_id")
+            raise _wrong("tool_call_id", "a tool's message needs the id of its call")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -115,6 +140,11 @@ class ChatMessage(BaseModel):
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
+
+
+def _wrong(part: str, what: str) -> PydanticCustomError:
+    """Return the complaint about one part of a message."""
+    return PydanticCustomError("message", "{what}", {"part": part, "what": what})  # type: ignore[arg-type]
 
 
 def _call(call: ToolCallFields) -> dict[str, Any]:
@@ -142,6 +172,9 @@ class ChatFields(RequestFields):
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    enable_thinking: Bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def reports(self) -> int | None:
@@ -182,6 +215,30 @@ class ChatFields(RequestFields):
         """
         return ending_of(self.messages[-1], self.add_generation_prompt, self.continue_final_message)
 
+    def template_kwargs(self, switches: AbstractSet[str], *, reasons: bool) -> dict[str, Any]:
+        """Return the values that the request adds to those of the chat template.
+
+        Args:
+            switches: Which of `enable_thinking` and `reasoning_effort` the template reads.
+            reasons: Whether the model reasons where nothing is said.
+
+        Raises:
+            ApiError: The model cannot reason as much or as little as is asked.
+            InvalidParams: The values that the client gives by name are malformed, or are the engine's to give.
+        """
+        found: dict[str, Any] = {}
+        effort, thinks = self.reasoning_effort, self.enable_thinking
+        if effort is not None:
+            values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+            found = {name: value for name, value in values.items() if name in switches}
+            if not found and effort != ("medium" if reasons else "none"):
+                raise _not_switched("reasoning_effort", reasons)
+        if thinks is not None:
+            if "enable_thinking" not in switches and thinks != reasons:
+                raise _not_switched("enable_thinking", reasons)
+            found["enable_thinking"] = thinks
+        return found | checked_template_kwargs(self.chat_template_kwargs or {})
+
     def offered(self) -> Offered:
         """The tools that may be called.
 
@@ -212,6 +269,11 @@ def ending_of(last: ChatMessage, add_generation_prompt: bool | None, continues: 
     if last.role != "assistant" or last.tool_calls:
         raise ApiError(400, "invalid_value", f"{name}: the last message must be text of the assistant", param=name)
     return {"continue_final_message": True}
+
+
+def _not_switched(param: str, reasons: bool) -> ApiError:
+    what = "always reasons, and its chat template reads no such value" if reasons else "does not reason"
+    return ApiError(400, "unsupported_parameter", f"{param}: this model {what}", param=param)
 
 
 class Offered(NamedTuple):

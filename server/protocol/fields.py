@@ -1,6 +1,6 @@
 """Fields that requests share, and the one table from them to `SamplingParams`; never knows an endpoint.
 
-A field that the engine gains is added here: a line in `RequestFields`, and its name taken out of the refused ones.
+A field that the engine gains is added here, as a line in `RequestFields`; refused.py has those that are not built.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from headrace.server.protocol.formats import (
     Text,
     format_of,
 )
+from headrace.server.protocol.refused import check_refused
 from headrace.server.settings import ServerSettings
 
-__all__ = ["REFUSED", "RequestFields", "StreamOptions", "parse"]
+__all__ = ["RequestFields", "StreamOptions", "parse"]
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Word = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
@@ -39,31 +40,6 @@ _TOKEN: Final = re.compile(r"[0-9]{1,10}")
 _MAX_BIASES: Final = 1024
 _MAX_BEAMS: Final = 16
 _GREEDY: Final = 1e-5  # logits divided by less than this overflow; the likeliest token is all that is left
-
-REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "documents": (),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_whitespace_pattern": (),
-    "logits_processors": (),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "prediction": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "structural_tag": (),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-}
-"""Fields that change the answer and are not built, each with the values that ask for nothing; so does null."""
 
 
 class StreamOptions(BaseModel):
@@ -82,7 +58,7 @@ class RequestFields(BaseModel):
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = None
@@ -94,7 +70,7 @@ class RequestFields(BaseModel):
     skip_special_tokens: Bool | None = None
     ignore_eos: Bool | None = None
     spaces_between_special_tokens: Bool | None = None
-    best_of: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
+    best_of: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(strict=True, ge=0.01, le=100)] | None = None
@@ -216,17 +192,14 @@ def parse(
         shape: Of the endpoint.
         body: As it came.
         settings: For `strict_fields` and `max_choices`.
-        own: What this endpoint refuses besides `REFUSED`, each with the values that ask for nothing.
+        own: What this endpoint refuses besides what all refuse, each with the values that ask for nothing.
 
     Raises:
         ApiError: A field is missing, malformed, out of range, or not supported.
     """
-    refused = {**REFUSED, **(own or {})}
-    for name in body.keys() & (REFUSED.keys() - shape.model_fields.keys() | (own or {}).keys()):
-        if not _asks_nothing(body[name], refused[name]):
-            raise ApiError(400, "unsupported_parameter", f"{name}: this server does not support it", param=name)
+    refused = check_refused(shape, body, own)
     if settings.strict_fields:
-        unknown = sorted(body.keys() - refused.keys() - shape.model_fields.keys())
+        unknown = sorted(body.keys() - refused - shape.model_fields.keys())
         if unknown:
             raise ApiError(400, "unknown_parameter", f"{unknown[0]}: unknown field", param=unknown[0])
     try:
@@ -270,7 +243,3 @@ def _unknown_part(fields: BaseModel, given: Mapping[str, Any]) -> str | None:
                 if unknown:
                     return f"{name}{place}.{unknown}"
     return None
-
-
-def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    return value is None or any(type(value) is type(each) and value == each for each in neutral)

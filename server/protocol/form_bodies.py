@@ -118,7 +118,7 @@ class ResponseBody(_Body):
     previous_response_id: str | None
     prompt_cache_key: str | None
     prompt_cache_retention: None
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: bool

@@ -8,7 +8,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator
 
 from headrace.server.errors import ApiError
-from headrace.server.protocol.chat import joined_parts, parts_schema
+from headrace.server.protocol.chat import check_kind, joined_parts, parts_schema
 from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields, Stop
 
@@ -30,7 +30,11 @@ MESSAGE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
 }
 """What this endpoint refuses besides `REFUSED`, each with the values that ask for nothing."""
 
-MESSAGE_NAMES: Final = {"parallel_tool_calls": "tool_choice.disable_parallel_tool_use", "stop": "stop_sequences"}
+MESSAGE_NAMES: Final = {
+    "enable_thinking": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "stop": "stop_sequences",
+}
 """What the fields of a chat are called here."""
 
 Text = Annotated[str, Field(strict=True)]
@@ -96,6 +100,9 @@ Block = Annotated[
 ]
 
 
+_KINDS: Final = frozenset(("text", "thinking", "tool_use", "tool_result"))
+
+
 class Turn(_Part):
     """One message."""
 
@@ -105,6 +112,8 @@ class Turn(_Part):
     @field_validator("content", mode="before")
     @classmethod
     def _a_text_is_a_block(cls, value: object) -> object:
+        for index, block in enumerate(value if isinstance(value, list) else ()):
+            check_kind(block, index, _KINDS)
         return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
     def chat(self, param: str) -> list[dict[str, Any]]:
@@ -225,18 +234,12 @@ class MessageFields(RequestFields):
     def _parts_are_joined(cls, value: object) -> object:
         return joined_parts(value, "text")
 
-    def chat(self, *, reasons: bool) -> dict[str, Any]:
+    def chat(self) -> dict[str, Any]:
         """The body of the chat completion that asks for the same.
-
-        Args:
-            reasons: The model reasons, and cannot be told not to.
 
         Raises:
             ApiError: It asks for something that no chat can ask for.
         """
-        if self.thinking is not None and reasons == (self.thinking.type == "disabled"):
-            what = "this model always reasons" if reasons else "this model does not reason"
-            raise ApiError(400, "unsupported_parameter", f"thinking: {what}", param="thinking")
         if self.output_config is not None and self.output_config.effort is not None:
             name = "output_config.effort"
             raise ApiError(400, "unsupported_parameter", f"{name}: this server does not support it", param=name)
@@ -248,6 +251,8 @@ class MessageFields(RequestFields):
         if (given := self._format()) is not None:
             body["response_format"] = given
         body["continue_final_message"] = self._continues()
+        if self.thinking is not None:
+            body["enable_thinking"] = self.thinking.type != "disabled"
         if self.tools:
             body["tools"] = [tool.function() for tool in self.tools]
         if self.tool_choice is not None:

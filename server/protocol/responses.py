@@ -46,6 +46,7 @@ RESPONSE_NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text",
 }
 """What the fields of a chat are called here."""
@@ -194,9 +195,10 @@ class ResponseFields(RequestFields):
         Raises:
             ApiError: It asks for something that no chat can ask for.
         """
-        wanted = [name for name, value in (self.reasoning or {}).items() if value is not None]
+        wanted = {name: value for name, value in (self.reasoning or {}).items() if value is not None}
+        effort = wanted.pop("effort", None)
         if wanted:
-            raise _unsupported(f"reasoning.{wanted[0]}")
+            raise _unsupported(f"reasoning.{next(iter(wanted))}")
         if any(each != _ENCRYPTED for each in self.include or ()):
             raise _unsupported("include")
         body = self.shared()
@@ -209,7 +211,7 @@ class ResponseFields(RequestFields):
             raise ApiError(400, "invalid_value", "input: holds nothing to answer", param="input")
         body |= {"messages": messages, "tools": self.tools, "tool_choice": _choice(self.tool_choice)}
         body |= {"max_completion_tokens": self.max_output_tokens, "parallel_tool_calls": self.parallel_tool_calls}
-        return body | {"response_format": self._format()}
+        return body | {"response_format": self._format(), "reasoning_effort": effort}
 
     def _format(self) -> dict[str, Any] | None:
         """The format as chats write it."""

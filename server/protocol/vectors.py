@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from headrace.server.errors import ApiError, shape_error
 from headrace.server.protocol.completions import TEXTS_OR_IDS
 from headrace.server.protocol.documented import Also
+from headrace.server.protocol.refused import check_refused
 from headrace.server.settings import ServerSettings
 
 __all__ = [
@@ -84,10 +85,12 @@ def parse_vectors(shape: type[FieldsT], body: dict[str, Any], settings: ServerSe
     """Check a body against its shape.
 
     Raises:
-        ApiError: A field is missing, malformed or out of range, or unknown where `strict_fields` wants none.
+        ApiError: A field is missing, malformed, out of range or not supported, or unknown where `strict_fields` wants
+            none.
     """
+    refused = check_refused(shape, body)
     if settings.strict_fields:
-        unknown = sorted(body.keys() - shape.model_fields.keys())
+        unknown = sorted(body.keys() - refused - shape.model_fields.keys())
         if unknown:
             raise ApiError(400, "unknown_parameter", f"{unknown[0]}: unknown field", param=unknown[0])
     try:

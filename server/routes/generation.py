@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from starlette.types import Receive, Scope, Send
 
 from headrace.engine import Prompt, SamplingParams
-from headrace.engine.tools import ToolParser, make_parser, parser_class
+from headrace.engine.tools import ToolParser, format_names, make_parser, parser_class
 from headrace.server.answering import Answering, Ask
 from headrace.server.auth import Caller
 from headrace.server.body import ClientGone, announced, read_json
@@ -158,7 +158,10 @@ def chat_ask(
     offered, ending = fields.offered(), fields.ending
     begun = (fields.messages[-1].content or "") if ending.get("continue_final_message") else ""
     if offered.allowed and service.tool_format is None:
-        message = "tools: the chat template of this model teaches no known format of tool calls"
+        message = (
+            "tools: the chat template of this model teaches no known format of tool calls; the server can be given "
+            f"one with --tool-call-parser (tool_call_parser of ServerSettings): {', '.join(format_names())}"
+        )
         raise ApiError(400, "unsupported_parameter", message, param="tools")
     forced = {"skip_special_tokens": False} if offered.allowed and service.keeps_special_tokens() else {}
     params = fields.sampling(max_tokens=fields.limit, logprobs=fields.reports, **forced)
@@ -188,7 +191,7 @@ def chat_ask(
         params,
         prompts=[fields.chat()],
         tools=offered.template,
-        ending=ending,
+        ending={**ending, "template_kwargs": fields.template_kwargs(service.switches, reasons=service.reasons)},
         limit=fields.limit,
         refine=refine if wanted is not None or calls is not None else None,
         names=known,

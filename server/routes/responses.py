@@ -72,7 +72,7 @@ def ask_response(service: Service, body: dict[str, Any], tenant: str = ANYBODY.n
     try:
         chat: ChatFields = parse(ChatFields, fields.chat(read_items(earlier)), service.settings)
         ask = chat_ask(service, chat, make_answer, RESPONSE_NAMES)
-        head = orjson.dumps([fields.instructions, ask.tools, ask.adapter])
+        head = orjson.dumps([fields.instructions, ask.tools, ask.adapter, ask.ending.get("template_kwargs")])
         return ask if before is None or before.head != head else _going_on(service, ask, fields, before)
     except (ApiError, HeadraceError) as error:
         raise as_api_error(error).renamed(RESPONSE_NAMES) from error
@@ -143,7 +143,7 @@ def _known(fields: ResponseFields, now: int, stores: bool, defaults: Mapping[str
         "previous_response_id": fields.previous_response_id,
         "prompt_cache_key": fields.prompt_cache_key,
         "prompt_cache_retention": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": (fields.reasoning or {}).get("effort"), "summary": None},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": stores,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from typing import Any
 
 import httpx2
 import pytest
-from serving import CAPACITY, Serving, check_error, scripted, serving, until
+from serving import CAPACITY, Serving, check_error, logged, scripted, serving, until
 
+from headrace.engine.chat_template import ChatTemplate
+from headrace.engine.testing import ByteTokenizer
 from headrace.server import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -122,3 +125,173 @@ def test_messages_refuse_the_context_in_the_words_of_anthropic(server: Serving, 
     answer = server.post(body, "/v1/messages")
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
     assert re.fullmatch(said, answer.json()["error"]["message"]), answer.text
+
+
+# -- words ----------------------------------------------------------------------------------------------------------
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+TEXT = {"type": "text", "text": "a"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+WORDS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, user(None), "messages[0].content: must be a string or a list of text parts, got null"),
+    (CHAT, user([TEXT, IMAGE]), "messages[0].content[1]: images are not supported, only text"),
+    (CHAT, user([{"type": "input_audio"}]), "messages[0].content[0]: audio files are not supported, only text"),
+    (CHAT, user([{"type": "text"}]), "messages[0].content[0]: must have its text in text"),
+    (CHAT, user([7]), "messages[0].content[0]: must be an object with a type"),
+    (CHAT, user(7), "messages[0].content: must be a valid string, got 7"),
+    (CHAT, {"messages": []}, "messages: must have at least 1 item, got a list of 0"),
+    (CHAT, {"messages": None}, "messages: must be a list, got null"),
+    (CHAT, user("a") | {"stop": ["a"] * 5}, "stop: must have at most 4 items, got a list of 5"),
+    (CHAT, user("a") | {"model": ""}, "model: must not be empty, got ''"),
+    (CHAT, user("a") | {"n": 17}, "n: at most 16 here, got 17"),
+    (CHAT, user("a") | {"n": 1000}, "n: at most 16 here, got 1000"),
+    ("/v1/completions", {"prompt": "a", "best_of": 1000}, "best_of: at most 16 here, got 1000"),
+    ("/v1/responses", {"input": user([{"type": "input_image"}])["messages"]},
+     "input[0].content[0]: images are not supported, only text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "message"), WORDS)
+def test_refusals_are_in_the_words_of_the_api(server: Serving, path: str, body: Any, message: str) -> None:
+    assert check_error(server.post(body, path), 400)["message"] == message
+
+
+def test_messages_name_what_is_not_text(server: Serving) -> None:
+    answer = server.post(user([{"type": "image", "source": {}}]) | {"max_tokens": 3}, "/v1/messages")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "messages[0].content[0]: images are not supported, only text"
+
+
+def test_an_answer_without_content_goes_back_as_it_is(server: Serving) -> None:
+    chat = [*user("a")["messages"], {"role": "assistant", "content": None}, *user("b")["messages"]]
+    assert server.post({"messages": chat, "max_tokens": 2}, CHAT).status_code == 200
+
+
+# -- fields that are not built --------------------------------------------------------------------------------------
+
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    CHAT: user("a"),
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": user("a") | {"max_tokens": 3},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_what_is_not_built_is_refused_everywhere_alike(server: Serving, path: str) -> None:
+    body = ENDPOINTS[path]
+    asked = {"mirostat": 2, "dry_multiplier": 0.8, "typical_p": 0.9, "web_search_options": {}, "xtc_probability": 0.5}
+    for name, value in asked.items():
+        refused = server.post(body | {name: value}, path)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == f"{name}: this server does not support it"
+    nothing = {"mirostat": 0, "dry_multiplier": 0.0, "typical_p": 1, "web_search_options": None, "mirostat_tau": 5.0}
+    assert server.post(body | nothing, path).status_code == 200
+
+
+def test_a_refused_field_says_what_it_is_called_here(server: Serving) -> None:
+    for name, ours in {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}.items():
+        error = check_error(server.post(user("a") | {name: 7}, CHAT), 400, "unsupported_parameter")
+        assert error["message"] == f"{name}: this server does not support it; use {ours}"
+
+
+# -- how much a model reasons ---------------------------------------------------------------------------------------
+
+QWEN3 = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}"
+SWITCHES = [
+    # template, path, fields, the values that reach it; None is refused
+    (QWEN3, CHAT, {"reasoning_effort": "none"}, {"enable_thinking": False}),
+    (QWEN3, CHAT, {"reasoning_effort": "low"}, {"enable_thinking": True}),
+    (QWEN3, CHAT, {"enable_thinking": False}, {"enable_thinking": False}),
+    (QWEN3, CHAT, {"chat_template_kwargs": {"enable_thinking": False, "a": [1]}}, {"enable_thinking": False, "a": [1]}),
+    (QWEN3, CHAT, {}, {}),
+    (QWEN3, "/v1/responses", {"reasoning": {"effort": "none"}}, {"enable_thinking": False}),
+    (QWEN3, "/v1/messages", {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+    (QWEN3, "/v1/messages", {"thinking": {"type": "enabled"}}, {"enable_thinking": True}),
+    ("{{ reasoning_effort }}", CHAT, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+    ("{{ reasoning_effort }}", "/v1/responses", {"reasoning": {"effort": "high"}}, {"reasoning_effort": "high"}),
+    ("<think>", CHAT, {"reasoning_effort": "none"}, None),
+    ("<think>", CHAT, {"reasoning_effort": "medium"}, {}),
+    ("<think>", CHAT, {"enable_thinking": False}, None),
+    ("<think>", "/v1/messages", {"thinking": {"type": "disabled"}}, None),
+    ("plain", CHAT, {"reasoning_effort": "high"}, None),
+    ("plain", CHAT, {"reasoning_effort": "none"}, {}),
+    ("plain", CHAT, {"chat_template_kwargs": {"messages": []}}, None),
+    ("plain", CHAT, {"chat_template_kwargs": {"add_generation_prompt": False}}, None),
+    ("plain", CHAT, {"chat_template_kwargs": {"bos_token": "x"}}, None),
+    ("plain", CHAT, {"chat_template_kwargs": {"a b": 1}}, None),
+    ("plain", CHAT, {"chat_template_kwargs": {"a": 20_000 * "x"}}, None),
+    ("plain", CHAT, {"chat_template_kwargs": 7}, None),
+]
+
+
+@pytest.mark.parametrize(("template", "path", "fields", "reach"), SWITCHES)
+def test_what_switches_reasoning_reaches_the_template(
+    monkeypatch: pytest.MonkeyPatch, template: str, path: str, fields: dict[str, Any], reach: dict[str, Any] | None
+) -> None:
+    found: list[Any] = []
+    encode_chat = ByteTokenizer.encode_chat
+
+    def spied(self: ByteTokenizer, messages: Any, tools: Any = None, template_kwargs: Any = None) -> list[int]:
+        found.append(template_kwargs)
+        return encode_chat(self, messages, tools)
+
+    monkeypatch.setattr(ByteTokenizer, "chat_template", template)
+    monkeypatch.setattr(ByteTokenizer, "encode_chat", spied)
+    with serving(scripted()) as server:
+        answer = server.post({"max_tokens": 2} | ENDPOINTS[path] | fields | (_OUTPUT if "resp" in path else {}), path)
+    if reach is None:
+        assert answer.status_code == 400 and not found
+        name = next(iter(fields))
+        assert name in answer.json()["error"]["message"]
+    else:
+        assert answer.status_code == 200, answer.text
+        assert found == [reach]
+
+
+_OUTPUT = {"max_tokens": None, "max_output_tokens": 2}
+
+
+def test_a_template_reads_what_a_request_gives_and_its_own_values_come_first() -> None:
+    source = "{{ enable_thinking }} {{ bos_token }} {{ messages | length }} {{ level.deep[0] }}"
+    with closing(ChatTemplate(source, {"bos_token": "<s>"})) as template:
+        chat = [{"role": "user", "content": "a"}]
+        given = {"enable_thinking": False, "level": {"deep": [3]}, "bos_token": "x", "messages": []}
+        assert template.render(chat, more=given) == "False <s> 1 3"
+
+
+# -- tools of a template that knows none ----------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_the_refusal_of_tools_says_what_would_serve_them(server: Serving) -> None:
+    error = check_error(server.post(user("a") | {"tools": TOOLS}, CHAT), 400, "unsupported_parameter")
+    assert error["param"] == "tools" and "--tool-call-parser" in error["message"] and "hermes" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "missing"),
+    [
+        ("{{ messages[0].content }}", "the tools of a request and the calls of earlier turns"),
+        ("{{ tools }}", "the calls of earlier turns"),
+        ("{{ tools }} {{ messages[0]['tool_calls'] }}", None),
+    ],
+)
+def test_a_format_that_the_prompt_does_not_show_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, template: str, missing: str | None
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "chat_template", template)
+    with logged() as found, serving(scripted(), ServerSettings(tool_call_parser="hermes")):
+        said = [each.getMessage() for each in found if "tool_call_parser" in each.getMessage()]
+    if missing is None:
+        assert not said
+    else:
+        assert len(said) == 1 and f"leaves out {missing}, so" in said[0]

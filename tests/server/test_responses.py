@@ -268,7 +268,7 @@ def test_what_an_assistant_says_after_its_calls_is_a_message_of_its_own(server: 
         ({"input": []}, "input"),
         ({"input": 3}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
