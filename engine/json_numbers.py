@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 __all__ = ["BOUNDS", "SHARED", "bounded_numbers", "check_constants"]
 
@@ -116,7 +116,7 @@ def _numbers(value: Any) -> Iterator[float]:
             yield from _numbers(each)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float)
 
 
