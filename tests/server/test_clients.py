@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import tiny_models
 from serving import CAPACITY, Serving, check_error, logged, scripted, serving, until
 
+from headrace.engine import Engine
 from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.testing import ByteTokenizer
 from headrace.server import ServerSettings
@@ -295,3 +298,24 @@ def test_a_format_that_the_prompt_does_not_show_is_a_warning(
         assert not said
     else:
         assert len(said) == 1 and f"leaves out {missing}, so" in said[0]
+
+
+def test_thinking_is_switched_off_for_a_model_of_its_own(tmp_path: Path) -> None:
+    """A real tokenizer and template: the prompt of a chat ends with the empty reasoning that the template writes."""
+    folder = tiny_models.whole_folder(tmp_path)
+    source = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    source += "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ note }}"
+    (folder / "chat_template.jinja").write_text(source)
+    with serving(
+        Engine(folder, kv_memory="16MiB", dtype="float32"), ServerSettings(served_model_name="scripted")
+    ) as it:
+
+        def prompt_of(fields: dict[str, Any]) -> int:
+            found: int = it.post(user("a") | {"max_tokens": 1} | fields, CHAT).json()["usage"]["prompt_tokens"]
+            return found
+
+        plain = prompt_of({})
+        off = prompt_of({"chat_template_kwargs": {"enable_thinking": False}})
+        assert off > plain == prompt_of({"reasoning_effort": "high"})
+        assert off == prompt_of({"reasoning_effort": "none"}) == prompt_of({"enable_thinking": False})
+        assert off < prompt_of({"enable_thinking": False, "chat_template_kwargs": {"note": "<s>"}})  # which stays text
