@@ -147,8 +147,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
     if pre is None:
         raise _rejected("pre", f"unknown pre-tokenizer; known are {', '.join(_PRE)}", name)
     merges = _strings(metadata, "merges")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    if set(map(len, pairs)) != {2}:
+    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
+    if not all(" " in merge for merge in merges):
         raise _rejected("merges", "each must be two tokens with a space between", None)
     core = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=pre.whole_words))
     if pre.nfc:

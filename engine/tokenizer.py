@@ -147,7 +147,7 @@ class Tokenizer:
             InvalidParams: A message or a value is malformed, there is no template, it refuses the messages, it costs
                 too much, or does not write the message that is to be continued as it is given.
         """
-        given = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
+        given: list[Any] = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
         quotes = self._quotes_control(given)
         chat, offered, more = map_strings(given, self._escaping().hide) if quotes else given
         if end == "open":
@@ -202,7 +202,7 @@ class Tokenizer:
         Raises:
             InvalidParams: As `encode_chat` raises it, or the template does not write the answer as it is given.
         """
-        given = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
+        given: list[Any] = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
         quotes = self._quotes_control(given)
         chat, offered, more = map_strings(given, self._escaping().hide) if quotes else given
         answer = f"\ue004{secrets.randbelow(10**20)}\ue005"

@@ -5,7 +5,7 @@ It may be mounted under another application, whose lifespan then opens the engin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -55,8 +55,32 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
     Returns:
         A Starlette application; `app.state.service` holds its `Service`.
     """
-    score, rerank = VectorRoute(ask_scores), VectorRoute(ask_ranks)
-    routes: list[BaseRoute] = [
+    routes = _routes()
+    if settings.page:
+        routes += page_routes()
+    service = Service(engine, settings)
+    service.telemetry.name_routes(routes)
+    routes += _second_paths(routes)
+    app = Starlette(
+        routes=routes,
+        middleware=[*_for_pages(settings), Middleware(Gate, settings=settings, telemetry=service.telemetry)],
+        exception_handlers={
+            ApiError: _told,
+            HeadraceError: _told,
+            ClientGone: _nobody,
+            HTTPException: _http_error,
+        },
+        lifespan=_lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    app.state.exporter = Exporter(service)
+    return app
+
+
+def _routes() -> list[BaseRoute]:
+    """Return the endpoints, each under the path by which it is logged and counted."""
+    return [
         Route("/v1/chat/completions", GenerationRoute(ask_chat), methods=["POST"]),
         WebSocketRoute("/v1/chat/completions", ChatSocketRoute()),
         Route("/v1/completions", GenerationRoute(ask_completion), methods=["POST"]),
@@ -67,8 +91,8 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route(MESSAGES_PATH, GenerationRoute(ask_message, MESSAGES), methods=["POST"]),
         Route(f"{MESSAGES_PATH}/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/embeddings", VectorRoute(ask_embeddings), methods=["POST"]),
-        Route("/v1/score", score, methods=["POST"]),
-        Route("/v1/rerank", rerank, methods=["POST"]),
+        Route("/v1/score", VectorRoute(ask_scores), methods=["POST"]),
+        Route("/v1/rerank", VectorRoute(ask_ranks), methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -85,31 +109,20 @@ def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlett
         Route("/v1/adapters/{name}", load_adapter, methods=["PUT"]),
         Route("/v1/adapters/{name}", unload_adapter, methods=["DELETE"]),
     ]
-    if settings.page:
-        routes += page_routes()
-    service = Service(engine, settings)
-    service.telemetry.name_routes(routes)
-    routes += [  # second paths of endpoints above, under whose first path they are logged and counted
-        Route("/score", score, methods=["POST"], include_in_schema=False),
-        Route("/rerank", rerank, methods=["POST"], include_in_schema=False),
-        Route("/health", ready, methods=["GET"], include_in_schema=False),
-        Route("/ping", ready, methods=["GET", "POST"], include_in_schema=False),
+
+
+def _second_paths(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
+    """Return further paths of endpoints in `routes`, which are logged and counted under their first path."""
+    endpoints = {route.path: route.endpoint for route in routes if isinstance(route, Route)}
+    return [
+        Route(path, endpoints[first], methods=methods, include_in_schema=False)
+        for path, first, methods in (
+            ("/score", "/v1/score", ["POST"]),
+            ("/rerank", "/v1/rerank", ["POST"]),
+            ("/health", "/health/ready", ["GET"]),
+            ("/ping", "/health/ready", ["GET", "POST"]),
+        )
     ]
-    app = Starlette(
-        routes=routes,
-        middleware=[*_for_pages(settings), Middleware(Gate, settings=settings, telemetry=service.telemetry)],
-        exception_handlers={
-            ApiError: _told,
-            HeadraceError: _told,
-            ClientGone: _nobody,
-            HTTPException: _http_error,
-        },
-        lifespan=_lifespan,
-    )
-    app.router.redirect_slashes = False
-    app.state.service = service
-    app.state.exporter = Exporter(service)
-    return app
 
 
 def _for_pages(settings: ServerSettings) -> list[Middleware]:

@@ -22,7 +22,7 @@ MAX_DIRECT_LIBRARIES = 15
 
 # Longer because it reads better so: a path, or path:function, with its own limit and the reason.
 EXCEPTIONS: dict[str, tuple[int, str]] = {
-    "engine/engine.py": (412, "the public face, whose docstrings are its reference"),
+    "engine/engine.py": (420, "the public face, whose docstrings are its reference"),
     "ops/cuda_alike.py:_expand_alike_kernel": (66, "one kernel is one launch"),
     "ops/cuda_decode.py:_fused_decode_kernel": (160, "one kernel is one launch"),
     "ops/cuda_expand.py:_expand_group_kernel": (70, "one kernel is one launch"),
@@ -33,7 +33,7 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
     "ops/cuda_vector.py:_vector_kernel": (70, "one kernel is one launch"),
     "ops/cuda_vector_expand.py:_norm_shrink_kernel": (70, "one kernel is one launch"),
     "ops/cuda_vector_expand.py:_vector_expand_kernel": (105, "one kernel is one launch"),
-    "server/serve_cli.py:serve": (87, "three lines for each flag"),
+    "server/serve_cli.py:serve": (90, "three lines for each flag"),
 }
 
 # Folders of tests that mirror no folder of the package.

@@ -144,7 +144,7 @@ class ChatMessage(BaseModel):
 
 def _wrong(part: str, what: str) -> PydanticCustomError:
     """Return the complaint about one part of a message."""
-    return PydanticCustomError("message", "{what}", {"part": part, "what": what})  # type: ignore[arg-type]
+    return PydanticCustomError("message", "{what}", {"part": part, "what": what})
 
 
 def _call(call: ToolCallFields) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.engine import HeadraceError, SamplingParams
+from headrace.engine import HeadraceError, SamplingParams, TokenizeOptions
 from headrace.server.answering import Ask
 from headrace.server.body import announced, read_json
 from headrace.server.errors import ApiError, as_api_error
@@ -51,5 +51,6 @@ async def count_tokens(request: Request) -> Response:
         body = await read_json(request.scope, request.receive, service.settings)
     ask = ask_message(service, body | {"max_tokens": 1})
     (prompt,) = ask.prompts
-    ids = await token_ids(request, prompt, tools=ask.tools, **ask.ending)
+    options: TokenizeOptions = {**ask.ending, "tools": ask.tools}
+    ids = await token_ids(request, prompt, **options)
     return JSONResponse({"input_tokens": len(ids)})

@@ -52,8 +52,8 @@ async def tokenize(request: Request) -> Response:
     if fields.messages is not None:
         prompt = [message.for_template() for message in fields.messages]
         ending = ending_of(fields.messages[-1], fields.add_generation_prompt, fields.continue_final_message)
-    tools = None if fields.messages is None else fields.tools
-    ids = await token_ids(request, prompt, tools=tools, **ending)
+        ending["tools"] = fields.tools
+    ids = await token_ids(request, prompt, **ending)
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids})
 
 
