@@ -6,7 +6,8 @@ that holds such a byte has. For a long text that takes a thousandth of the time 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.gguf_tokenizer import byte_level_piece
@@ -29,19 +30,20 @@ _ROUNDING: Final = 1e-9
 _PART: Final = 1 << 16  # characters that are counted at once, between which other threads run
 
 
-def fewest_tokens_rule(core: Any) -> Callable[[str, int], int]:
+def fewest_tokens_rule(core: Any, vocabulary: Collection[str]) -> Callable[[str, int], int]:
     """Return the function from a text, and a number that is enough, to a number of tokens that it never falls below.
 
     It returns 0 where nothing is known of a text, and counts no further than somewhat past the number that is enough.
 
     Args:
         core: A `tokenizers.Tokenizer`.
+        vocabulary: Its tokens, those that were added too.
     """
-    spelled = _spelled(core)
+    added = {token.content for token in core.get_added_tokens_decoder().values()}
+    spelled = _spelled(core, set(vocabulary) - added)
     if spelled is None:
         return _unknown
-    added = core.get_added_tokens_decoder().values()
-    cost = _costs([*spelled, *(token.content.encode() for token in added)])
+    cost = _costs([*spelled, *(content.encode() for content in added)])
     ascii_alone = any(step["type"] in _KEEP_ASCII for step in steps_of(core, "normalizer"))
 
     def fewest(text: str, enough: int) -> int:
@@ -64,8 +66,8 @@ def _unknown(text: str, enough: int) -> int:
     return 0
 
 
-def _spelled(core: Any) -> list[bytes] | None:
-    """Return the bytes of text that each token may be made of; None where a text is not kept as it is.
+def _spelled(core: Any, tokens: AbstractSet[str]) -> list[bytes] | None:
+    """Return the bytes of text that each of `tokens` may be made of; None where a text is not kept as it is.
 
     This is what the encoder reads, which a decoder of another kind may write otherwise.
     """
@@ -81,16 +83,15 @@ def _spelled(core: Any) -> list[bytes] | None:
     ):
         return None
     spaces = [_space_of(step) for step in [*normalizers, *splits] if step["type"] in ("Replace", "Metaspace")]
-    tokens: dict[str, int] = core.get_vocab(with_added_tokens=False)
     levels = sum(step["type"] == _BYTE_LEVEL for step in splits)
     if levels:
         return None if levels > 1 or spaces else [byte_level_piece(token) for token in tokens]
     if any(space != _SPACE for space in spaces):
         return None
     bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
-    if not model.byte_fallback or not bytes_of.keys() <= tokens.keys():  # without one a character may be unknown
+    if not model.byte_fallback or not bytes_of.keys() <= tokens:  # without one a character may be unknown
         bytes_of = {}
-    texts = tokens if model.ignore_merges else tokens.keys() - bytes_of.keys()  # which no merge makes of their names
+    texts = tokens if model.ignore_merges else tokens - bytes_of.keys()  # which no merge makes of their names
     spelled = [*bytes_of.values(), *(token.encode() for token in texts)]
     if spaces:  # one that a text holds already stands for itself
         spelled += [token.replace(_SPACE, " ").encode() for token in texts]

@@ -38,7 +38,7 @@ def token_table(core: Any, vocabulary: Mapping[str, int], special_ids: frozenset
     table = _of_decoder(core, _tokens(core, vocabulary), special_ids, is_exact)
     one, several = (core.encode(text, add_special_tokens=False).ids for text in ("a b", "a \n\t\r b"))
     table.joins_space = one == several
-    table.fewest_tokens = fewest_tokens_rule(core)
+    table.fewest_tokens = fewest_tokens_rule(core, vocabulary)
     return table
 
 

@@ -174,7 +174,7 @@ def compiled(wanted: ResponseFormat, tokenizer: ByteTokenizer) -> compiled_gramm
     compiler = grammars.Grammars(lambda call: None)  # type: ignore[arg-type]
     job = compiler._jobs.join(wanted, opened, Waiter(None, time.monotonic(), lambda: True, lambda grammar, error: None))
     assert job is not None
-    told = compiler._work(job, None, compiler._compile)
+    told = compiler._work(job, None, lambda job: (compiler._compile(job), 0.0))
     if told.error is not None:
         raise told.error
     assert told.grammar is not None

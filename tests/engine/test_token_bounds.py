@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Core
 
 from headrace.engine import PromptTooLong
 from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
-from headrace.engine.prompts import check_text_size
+from headrace.engine.prompts import check_fewest_tokens
 from headrace.engine.token_bounds import fewest_tokens_rule
 from headrace.engine.tokenizer import Tokenizer
 
@@ -88,7 +88,7 @@ def stripping() -> Core:
 @cache
 def rule(name: str) -> tuple[Any, Callable[[str, int], int]]:
     core = CORES[name]()
-    return core, fewest_tokens_rule(core)
+    return core, fewest_tokens_rule(core, core.get_vocab())
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -127,13 +127,12 @@ def test_the_bound_is_worth_having_where_bytes_are_kept_and_0_where_they_may_not
 
 def test_a_text_is_refused_untokenised_where_its_bytes_are_too_many_tokens() -> None:
     table = smollm2().table
-    check_text_size("7" * 8192, table, 8192)
+    check_fewest_tokens("7" * 8192, table, 8192)
     with pytest.raises(PromptTooLong, match="8193 characters are at least 8193 tokens") as caught:
-        check_text_size("7" * 8193, table, 8192)
+        check_fewest_tokens("7" * 8193, table, 8192)
     assert (caught.value.field, caught.value.value, caught.value.limit) == ("prompt", 8193, 8192)
-    assert caught.value.work == 0
     chat = [{"role": "user", "content": "7" * 8193}]
-    check_text_size(chat, table, 8192)  # its template may leave some of it out
+    check_fewest_tokens(chat, table, 8192)  # its template may leave some of it out
 
 
 def test_no_more_of_a_text_is_counted_than_it_takes_to_refuse_it() -> None:

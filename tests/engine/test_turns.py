@@ -56,8 +56,8 @@ async def test_what_is_sent_follows_all_that_was_and_nothing_is_computed_again(l
 
 async def test_an_answer_that_ended_itself_is_not_ended_twice() -> None:
     class Closing(ByteTokenizer):
-        def encode_reply(self, messages: Any, tools: Any = None) -> list[int]:
-            return [ord(" "), 256, *super().encode_reply(messages, tools)]
+        def encode_reply(self, messages: Any, *options: Any) -> list[int]:
+            return [ord(" "), 256, *super().encode_reply(messages, *options)]
 
     async with serving(eos={len(STORY) + 4: 256}) as engine:
         assert engine._opened is not None

@@ -30,7 +30,9 @@ def untaught() -> Iterator[None]:
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ByteTokenizer, "chat_template", template)
-        patch.setattr(ByteTokenizer, "encode_chat", lambda tokenizer, messages, tools=None: encode(tokenizer, messages))
+        patch.setattr(
+            ByteTokenizer, "encode_chat", lambda self, messages, tools=None, *more: encode(self, messages, None, *more)
+        )
         yield
 
 

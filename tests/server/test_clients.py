@@ -242,9 +242,9 @@ def test_what_switches_reasoning_reaches_the_template(
     found: list[Any] = []
     encode_chat = ByteTokenizer.encode_chat
 
-    def spied(self: ByteTokenizer, messages: Any, tools: Any = None, template_kwargs: Any = None) -> list[int]:
+    def spied(self: ByteTokenizer, messages: Any, tools: Any, end: Any, template_kwargs: Any) -> list[int]:
         found.append(template_kwargs)
-        return encode_chat(self, messages, tools)
+        return encode_chat(self, messages, tools, end)
 
     monkeypatch.setattr(ByteTokenizer, "chat_template", template)
     monkeypatch.setattr(ByteTokenizer, "encode_chat", spied)
