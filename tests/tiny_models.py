@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONFIG", "PAGE_BYTES", "random_folder", "whole_folder", "write_tokenizer"]
+__all__ = ["CONFIG", "PAGE_BYTES", "chat_folder", "random_folder", "whole_folder", "write_tokenizer"]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,4 +53,29 @@ def whole_folder(folder: Path, **options: Any) -> Path:
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     model.save_pretrained(folder, **options)
     write_tokenizer(folder)
+    return folder
+
+
+def chat_folder(folder: Path) -> Path:
+    """A model with a token for each byte and a chat template, which takes any text; its weights are random."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(alphabet, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|end|>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    core.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    settings = {"eos_token": "<|end|>", "chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 257, "max_position_embeddings": 2048, "eos_token_id": 256, "bos_token_id": None}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG | sizes)).save_pretrained(folder)
     return folder

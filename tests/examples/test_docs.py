@@ -19,19 +19,14 @@ import anyio
 import pytest
 import torch
 from adapter_folders import write_folder
+from document_blocks import ROOT, blocks
 
 from headrace.engine import Engine, EngineConfig, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ["README.md", "docs/adapters.md", "docs/embedding.md", "docs/scheduling.md", "docs/serving.md"]
+ELSEWHERE = ["docs/cookbook.md"]
+"""Run by test_cookbook.py."""
 FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md", "docs/embeddings.md", "docs/serving.md"]
-
-
-def blocks(document: str) -> list[tuple[str, str]]:
-    """Each Python block of a document with its place in it."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    matches = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [(f"{document}:{text.count(chr(10), 0, match.start()) + 2}", match[1]) for match in matches]
 
 
 def code_of(place: str, source: str, model: Path, **others: Path) -> CodeType:
@@ -63,7 +58,7 @@ def run_program(code: CodeType) -> None:
 
 def test_every_document_with_python_is_run() -> None:
     documents = {path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
-    assert {document for document in documents if blocks(document)} == {*PROGRAMS, *FRAGMENTS}
+    assert {document for document in documents if blocks(document)} == {*PROGRAMS, *FRAGMENTS, *ELSEWHERE}
 
 
 @pytest.fixture
