@@ -146,6 +146,8 @@ async def serving(
 @asynccontextmanager
 async def no_leaks() -> AsyncIterator[None]:
     """Fail if threads or tasks outlive the block, or if an error in one of them was never looked at."""
+    for _ in range(3):  # an engine that was just opened has begun its tasks
+        await checkpoint()
     threads = Threads()
     tasks = _tasks()
     complaints: list[dict[str, Any]] = []
@@ -157,9 +159,7 @@ async def no_leaks() -> AsyncIterator[None]:
     try:
         yield
         gc.collect(0)
-        for turn in range(20):  # what was posted or cancelled at the end has its turn; trio's system tasks take a few
-            if turn >= 3 and not _tasks() - tasks:
-                break
+        for _ in range(3):  # what was posted or cancelled at the end has its turn
             await checkpoint()
     finally:
         if watched:
