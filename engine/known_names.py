@@ -153,7 +153,7 @@ SAMPLING_NAMES: Final[Mapping[str, Names]] = {
         "tools": "engine.tokenize(chat, tools=...) offers tools; docs/embedding.md shows the rest",
         "tool_choice": _FORMAT,
         "suffix": _NOT_BUILT,
-        "reasoning_effort": _NOT_BUILT,
+        "reasoning_effort": "the chat template reads it: engine.tokenize(chat, template_kwargs={...}), or the server",
     },
     "Anthropic": {"max_tokens_to_sample": "max_tokens", "stop_sequences": "stop"},
     "vLLM": {
