@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["FileOption", "JsonOption", "ModelArgument", "chosen_model", "shares_of", "sizes_of"]
+__all__ = [
+    "ContextOption",
+    "DeviceOption",
+    "DtypeOption",
+    "FileOption",
+    "JsonOption",
+    "ModelArgument",
+    "SeedOption",
+    "chosen_model",
+    "shares_of",
+    "sizes_of",
+]
 
 
 def _writable(path: str | None) -> str | None:
@@ -27,6 +38,12 @@ FileOption = Annotated[
     str | None,
     typer.Option(help="Name or pattern, such as '*Q4_K_M.gguf', of the GGUF file in the model's folder or repository."),
 ]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
+ContextOption = Annotated[
+    int | None, typer.Option("--max-model-len", "--max-context", help="Tokens of prompt and answer together.", min=2)
+]
+SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no seed.")]
 JsonOption = Annotated[
     str | None, typer.Option("--json", help="Also write the figures to this file.", callback=_writable)
 ]

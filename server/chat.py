@@ -16,13 +16,17 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
 from headrace.engine import Engine, Rejected, RequestFailed, SamplingParams
+from headrace.engine.checked import invalid_params
 from headrace.server.interrupts import ending_at_once
 from headrace.server.opening import opened
 from headrace.server.printable import printable
+from headrace.server.protocol.bounds import SamplingBounds
+from headrace.server.wrapping import WordWrap
 
 __all__ = ["run_chat"]
 
@@ -36,36 +40,42 @@ _SETTABLE: Final = (
 def run_chat(
     model: str,
     *,
-    file: str | None = None,
     system: str,
-    temperature: float,
-    max_tokens: int,
+    sampling: Mapping[str, Any],
     adapters: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
 ) -> bool:
     """Read lines and show answers until /exit or the end of input; Ctrl-C stops an answer, never the chat.
 
     Args:
         model: As `Engine` takes it.
-        file: As `Engine` takes it.
         system: The system message; none where it is empty.
-        temperature: To begin with.
-        max_tokens: Of each answer, to begin with.
+        sampling: Fields of `SamplingParams` to begin with, as `/set` changes them.
         adapters: Folders of the adapters to choose from, by their names.
+        options: Further options of `Engine`.
 
     Returns:
         Whether all lines of a pipe were done; a person at a terminal has seen what was not.
+
+    Raises:
+        InvalidParams: A value of `sampling` is beyond the bounds of the API.
     """
+    _params(sampling)  # refused before the model is opened
     console = Console(highlight=False)
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal())
-        opening = portal.wrap_async_context_manager(opened(model, console, file=file, adapter_slots=len(adapters)))
+        opening = portal.wrap_async_context_manager(opened(model, console, adapter_slots=len(adapters), **options))
         with ending_at_once(f"opening {Path(model).name}", console):
             engine = stack.enter_context(opening)
-        for name, folder in adapters.items():
-            portal.call(engine.adapters.load, name, folder)
-        chat = _Chat(portal, engine, console, system, {"temperature": temperature, "max_tokens": max_tokens})
+        portal.call(_load, engine, adapters)
+        chat = _Chat(portal, engine, console, system, sampling)
         chat.run()
         return not chat.failed
+
+
+async def _load(engine: Engine, adapters: Mapping[str, str]) -> None:
+    for name, folder in adapters.items():
+        await engine.adapters.load(name, folder)
 
 
 class _Ended(Exception):
@@ -76,7 +86,7 @@ class _Chat:
     """One conversation."""
 
     def __init__(
-        self, portal: BlockingPortal, engine: Engine, console: Console, system: str, sampling: dict[str, Any]
+        self, portal: BlockingPortal, engine: Engine, console: Console, system: str, sampling: Mapping[str, Any]
     ) -> None:
         self._portal = portal
         self._engine = engine
@@ -87,7 +97,8 @@ class _Chat:
         """A line was refused that nobody sees who could type another."""
         self._system = system
         self._sampling = sampling
-        self._params = SamplingParams(**sampling)
+        self._params = _params(sampling)
+        self._wrap = WordWrap(lambda: self._console.width)
         self._adapter: str | None = None
         self._turns: list[dict[str, str]] = []
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
@@ -104,9 +115,8 @@ class _Chat:
         if self._terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - gives input() its arrow keys and history
-            self._tell(
-                f"{self._engine.info.model}. /help lists commands; Ctrl-C stops an answer, Ctrl-D ends the chat."
-            )
+            model = self._portal.call(lambda: self._engine.info.model)
+            self._tell(f"{model}. /help lists commands; Ctrl-C stops an answer, Ctrl-D ends the chat.")
         with contextlib.suppress(_Ended, EOFError):
             while True:
                 try:
@@ -163,9 +173,9 @@ class _Chat:
             answer.over.wait(5.0)
         except (Rejected, RequestFailed):
             if answer.pieces:  # why it failed gets a line of its own
-                self._console.print()
+                self._end_line()
             raise
-        self._console.print()
+        self._end_line()
         if self._terminal:
             self._tell(answer.summary(stopped))
         return "".join(answer.pieces)
@@ -182,7 +192,7 @@ class _Chat:
         self._tell(f"system message: {self._system or 'none'}")
 
     def _set_adapter(self, rest: str) -> None:
-        names = [info.name for info in self._portal.call(self._engine.adapters.list)]
+        names = [info.name for info in self._portal.call(lambda: self._engine.adapters.list())]
         if rest:
             if rest not in ("none", *names):
                 self._refuse(f"{rest}: there is no such adapter; there are {', '.join(['none', *names])}")
@@ -198,7 +208,7 @@ class _Chat:
         if name:
             wanted = {**self._sampling, name: _number(value.strip())}
             try:
-                self._params = SamplingParams(**wanted)
+                self._params = _params(wanted)
             except Rejected as error:
                 self._refuse(str(error))
                 return
@@ -215,8 +225,13 @@ class _Chat:
     # -- words ------------------------------------------------------------------------------------------------------
 
     def _show(self, text: str) -> None:
-        """Write a piece of an answer as it is, which no console does; a terminal gets it without commands."""
-        self._console.file.write(printable(text) if self._terminal else text)
+        """Write a piece of an answer as it is; a terminal gets it without commands, and its words whole."""
+        self._console.file.write(self._wrap.take(printable(text)) if self._terminal else text)
+        self._console.file.flush()
+
+    def _end_line(self) -> None:
+        """End an answer, with the word that was held back."""
+        self._console.file.write(f"{self._wrap.end()}\n")
         self._console.file.flush()
 
     def _tell(self, text: str) -> None:
@@ -256,6 +271,19 @@ class _Answer:
         if self.cached:
             parts.append(f"{self.cached} prompt tokens from cache")
         return ", ".join(parts)
+
+
+def _params(sampling: Mapping[str, Any]) -> SamplingParams:
+    """Return the values of `sampling` that are not None, checked against the bounds of the API.
+
+    Raises:
+        InvalidParams: A value is no number or out of its bounds.
+    """
+    try:
+        values = SamplingBounds(**sampling).model_dump(exclude_none=True)
+    except ValidationError as error:
+        raise invalid_params(error, SamplingBounds) from None
+    return SamplingParams(**values)
 
 
 def _number(text: str) -> Any:

@@ -10,10 +10,18 @@ import anyio
 import typer
 from rich.console import Console
 
-from headrace.engine import HeadraceError
-from headrace.server.arguments import FileOption, ModelArgument, chosen_model
+from headrace.engine import HeadraceError, SamplingParams
+from headrace.server.arguments import (
+    ContextOption,
+    DeviceOption,
+    DtypeOption,
+    FileOption,
+    ModelArgument,
+    SeedOption,
+    chosen_model,
+)
 from headrace.server.bench_cli import bench
-from headrace.server.flags import AnsweringCommand
+from headrace.server.flags import AnsweringCommand, flags_named
 from headrace.server.kernels_cli import kernels
 from headrace.server.serve_cli import serve
 
@@ -29,6 +37,8 @@ app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
 app.command(cls=AnsweringCommand)(serve)
 
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.", min=0.0, max=2.0)]
+_TOP_P = "Share of probability to choose among, of the likeliest tokens; above 0, at most 1."
 
 _INTERRUPTED = 130  # the exit code that typer makes of KeyboardInterrupt
 
@@ -52,6 +62,12 @@ def group(
 def demo(
     model: ModelArgument = None,
     file: FileOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    max_model_len: ContextOption = None,
+    seed: SeedOption = 0,
+    temperature: TemperatureOption = 0.6,
+    top_p: Annotated[float, typer.Option(help=_TOP_P)] = 0.9,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each chat, at most.", min=1)] = 120,
 ) -> None:
     """Stream several chats side by side.
@@ -60,16 +76,23 @@ def demo(
     """
     from headrace.server.demo import run_demo
 
-    console = Console()
-    anyio.run(lambda: run_demo(chosen_model(model), file=file, max_tokens=max_tokens, console=console))
+    options = {"file": file, "device": device, "dtype": dtype, "max_context": max_model_len, "seed": seed}
+    with flags_named():
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+        anyio.run(lambda: run_demo(chosen_model(model), params=params, console=Console(), **options))
 
 
 @app.command(cls=AnsweringCommand)
 def chat(
     model: ModelArgument = None,
     file: FileOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    max_model_len: ContextOption = None,
+    seed: SeedOption = 0,
     system: Annotated[str, typer.Option(help="The system message.")] = "You are a helpful assistant.",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.7,
+    temperature: TemperatureOption = 0.7,
+    top_p: Annotated[float | None, typer.Option(help=f"{_TOP_P} Left out, what the model recommends.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer, at most.", min=1)] = 512,
     adapter: Annotated[
         list[str] | None, typer.Option(help="NAME=FOLDER of an adapter to choose with /adapter; repeatable.")
@@ -88,14 +111,11 @@ def chat(
         if not separator:
             raise typer.BadParameter(f"--adapter {entry}: give NAME=FOLDER")
         adapters[name] = folder
-    if not run_chat(
-        chosen_model(model),
-        file=file,
-        system=system,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        adapters=adapters,
-    ):
+    options = {"file": file, "device": device, "dtype": dtype, "max_context": max_model_len, "seed": seed}
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    with flags_named():
+        done = run_chat(chosen_model(model), system=system, sampling=sampling, adapters=adapters, **options)
+    if not done:
         raise typer.Exit(1)
 
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import anyio
 from rich.columns import Columns
@@ -87,11 +88,18 @@ def demo_adapters() -> dict[str, Path]:
     return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
 
 
-async def run_demo(model: str, *, file: str | None = None, max_tokens: int, console: Console) -> None:
-    """Stream the demo's chats through one engine, drawing until all have ended."""
+async def run_demo(model: str, *, params: SamplingParams, console: Console, **options: Any) -> None:
+    """Stream the demo's chats through one engine, drawing until all have ended.
+
+    Args:
+        model: As `Engine` takes it.
+        params: Sampling of every chat.
+        console: What to draw on.
+        options: Further options of `Engine`.
+    """
     opening = time.perf_counter()
     adapters = demo_adapters() if is_demo_model(model) else {}
-    async with opened(model, console, file=file, max_rows=32, adapter_slots=len(adapters)) as engine:
+    async with opened(model, console, max_rows=32, adapter_slots=len(adapters), **options) as engine:
         opened_in = time.perf_counter() - opening
         for name, folder in adapters.items():
             await engine.adapters.load(name, folder)
@@ -100,7 +108,7 @@ async def run_demo(model: str, *, file: str | None = None, max_tokens: int, cons
         with Live(console=console, refresh_per_second=1 / _REFRESH_SECONDS, auto_refresh=False) as live:
             async with anyio.create_task_group() as tasks:
                 for chat in chats:
-                    tasks.start_soon(_run_chat, engine, chat, _prompt(chat, has_template), max_tokens)
+                    tasks.start_soon(_run_chat, engine, chat, _prompt(chat, has_template), params)
                 while any(chat.finish_reason is None for chat in chats):
                     live.update(_picture(engine, opened_in, chats, console), refresh=True)
                     await anyio.sleep(_REFRESH_SECONDS)
@@ -123,8 +131,7 @@ async def _has_chat_template(engine: Engine) -> bool:
     return True
 
 
-async def _run_chat(engine: Engine, chat: _Chat, prompt: str | list[dict[str, str]], max_tokens: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.6, top_p=0.9, seed=1)
+async def _run_chat(engine: Engine, chat: _Chat, prompt: str | list[dict[str, str]], params: SamplingParams) -> None:
     chat.started = time.perf_counter()
     async with engine.stream(prompt, params, adapter=chat.adapter) as stream:
         async for piece in stream.chunks():

@@ -19,7 +19,15 @@ import typer
 from rich.console import Console
 
 from headrace.engine import InvalidParams
-from headrace.server.arguments import FileOption, ModelArgument, chosen_model
+from headrace.server.arguments import (
+    ContextOption,
+    DeviceOption,
+    DtypeOption,
+    FileOption,
+    ModelArgument,
+    SeedOption,
+    chosen_model,
+)
 from headrace.server.flags import flags_named
 
 if TYPE_CHECKING:
@@ -70,15 +78,10 @@ ParserOption = Annotated[
         "template teaches."
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
 FormatOption = Annotated[str, typer.Option(help="auto; random invents weights.")]
 DefaultsOption = Annotated[
     str,
     typer.Option(help="Sampling of requests that leave it out: model is what its files recommend; none is OpenAI's."),
-]
-ContextOption = Annotated[
-    int | None, typer.Option("--max-model-len", "--max-context", help="Tokens of prompt and answer together.", min=2)
 ]
 RowsOption = Annotated[int | None, typer.Option("--max-num-seqs", "--max-rows", help="Requests in one step.", min=1)]
 BatchOption = Annotated[
@@ -104,7 +107,6 @@ PrefixOption = Annotated[
         help="Keep past prompts for requests that begin alike.",
     ),
 ]
-SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no seed.")]
 PolicyOption = Annotated[
     str | None,
     typer.Option(

@@ -1,6 +1,7 @@
 """Fields that requests share, and the one table from them to `SamplingParams`; never knows an endpoint.
 
-A field that the engine gains is added here, as a line in `RequestFields`; refused.py has those that are not built.
+A field that the engine gains is added here, as a line in `RequestFields`, or in bounds.py where a chat in the terminal
+sets it too; refused.py has those that are not built.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from headrace.engine import InvalidParams, SamplingParams
 from headrace.server.errors import ApiError, as_api_error, shape_error
+from headrace.server.protocol.bounds import SamplingBounds
 from headrace.server.protocol.documented import Also
 from headrace.server.protocol.formats import (
     FORMAT_FIELDS,
@@ -35,7 +37,6 @@ Int = Annotated[int, Field(strict=True)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Bool = Annotated[bool, Field(strict=True)]
 _STOP_SCHEMA: Final = Also({"type": "string", "minLength": 1, "maxLength": 256})
-_INT64: Final = 2**63
 _TOKEN: Final = re.compile(r"[0-9]{1,10}")
 _MAX_BIASES: Final = 1024
 _MAX_BEAMS: Final = 16
@@ -48,8 +49,8 @@ class StreamOptions(BaseModel):
     include_usage: Bool = False
 
 
-class RequestFields(BaseModel):
-    """What chats and completions both take. Unknown fields are dropped."""
+class RequestFields(SamplingBounds):
+    """What chats and completions both take, with the values of `SamplingBounds`. Unknown fields are dropped."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -57,13 +58,7 @@ class RequestFields(BaseModel):
     adapter: Annotated[str, Field(strict=True, min_length=1)] | None = None
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
     n: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(strict=True, ge=-_INT64, lt=_INT64)] | None = None
     stop: Annotated[Annotated[tuple[Stop, ...], Field(max_length=4)] | None, _STOP_SCHEMA] = None
     stop_token_ids: Annotated[tuple[Int, ...], Field(max_length=16)] | None = None
     include_stop_str_in_output: Bool | None = None
@@ -71,9 +66,6 @@ class RequestFields(BaseModel):
     ignore_eos: Bool | None = None
     spaces_between_special_tokens: Bool | None = None
     best_of: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
-    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(strict=True, ge=0.01, le=100)] | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=2**15)] | None = None

@@ -26,7 +26,7 @@ from anyio.from_thread import start_blocking_portal
 from rich.console import Console
 from serving import speaking
 
-from headrace.engine import Engine, SamplingParams
+from headrace.engine import Engine, HeadraceError, SamplingParams
 from headrace.engine.config import EngineConfig
 from headrace.server.chat import _Chat
 from headrace.server.cli import main
@@ -87,7 +87,7 @@ def test_the_demo_asks_a_base_model_in_plain_text(
 ) -> None:
     monkeypatch.setitem(tiny_models.CONFIG, "max_position_embeddings", 1024)
     model = tiny_models.whole_folder(tmp_path)
-    assert run(monkeypatch, "demo", str(model), "--max-tokens", "5") == 0
+    assert run(monkeypatch, "demo", str(model), "--max-tokens", "5", "--temperature", "0") == 0
     assert capsys.readouterr().out.count(" 5 tok, ") == 6
 
 
@@ -106,7 +106,7 @@ def test_the_demo_shows_no_command_to_the_terminal() -> None:
     async def main() -> None:
         async with engine:
             chat = _DemoChat("?")
-            await _run_chat(engine, chat, "Hi", 64)
+            await _run_chat(engine, chat, "Hi", SamplingParams(max_tokens=64))
             Console(file=shown, force_terminal=True, color_system=None).print(_panel(chat, 60, 12))
 
     anyio.run(main)
@@ -149,16 +149,18 @@ def test_an_answer_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(engine):
         chat = _Chat(portal, engine, Console(), "", {"temperature": 0, "max_tokens": 64})
         chat.run()
-        assert capsys.readouterr().out == text + "\n"
+        assert capsys.readouterr() == (text + "\n", "")
         chat._terminal = True  # which the text must not command
         chat._show(text)
-        assert capsys.readouterr().out == "all:\n\tcc a[:100:] :key: [2J\n."
+        chat._end_line()
+        assert capsys.readouterr().out == "all:\n\tcc a[:100:] :key: [2J\n.\n"
 
 
 def test_commands_of_a_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         "/help", "/dance", "/system You are terse.", "/adapter nobody", "/adapter none", "/set temperature 0",
-        "/set temperature cold", "/set max_tokens 2", "/set beam_width 3", "", "Hi", "/clear", "Hi", "/exit", "Never",
+        "/set temperature cold", "/set temperature 2.5", "/set top_k -2", "/set max_tokens 2.0", "/set max_tokens 2",
+        "/set beam_width 3", "", "Hi", "/clear", "Hi", "/exit", "Never",
     ]  # fmt: skip
     assert run(monkeypatch, "chat", str(smollm2), typed="\n".join(lines)) == 1
     shown, refused = (text.splitlines() for text in capsys.readouterr())
@@ -170,9 +172,43 @@ def test_commands_of_a_chat(smollm2: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert refused[0] == "/dance: there is no such command; /help lists them"
     assert refused[1].startswith("nobody: there is no such adapter")
     assert refused[2].startswith("temperature: ") and "'cold'" in refused[2]
-    assert refused[3].startswith("beam_width: what can be set is ")
+    assert [line.partition(":")[0] for line in refused[3:6]] == ["temperature", "top_k", "max_tokens"]
+    assert "equal to 2," in refused[3] and "-1" in refused[4]  # the API's bounds
+    assert refused[6].startswith("beam_width: what can be set is ")
     first, forgotten, again = rest[4:]
     assert first == again and first and forgotten.startswith("forgotten")
+
+
+def test_chat_and_demo_take_the_options_of_serve(base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[EngineConfig] = []
+
+    def opened(model: str, console: Console, **options: object) -> None:
+        seen.append(EngineConfig(model=model, **options))
+        raise HeadraceError("seen")
+
+    for command in ("chat", "demo"):
+        monkeypatch.setattr(f"headrace.server.{command}.opened", opened)
+        flags = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "64", "--seed", "7", "--top-p", "0.5"]
+        assert run(monkeypatch, command, str(base_model), *flags) == 1
+    assert [(one.device, one.dtype, one.max_context, one.seed) for one in seen] == [("cpu", "float32", 64, 7)] * 2
+
+
+@pytest.mark.parametrize("flags", [["--top-p", "0.5"], []])
+def test_top_p_of_a_chat_is_where_set_begins(
+    flags: list[str], base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "chat", str(base_model), *flags, typed="/set\n/set top_p 0.9\n/set top_p null\n") == 0
+    shown = [line.partition("top_p ")[2].partition(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["0.5" if flags else "1.0", "0.9", "1.0"]
+
+
+def test_a_terminal_shows_words_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, shown = speaking("The river turns the wheel.", prompt_len=len("user: Hi\n")), io.StringIO()
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(engine):
+        chat = _Chat(portal, engine, Console(file=shown, force_terminal=True, width=12), "", {"max_tokens": 64})
+        chat._terminal = True
+        chat._take("Hi")
+    assert shown.getvalue().startswith("The river\nturns the\nwheel.\n")
 
 
 def test_adapters_of_a_chat(
@@ -360,6 +396,13 @@ def test_a_bad_key_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ("serve {model} --file x.gguf", 1, "headrace: file: nothing in {model} matches x.gguf"),
         ("chat {model} --file x.gguf", 1, "headrace: file: nothing in {model} matches x.gguf"),
         ("demo {model} --file x.gguf", 1, "headrace: file: nothing in {model} matches x.gguf"),
+        ("chat {model} --max-model-len 1000000", 1, "this model was made for 256, got 1000000 (--max-model-len)"),
+        ("demo {model} --max-context 1000000", 1, "this model was made for 256, got 1000000 (--max-model-len)"),
+        ("chat {model} --device tpu", 1, "headrace: device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        ("demo {model} --dtype int3", 1, "headrace: dtype: "),
+        ("chat {model} --top-p 0", 1, "headrace: top_p: Input should be greater than 0, got 0.0"),
+        ("demo {model} --top-p 2", 1, "headrace: top_p: Input should be less than or equal to 1, got 2.0"),
+        ("chat {model} --temperature 3", 2, "--temperature"),
         ("serve {model} --background-last", 2, "--scheduling-policy fair_share or deadlines, not first_come"),
         ("serve {model} --tool-call-parser xyz", 2, "--tool-call-parser xyz: must be one of "),
         ("serve {model} --adapter-folder {file}", 2, "--adapter-folder {file}: there is no such folder"),
