@@ -1,11 +1,13 @@
-// The playground: joins the controls, the conversation and the server. Keeps both in this tab, so that a reload loses
-// neither; closing the tab forgets them.
+// The playground: joins the controls, the conversation, the chats that are kept, and the server. The tab keeps which
+// chat is open and how to sample, so that a reload loses neither; the browser keeps the chats.
 
+import { Drawer } from "./drawer.js";
+import * as history from "./history.js";
 import { Message } from "./messages.js";
 import { watch } from "./panel.js";
 import { Chats, getJson, key } from "./server.js";
 
-const CHAT = "headrace.chat";
+const OPEN = "headrace.open";
 const SETTINGS = "headrace.settings";
 const find = (id) => document.getElementById(id);
 
@@ -13,8 +15,10 @@ const log = find("log");
 const prompt = find("prompt");
 const sampling = find("sampling");
 const chats = new Chats();
-let messages = []; // {role, content, name, note}
-let running = null; // the answer that streams: {id, message, stopped}
+const drawer = new Drawer({ opened: open, removed: (id) => id === chat && open(null) });
+let chat = history.newId(); // the id of the open chat
+let messages = []; // {role, content, name, note}, one for each child of the log
+let running = null; // the answer that streams: {id, message, turn, stopped}
 
 // -- the conversation ------------------------------------------------------------------------------------------------
 
@@ -22,32 +26,40 @@ function send(text) {
   if (running || !text.trim()) return;
   messages.push({ role: "user", content: text });
   show(messages.at(-1));
-  keep();
   ask();
 }
 
 function ask() {
   const name = find("adapter").value || find("model").value;
-  const system = sampling.elements.system.value.trim();
-  const history = messages.map(({ role, content }) => ({ role, content }));
   const request = {
     model: name,
-    messages: system ? [{ role: "system", content: system }, ...history] : history,
+    messages: turns(),
     stream: true,
     stream_options: { include_usage: true },
     ...chosen(),
   };
+  const turn = { role: "assistant", name, content: "", note: "interrupted" }; // as a reload in its middle finds it
+  messages.push(turn);
   const message = new Message(log, "assistant", name);
   message.busy = true;
   const times = { asked: performance.now(), first: 0, last: 0 };
-  const answer = { message, name, stopped: false, usage: null, reason: null };
+  const answer = { message, turn, stopped: false, usage: null, reason: null };
   running = answer;
+  keep();
   controls();
   scroll(true);
   answer.id = chats.ask(request, (frame) => {
     if (frame.type === "chunk") take(answer, frame.data, times);
     else end(answer, frame.error, times);
   });
+}
+
+// What the model is sent. Chats take turns: a question that got no answer is left out, but for the last one.
+function turns() {
+  const system = sampling.elements.system.value.trim();
+  const answered = messages.filter(({ content }, place) => content && messages[place + 1]?.content !== "");
+  const history = answered.map(({ role, content }) => ({ role, content }));
+  return system ? [{ role: "system", content: system }, ...history] : history;
 }
 
 function take(answer, chunk, times) {
@@ -60,21 +72,22 @@ function take(answer, chunk, times) {
   times.last = performance.now();
   times.first ||= times.last;
   answer.message.add(content ?? "", reasoning ?? "");
-  keepAnswer(answer, "interrupted");
+  answer.turn.content = answer.message.text;
+  if (running === answer) keepSoon();
 }
 
 function end(answer, error, times) {
-  const { message } = answer;
+  const { message, turn } = answer;
   const failed = error && !answer.stopped;
-  const note = failed ? error.message : answer.stopped ? "stopped" : summary(answer, times);
+  turn.note = failed ? error.message : answer.stopped ? "stopped" : summary(answer, times);
   message.draw();
   message.busy = false;
-  if (failed) message.fail(note);
-  else message.note(note);
-  if (message.text || !error) keepAnswer(answer, note);
-  else if (running === answer) messages.pop(); // the question: chats take turns, and this one had no answer
-  if (running === answer) running = null;
-  find("announcement").textContent = failed ? "" : `The answer has ended: ${note}`;
+  if (failed) message.fail(turn.note);
+  else message.note(turn.note);
+  if (running !== answer) return; // of a chat that was closed
+  running = null;
+  keep();
+  find("announcement").textContent = failed ? "" : `The answer has ended: ${turn.note}`;
   controls();
   scroll();
 }
@@ -86,7 +99,7 @@ function summary({ usage, reason }, times) {
     const rate = seconds > 0 ? (usage.completion_tokens - 1) / seconds : 0;
     parts.push(`${usage.completion_tokens} tokens`);
     if (rate > 0) parts.push(`${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s`);
-    parts.push(`first after ${(times.first - times.asked).toFixed(0)} ms`);
+    if (times.first) parts.push(`first after ${(times.first - times.asked).toFixed(0)} ms`);
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     parts.push(`prompt ${usage.prompt_tokens}, ${cached} from cache`);
   }
@@ -100,38 +113,54 @@ function stop() {
   chats.cancel(running.id);
 }
 
-function clear() {
+// Forgets the messages from a place on, and asks again: for another answer, or with other words.
+function again(element, text = null) {
+  const place = [...log.children].indexOf(element);
+  if (running || place < 0) return;
+  messages.length = place;
+  while (log.children.length > place) log.lastElementChild.remove();
+  if (text === null) ask();
+  else send(text);
+}
+
+// Opens a chat that is kept, or a new one.
+function open(id) {
   stop();
   running = null;
-  messages = [];
-  log.replaceChildren();
-  keep();
+  if (timer) keep();
+  chat = id ?? history.newId();
+  restoreChat();
   controls();
+  scroll(true);
   prompt.focus();
 }
 
-// -- what the tab keeps ----------------------------------------------------------------------------------------------
+// -- what is kept ----------------------------------------------------------------------------------------------------
+
+let timer = 0;
 
 function keep() {
-  try {
-    sessionStorage.setItem(CHAT, JSON.stringify(messages));
-  } catch {
-    sessionStorage.removeItem(CHAT); // too long to be kept: it goes on, but a reload will lose it
-  }
+  clearTimeout(timer);
+  timer = 0;
+  history.save(chat, messages);
+  sessionStorage.setItem(OPEN, chat);
 }
 
-// Keeps an answer as far as it came: a reload in its middle shows it with `note`.
-function keepAnswer(answer, note) {
-  if (running !== answer) return; // of a chat that was cleared
-  if (messages.at(-1)?.role !== "assistant") messages.push({ role: "assistant", name: answer.name });
-  Object.assign(messages.at(-1), { content: answer.message.text, note });
-  clearTimeout(keepAnswer.timer);
-  keepAnswer.timer = setTimeout(keep, 200);
+function keepSoon() {
+  clearTimeout(timer);
+  timer = setTimeout(keep, 500);
+}
+
+function restoreChat() {
+  messages = history.load(chat);
+  log.replaceChildren();
+  messages.forEach(show);
+  sessionStorage.setItem(OPEN, chat);
 }
 
 function restore() {
-  messages = JSON.parse(sessionStorage.getItem(CHAT) ?? "[]");
-  messages.forEach(show);
+  chat = sessionStorage.getItem(OPEN) ?? chat;
+  restoreChat();
   const settings = JSON.parse(sessionStorage.getItem(SETTINGS) ?? "{}");
   for (const input of sampling.elements) if (input.name in settings) input.value = settings[input.name];
   return settings;
@@ -156,6 +185,7 @@ function controls() {
   find("stop").hidden = running === null;
   find("welcome").hidden = log.childElementCount > 0;
   find("clear").disabled = log.childElementCount === 0;
+  log.classList.toggle("busy", running !== null);
 }
 
 function settle() {
@@ -208,9 +238,11 @@ function asked() {
   });
 }
 
-function health(well, text) {
+// Shows how the server is: `reached` is false where it gave no answer at all.
+function health(well, text, reached = true) {
   find("health").textContent = text;
   find("health").classList.toggle("well", well);
+  find("unreachable").hidden = reached;
 }
 
 // -- the beginning ---------------------------------------------------------------------------------------------------
@@ -229,14 +261,17 @@ function listen() {
   });
   document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
   find("stop").addEventListener("click", stop);
-  find("clear").addEventListener("click", clear);
+  find("clear").addEventListener("click", () => open(null));
+  find("chats").addEventListener("click", () => drawer.show(chat));
   find("suggestions").addEventListener("click", ({ target }) => target.matches("button") && send(target.textContent));
   sampling.addEventListener("input", settle);
   sampling.addEventListener("submit", (event) => event.preventDefault());
   sampling.addEventListener("reset", () => setTimeout(settle));
   for (const id of ["model", "adapter"]) find(id).addEventListener("change", settle);
   log.addEventListener("drawn", () => scroll());
-  window.addEventListener("pagehide", keep);
+  log.addEventListener("again", ({ target }) => again(target));
+  log.addEventListener("edited", ({ target, detail }) => again(target, detail));
+  window.addEventListener("pagehide", () => timer && keep());
 }
 
 // Until the server answers, it is asked again every few seconds.
@@ -244,7 +279,8 @@ async function connect(wanted) {
   try {
     await admitted(wanted);
   } catch (error) {
-    health(false, error.status ? error.message : "no answer");
+    if (error.status) health(false, error.message);
+    else health(false, "server not reachable", false);
     setTimeout(() => connect(wanted), 3000);
     return;
   }

@@ -1,27 +1,29 @@
-// How messages look. What a model or a person wrote is only ever set as text; code between ``` gets a box of its own.
+// One message of a chat as it is seen: a question as it was typed, an answer as Markdown; and what can be done with it.
 
-export function element(tag, className, text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.textContent = text;
-  return made;
-}
+import { blockElement, button, copy, element } from "./elements.js";
+import { blocksOf } from "./markdown.js";
 
 export class Message {
   #text = "";
   #reasoning = "";
   #drawing = false;
+  #sources = []; // of the blocks that are drawn
 
-  // `name` is who speaks; the element goes to the end of `log`.
+  // `name` is who speaks; the element goes to the end of `log`. "edited", with the new text, and "again" are its events.
   constructor(log, role, name, text = "") {
+    this.role = role;
     this.element = element("article", `message ${role}`);
     this.element.append(element("h3", "name", name));
     this.thoughts = element("details", "thoughts");
     this.thoughts.hidden = true;
-    this.thoughts.append(element("summary", "", "Reasoning"), element("div", "prose"));
-    this.body = element("div", "body");
+    this.thoughts.append(element("summary", "", "Reasoning"), element("div", "plain"));
+    this.body = element("div", role === "user" ? "body plain" : "body");
     this.foot = element("p", "foot");
-    this.element.append(this.thoughts, this.body, this.foot);
+    this.actions = element("div", "actions");
+    this.actions.append(button("Copy", "copy", (pressed) => copy(this.#text, pressed)));
+    if (role === "user") this.actions.append(button("Edit", "edit", () => this.#edit()));
+    else this.actions.append(button("Regenerate", "again", () => this.#tell("again")));
+    this.element.append(this.thoughts, this.body, this.foot, this.actions);
     log.append(this.element);
     this.add(text);
     this.draw();
@@ -46,17 +48,22 @@ export class Message {
       this.thoughts.hidden = false;
       this.thoughts.lastElementChild.textContent = this.#reasoning;
     }
-    const parts = split(this.#text);
-    parts.forEach((part, place) => {
+    if (this.role === "user") this.body.textContent = this.#text;
+    else this.#drawBlocks(blocksOf(this.#text));
+    this.#tell("drawn");
+  }
+
+  // Text grows at its end alone: blocks that were drawn before stay, and what is selected in them.
+  #drawBlocks(blocks) {
+    blocks.forEach((block, place) => {
+      if (this.#sources[place] === block.source) return;
       const old = this.body.children[place];
-      if (old?.textContent === part.text && old.className === part.className) return; // text only grows at its end
-      const made = element(part.className === "code" ? "pre" : "div", part.className, part.text);
-      if (part.language) made.dataset.language = part.language;
+      const made = blockElement(block);
       if (old) old.replaceWith(made);
       else this.body.append(made);
     });
-    while (this.body.children.length > parts.length) this.body.lastElementChild.remove();
-    this.element.dispatchEvent(new CustomEvent("drawn", { bubbles: true }));
+    this.#sources = blocks.map(({ source }) => source);
+    while (this.body.children.length > blocks.length) this.body.lastElementChild.remove();
   }
 
   set busy(value) {
@@ -72,25 +79,35 @@ export class Message {
     this.foot.setAttribute("role", "alert");
     this.foot.textContent = text;
   }
-}
 
-// Prose and code, in turn; code that has not ended yet goes to the end of the text.
-function split(text) {
-  const parts = [];
-  let rest = text;
-  while (rest) {
-    const start = rest.search(/(^|\n)```/);
-    if (start < 0) break;
-    const prose = rest.slice(0, start);
-    if (prose.trim()) parts.push({ className: "prose", text: prose.trim() });
-    rest = rest.slice(start).replace(/^\n/, "");
-    const opening = rest.match(/^```([^\n]*)\n?/);
-    rest = rest.slice(opening[0].length);
-    const end = rest.search(/(^|\n)```[ \t]*(\n|$)/);
-    const code = end < 0 ? rest : rest.slice(0, end);
-    parts.push({ className: "code", text: code, language: opening[1].trim() });
-    rest = end < 0 ? "" : rest.slice(end).replace(/^\n?```[ \t]*/, "");
+  // Puts a field in the place of the text until it is sent or cancelled.
+  #edit() {
+    const form = element("form", "editor");
+    const field = element("textarea");
+    field.value = this.#text;
+    field.setAttribute("aria-label", "Edited message");
+    const send = element("button", "small send", "Send");
+    const finish = () => {
+      form.remove();
+      this.body.hidden = this.actions.hidden = false;
+    };
+    form.append(field, button("Cancel", "quiet", finish), send);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (field.value.trim()) this.#tell("edited", field.value);
+    });
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") finish();
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      form.requestSubmit();
+    });
+    this.body.hidden = this.actions.hidden = true;
+    this.body.after(form);
+    field.focus();
   }
-  if (rest.trim()) parts.push({ className: "prose", text: parts.length ? rest.trim() : rest.trimStart() });
-  return parts;
+
+  #tell(name, detail = null) {
+    this.element.dispatchEvent(new CustomEvent(name, { bubbles: true, detail }));
+  }
 }

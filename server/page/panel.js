@@ -7,7 +7,7 @@ const show = (id, text) => {
   document.getElementById(id).textContent = text;
 };
 
-// Calls `told` with whether the server is well, and why not.
+// Calls `told` with whether the server is well, what to say of it, and whether it answered at all.
 export function watch(told) {
   const rates = [];
   const look = async () => {
@@ -17,7 +17,8 @@ export function watch(told) {
       draw(load, rates);
       told(load.trouble === null, load.trouble ?? "ready");
     } catch (error) {
-      told(false, error.status ? error.message : "no answer");
+      if (error.status) told(false, error.message);
+      else told(false, "server not reachable", false);
     }
   };
   const turn = async () => {

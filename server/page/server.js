@@ -54,6 +54,7 @@ export class Chats {
     const url = new URL("v1/chat/completions", document.baseURI);
     url.protocol = url.protocol.replace("http", "ws");
     const socket = new WebSocket(url, key.get() ? [PROTOCOL, `${PROTOCOL}.key.${base64url(key.get())}`] : []);
+    socket.addEventListener("open", () => (socket.opened = true));
     socket.addEventListener("message", (event) => this.#take(JSON.parse(event.data)));
     socket.addEventListener("close", (event) => this.#lost(socket, event.reason));
     this.#socket = socket;
@@ -70,7 +71,7 @@ export class Chats {
     if (this.#socket === socket) this.#socket = null;
     const takers = [...this.#takers.values()];
     this.#takers.clear();
-    const message = reason || "the connection to the server was lost";
+    const message = reason || (socket.opened ? "the connection to the server was lost" : "server not reachable");
     for (const take of takers) take({ type: "error", error: { message, code: "disconnected" } });
   }
 }

@@ -19,14 +19,14 @@ from headrace.server.service import Service
 
 __all__ = ["ASSETS", "page_routes"]
 
+_SCRIPTS: Final = (
+    "colours", "drawer", "elements", "history", "main", "markdown", "messages", "panel", "server"
+)  # fmt: skip
 ASSETS: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
-    "/page/main.js": ("main.js", "text/javascript; charset=utf-8"),
-    "/page/messages.js": ("messages.js", "text/javascript; charset=utf-8"),
-    "/page/panel.js": ("panel.js", "text/javascript; charset=utf-8"),
-    "/page/server.js": ("server.js", "text/javascript; charset=utf-8"),
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
+    **{f"/page/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 """File and media type of each path."""
 

@@ -1,8 +1,11 @@
-"""What several tests of the server use: a scripted server, OpenAI's client of it, and a model that calls tools."""
+"""What several tests of the server use: a scripted server, OpenAI's client, a browser, and a model that calls tools."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -21,6 +24,31 @@ def server() -> Iterator[Serving]:
 def client(server: Serving) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none-needed", max_retries=0) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium is installed")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=found, chromium_sandbox=os.geteuid() != 0)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A tab of its own; a script that fails, or that the policy stops, fails the test."""
+    context = browser.new_context()
+    context.set_default_timeout(10_000)
+    tab, troubles = context.new_page(), []
+    tab.on("pageerror", lambda error: troubles.append(str(error)))
+    tab.on("console", lambda message: troubles.append(message.text) if "Content Security" in message.text else None)
+    yield tab
+    context.close()
+    assert not troubles
 
 
 @pytest.fixture(scope="module", autouse=True)
