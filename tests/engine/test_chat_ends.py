@@ -21,15 +21,20 @@ TRIMS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}" + END + "{
 NEVER = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
 
 
+def metadata(template: str) -> dict[str, Any]:
+    """Return the metadata of a small tokenizer with a chat template."""
+    return byte_metadata(chat_template=template) | {"tokenizer.chat_template": template}
+
+
 @cache
 def speaker(template: str) -> Tokenizer:
-    """A small tokenizer with a chat template."""
-    return Tokenizer.from_gguf(byte_metadata(chat_template=template) | {"tokenizer.chat_template": template})
+    """Make that tokenizer."""
+    return Tokenizer.from_gguf(metadata(template))
 
 
-def rendered(tokenizer: Tokenizer, chat: list[dict[str, str]], **options: Any) -> list[int]:
+def rendered(template: str, chat: list[dict[str, str]], **options: Any) -> list[int]:
     """What transformers gives."""
-    reference = as_transformers(tokenizer)
+    reference = as_transformers(lambda: metadata(template))
     found: list[int] = list(reference.apply_chat_template(chat, tokenize=True, return_dict=False, **options))
     return found
 
@@ -40,9 +45,9 @@ def test_the_ends_are_those_of_transformers(template: str, text: str) -> None:
     tokenizer = speaker(template)
     chat = [USER, {"role": "assistant", "content": text}]
     opened, closed, answer = (tokenizer.encode_chat(chat, end=end) for end in ("open", "closed", "answer"))
-    assert opened == rendered(tokenizer, chat, continue_final_message=True)
-    assert closed == rendered(tokenizer, chat, add_generation_prompt=False)
-    assert answer == rendered(tokenizer, chat, add_generation_prompt=True) == tokenizer.encode_chat(chat)
+    assert opened == rendered(template, chat, continue_final_message=True)
+    assert closed == rendered(template, chat, add_generation_prompt=False)
+    assert answer == rendered(template, chat, add_generation_prompt=True) == tokenizer.encode_chat(chat)
     assert len(opened) < len(closed) < len(answer)
 
 
