@@ -91,7 +91,9 @@ def exact_schema(schema: Any) -> Any:
     if not isinstance(schema, dict) or not isinstance(schema.get("$defs", {}), dict) or '"$id"' in json.dumps(schema):
         return _exact(schema, shares=False)
     made = _exact(schema, shares=True)
-    return {**made, "$defs": {**made.get("$defs", {}), **SHARED}}
+    written = json.dumps(made)
+    used = {name: each for name, each in SHARED.items() if f'"#/$defs/{name}"' in written}
+    return {**made, "$defs": {**made.get("$defs", {}), **used}} if used else made
 
 
 def _exact(schema: Any, shares: bool) -> Any:

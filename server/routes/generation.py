@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
-from headrace.engine import Prompt, SamplingParams
+from headrace.engine import Prompt, SamplingParams, TokenizeOptions
 from headrace.engine.tools import ToolParser, format_names, make_parser, parser_class
 from headrace.server.answering import Answering, Ask
 from headrace.server.auth import Caller
@@ -138,6 +138,16 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
     return chat_ask(service, fields, make_answer)
 
 
+def _prompt_options(service: Service, fields: ChatFields) -> TokenizeOptions:
+    """Return how the prompt of a chat ends, and what its template reads besides its own values.
+
+    Raises:
+        ApiError: It asks for an end or for values that the model does not have.
+    """
+    values = fields.template_kwargs(service.switches, reasons=service.reasons)
+    return {**fields.ending, "template_kwargs": values} if values else fields.ending
+
+
 def chat_ask(
     service: Service,
     fields: ChatFields,
@@ -155,7 +165,7 @@ def chat_ask(
     Raises:
         ApiError: It asks for nothing that can be done.
     """
-    offered, ending = fields.offered(), fields.ending
+    offered, ending = fields.offered(), _prompt_options(service, fields)
     begun = (fields.messages[-1].content or "") if ending.get("continue_final_message") else ""
     if offered.allowed and service.tool_format is None:
         message = (
@@ -191,7 +201,7 @@ def chat_ask(
         params,
         prompts=[fields.chat()],
         tools=offered.template,
-        ending={**ending, "template_kwargs": fields.template_kwargs(service.switches, reasons=service.reasons)},
+        ending=ending,
         limit=fields.limit,
         refine=refine if wanted is not None or calls is not None else None,
         names=known,
