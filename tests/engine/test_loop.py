@@ -278,7 +278,8 @@ async def test_a_request_in_the_tokenizers_thread_gets_the_crash_too() -> None:
         with pytest.raises(EngineCrashed):
             async with engine:
                 held = threading.Event()
-                engine._helper.submit(lambda: held.wait(20), lambda *_: None)
+                for _ in range(2):  # its threads
+                    engine._helper.submit(lambda: held.wait(20), lambda *_: None)
                 waiting = engine.stream("x" * 3000)
                 breaking("plan")(engine)
                 doomed = engine.stream("kills it")

@@ -206,7 +206,7 @@ def test_shares_that_mean_nothing_are_refused_before_anything_is_loaded(loads: s
 def test_flood(target: Target, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flood, "_WARMING", 0.2)
     monkeypatch.setattr(flood, "_SETTLING", 0.05)
-    flood.run(target, rows=4, seconds=0.3, loads=[0.87], scale=0.02, json_path=str(out))
+    flood.run(target, rows=4, seconds=1.0, loads=[0.87], scale=0.02, json_path=str(out))
     found = read(out)
     for loads in (found["all alike"], found["fair_share"], found["first_come"]):
         each = loads.pop("0.87")
