@@ -395,12 +395,12 @@ class Engine(Elastic):
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine runs and what it can hold.
+        """What the engine runs and what it can hold; may be read in any thread.
 
         Raises:
             EngineStopped: The engine is not open.
         """
-        loop, opened = self._serving()
+        loop, opened = self._serving_anywhere()
         return replace(opened.info, num_pages=loop.scheduler.capacity.num_pages)
 
     def stats(self) -> EngineStats:

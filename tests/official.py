@@ -177,13 +177,14 @@ class Judged:
     def __init__(self, app: Starlette) -> None:
         """Pass everything on to `app`."""
         self._app = app
-        self.state = app.state
+        self.state, self.routes = app.state, app.routes
         self._kept: dict[tuple[str, int], deque[bytes]] = defaultdict(lambda: deque(maxlen=_KEPT))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, and keep the answer if an official schema is about it."""
         path = scope.get("path", "")
-        if scope["type"] != "http" or not (path in _WHOLE or path.startswith(_MORE)) or not _LATEST:
+        known = path in _WHOLE or path.startswith(_MORE)
+        if scope["type"] != "http" or scope["method"] == "OPTIONS" or not known or not _LATEST:
             await self._app(scope, receive, send)
             return
         parts: list[bytes] = []

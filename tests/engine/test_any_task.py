@@ -199,7 +199,6 @@ async def calls_on(engine: ScriptedEngine) -> dict[str, Callable[[], Any]]:
         "wake": engine.wake,
         "kv_events": engine.kv_events,
         "kv_scope": engine.kv_scope,
-        "info": lambda: engine.info,
         "stats": engine.stats,
         "aclose": engine.aclose,
         "__aexit__": lambda: engine.__aexit__(None, None, None),

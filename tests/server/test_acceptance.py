@@ -529,7 +529,7 @@ def test_33_unknown_fields(server: Serving) -> None:
 
 def test_33_reasoning_of_earlier_turns_goes_to_the_template() -> None:
     turn = {"role": "assistant", "content": "b", "reasoning_content": "why"}
-    assert ChatMessage.model_validate(turn).for_template(0) == turn
+    assert ChatMessage.model_validate(turn).for_template() == turn
 
 
 def test_35_salts_and_keys_share_no_cached_prompt() -> None:

@@ -152,7 +152,7 @@ def test_tokens_and_back(server: Serving) -> None:
     [
         (openai.BadRequestError, {"temperature": 3}),
         (openai.NotFoundError, {"model": "other"}),
-        (openai.BadRequestError, {"extra_body": {"logit_bias": {"5": 1}}}),
+        (openai.BadRequestError, {"extra_body": {"logit_bias": {"5": 1000}}}),
     ],
 )
 def test_refusals_are_the_classes_that_the_client_knows(
