@@ -21,7 +21,7 @@ import httpx2
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from official import Judged
 
-from headrace.engine import Engine
+from headrace.engine import Engine, EngineStats
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner
 from headrace.server import ServerSettings, create_app
@@ -122,9 +122,13 @@ class Serving:
         assert answer.json()["usage"]["completion_tokens"] == 2
         assert time.monotonic() - began < 1.0
 
+    def stats(self) -> EngineStats:
+        """The engine's figures, asked for on its event loop."""
+        return self.portal.call(self.engine.stats)
+
     @property
     def idle(self) -> bool:
-        stats = self.portal.call(self.engine.stats)
+        stats = self.stats()
         return not (stats.pages_held or stats.running or stats.waiting or stats.paused or self.service.running)
 
 

@@ -435,7 +435,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
         (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (CHATS, {"max_tokens": 0}, "max_tokens"),
-        (CHATS, {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        (CHATS, {"max_completion_tokens": 0}, "max_completion_tokens"),
         (COMPLETIONS, {"use_beam_search": True, "n": 17}, "n"),
         (COMPLETIONS, {"use_beam_search": True, "n": 2, "logprobs": 1}, "logprobs"),
         (COMPLETIONS, {"length_penalty": 0.5}, "length_penalty"),

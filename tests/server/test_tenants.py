@@ -57,7 +57,7 @@ def test_a_refused_prompt_costs_what_was_tokenised_and_nothing_where_it_was_not(
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert spent(server) == 5000
         answer = server.post({"prompt": "x" * 1000, "max_tokens": 100})
-        assert answer.status_code == 400 and "exceed the context" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "maximum context length" in answer.json()["error"]["message"]
         assert spent(server) == 1000
         for untokenised in ("x" * 6000, [7] * 5000):
             assert server.post({"prompt": untokenised, "max_tokens": 1}).status_code == 400

@@ -168,7 +168,7 @@ def test_a_client_that_goes_away_cancels_its_request(path: str) -> None:
             server.post(PATHS[path], path, timeout=0.3)
         until(lambda: not server.service.running)
         gate.set()
-        until(lambda: not server.engine.stats().pages_held and not server.engine.stats().running)
+        until(lambda: not server.stats().pages_held and not server.stats().running)
         assert server.post(PATHS[path], path).status_code == 200
 
 
@@ -229,20 +229,20 @@ def test_38_what_no_step_takes_up_in_time_is_refused_and_not_charged() -> None:
     limits = {"other": KeyLimits(tokens_per_minute=100)}
     with held_up(queue_timeout=0.6, key_limits=limits) as (server, gate):
         with asking(server, {"input": ["ab", "cd"]}) as answers:
-            until(lambda: server.engine.stats().running == 1)
+            until(lambda: server.stats().running == 1)
             waited = ask(server, {"input": "e" * 320}, "other")
             check_error(waited, 503, "queue_timeout")
             assert 1 <= int(waited.headers["retry-after"]) <= 30
             gate.set()
         assert answers[0].status_code == 200  # it ran all the while
-        assert server.engine.stats().prompt_tokens == 4  # what was refused was never prefilled
+        assert server.stats().prompt_tokens == 4  # what was refused was never prefilled
         assert ask(server, {"input": "e" * 90}, "other").status_code == 200
 
 
 def test_what_waits_is_bounded_until_a_step_takes_it_up() -> None:
     with held_up(max_queue=1) as (server, gate):
         with asking(server, {"input": ["a"] * 40}) as first:
-            until(lambda: server.engine.stats().running == 1)
+            until(lambda: server.stats().running == 1)
             until(lambda: not server.service.limits._queue.choices)  # the rest of it is let in as rows become free
             with asking(server, {"input": "b"}, "other") as second:
                 until(lambda: server.service.limits._queue.choices == 1)
@@ -267,7 +267,7 @@ def test_a_key_is_charged_about_right_while_its_vectors_are_computed() -> None:
     limits = {"one": KeyLimits(tokens_per_minute=100)}
     with held_up(key_limits=limits) as (server, gate):
         with asking(server, {"input": "a" * 200}) as first:
-            until(lambda: server.engine.stats().running == 1)
+            until(lambda: server.stats().running == 1)
             with asking(server, {"input": "b" * 100}) as second:  # the first counts for 50 as yet
                 until(lambda: len(server.service.running) == 2)
                 gate.set()
