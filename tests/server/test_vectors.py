@@ -225,7 +225,7 @@ def ask(server: Serving, body: dict[str, Any], key: str = "one") -> Any:
     return server.post(body, "/v1/embeddings", headers={"authorization": f"Bearer {KEYS[key]}"})
 
 
-def test_38_what_no_step_takes_up_in_time_is_refused_and_not_charged() -> None:
+def test_38_what_no_step_takes_up_in_time_is_refused_and_costs_what_was_tokenised() -> None:
     limits = {"other": KeyLimits(tokens_per_minute=100)}
     with held_up(queue_timeout=0.6, key_limits=limits) as (server, gate):
         with asking(server, {"input": ["ab", "cd"]}) as answers:
@@ -236,7 +236,7 @@ def test_38_what_no_step_takes_up_in_time_is_refused_and_not_charged() -> None:
             gate.set()
         assert answers[0].status_code == 200  # it ran all the while
         assert server.stats().prompt_tokens == 4  # what was refused was never prefilled
-        assert ask(server, {"input": "e" * 90}, "other").status_code == 200
+        assert ask(server, {"input": "e" * 90}, "other").status_code == 429  # 320 of 100 tokens were made of its text
 
 
 def test_what_waits_is_bounded_until_a_step_takes_it_up() -> None:
