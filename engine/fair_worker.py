@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Final, TypeVar
 
 from headrace.engine.fair_queue import FairQueue, FairTurn
@@ -25,8 +24,8 @@ _RING: Final = Call(lambda: None, lambda result, error: None)
 class FairWorker(Worker):
     """A `Worker` for the calls of tenants, which take turns, and for the engine's own, which come before them.
 
-    `submit` and `run` are for the engine's own calls, `submit_for` and `ask_for` for those of tenants. A tenant is
-    charged with the seconds that its calls take in a thread.
+    `submit` and `run` are for the engine's own calls; `submit_for`, also passed to `ask`, is for those of tenants.
+    A tenant is charged with the seconds that its calls take in a thread.
     """
 
     def __init__(self, name: str, post: Poster, *, threads: int = 1, most_of_one: int | None = None) -> None:
@@ -67,10 +66,6 @@ class FairWorker(Worker):
         with self._lock:
             self._turns.put(tenant, Call(call, done), cost)
         self._calls.put(_RING)
-
-    async def ask_for(self, tenant: str | None, call: Callable[[], T], *, cost: float = 0.0) -> T:
-        """Run `call` in a turn of `tenant`, as `ask` does."""
-        return await self.ask(call, partial(self.submit_for, tenant, cost=cost))
 
     def drop(self, error: BaseException) -> None:
         """End every tenant's waiting calls with `error` and leave those that run alone. Called on the event loop."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -65,10 +66,10 @@ async def test_who_asks_and_is_cancelled_leaves_at_once_and_its_call_never_begin
     ran: list[int] = []
     with held(worker) as go_on:
         with anyio.move_on_after(0.02) as scope:
-            await worker.ask_for("a", lambda: ran.append(1))
+            await worker.ask(lambda: ran.append(1), partial(worker.submit_for, "a"))
         assert scope.cancelled_caught
         assert not go_on.is_set()
-    assert await worker.ask_for("a", lambda: 7) == 7
+    assert await worker.ask(lambda: 7, partial(worker.submit_for, "a")) == 7
     assert ran == []
     error = KeyError("asked")
 
@@ -76,7 +77,7 @@ async def test_who_asks_and_is_cancelled_leaves_at_once_and_its_call_never_begin
         raise error
 
     with pytest.raises(KeyError) as caught:
-        await worker.ask_for("a", fail)
+        await worker.ask(fail, partial(worker.submit_for, "a"))
     assert caught.value is error
     worker.close()
 
