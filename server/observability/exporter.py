@@ -62,13 +62,13 @@ class Exporter:
     def text(self) -> bytes:
         """The metrics, in `MEDIA_TYPE`.
 
-        A text is used again for fifty times as long as it took to make: asking without pause costs the streams little.
+        A text is used again for fifty times the processor time that it took to make: asking without pause costs the
+        streams little.
         """
-        began = time.perf_counter()
-        if began >= self._fresh_until:
+        if time.monotonic() >= self._fresh_until:
+            began = time.thread_time()
             self._text = generate_latest(self._registry)
-            now = time.perf_counter()
-            self._fresh_until = now + (now - began) / _SHARE
+            self._fresh_until = time.monotonic() + (time.thread_time() - began) / _SHARE
         return self._text
 
 
