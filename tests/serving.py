@@ -120,7 +120,7 @@ class Serving:
         answer = self.post({"prompt": "ping", "max_tokens": 2, "ignore_eos": True})
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 2
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 5.0
 
     def stats(self) -> EngineStats:
         """The engine's figures, asked for on its event loop."""

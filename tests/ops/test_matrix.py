@@ -1,8 +1,9 @@
 """Every kernel and tiling, compiled for every kind of GPU that the engine runs on, without one of them.
 
 The launches are those of the engine's own code, for the sizes of real models, so a tiling is the one that would be
-chosen there. What a kernel wants of a block's shared memory must be what the GPU has. HEADRACE_MATRIX=all takes many
-sizes of models and batches, where one of each kind is the usual.
+chosen there. What a kernel wants of a block's shared memory must be what the GPU has. Usually every GPU gets the
+kernels of a decode step, and those with the fewest features and the least shared memory get all kernels, each for one
+size of model and batch. HEADRACE_MATRIX=all, which `make soak` sets, gives every GPU all kernels for many sizes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ pytest.importorskip("triton", reason="needs triton, which `make test` installs")
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 POSITIONS, PAGES, SLOTS, RANK = 4096, 64, 4, 16
+ALL_KERNELS = ("sm_86",)
+"""GPUs of the oldest features and the least shared memory."""
 EVERYTHING = os.environ.get("HEADRACE_MATRIX") == "all"
 USUAL = "llama-3.1-8b"
 
@@ -225,6 +228,8 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
         chip = Chip(arch, model)
         for rows in (1, 2, 32, 64, 256) if everything else (1, 64):
             yield f"{name}, decode of {rows}", decode, chip, rows
+        if not everything and arch not in ALL_KERNELS:
+            continue
         for rows in (1, 8, 64, 256) if everything else (64,):
             yield f"{name}, adapters of {rows}", adapted, chip, rows
         for tokens in (65, 2048) if everything else (2048,):
@@ -233,8 +238,9 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
         if chip.arch.has("fp8"):
             yield f"{name}, 8 bits", decode, Chip(arch, model, fp8=True), 4
             yield f"{name}, 8 bits, prefill", prefill, Chip(arch, model, fp8=True), 128
-    yield "exchange", exchange, chip, 64
-    yield "adapters' files", unpack, chip, 1
+    if everything or arch in ALL_KERNELS:
+        yield "exchange", exchange, chip, 64
+        yield "adapters' files", unpack, chip, 1
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -246,7 +252,8 @@ def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
             call(chip, rows)
             unfit += [(what, launch) for launch in launches - before if launch.shared_bytes > chip.arch.shared_bytes]
     assert not unfit, f"{arch} has {chip.arch.shared_bytes} bytes"
-    assert len({launch.kernel for launch in launches}) >= 30
+    kernels = {launch.kernel for launch in launches}
+    assert len(kernels) >= (30 if EVERYTHING or arch in ALL_KERNELS else 5), kernels
 
 
 SHAPES = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (8, 1, 128), (9, 3, 64), (14, 2, 64)]

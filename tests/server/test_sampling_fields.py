@@ -169,19 +169,16 @@ def test_an_echo_without_tokens(server: Serving, logprobs: int | None) -> None:
         assert "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == index) == prompt
 
 
-def test_log_probabilities_are_those_of_transformers(server: Serving, smollm2: Path) -> None:
+@pytest.mark.xdist_group("smollm2")
+def test_log_probabilities_are_those_of_transformers(server: Serving, smollm2_of_transformers: Any) -> None:
     import torch
-    import transformers
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
-    )
     found = choice_of(server, echo=True, logprobs=3)["logprobs"]
     ids = ids_of(server, PROMPT)
     text = choice_of(server)["text"]
     tokens = ids + ids_of(server, text)
     with torch.no_grad():
-        expected = torch.log_softmax(loaded(torch.tensor([tokens])).logits[0].float(), -1)
+        expected = torch.log_softmax(smollm2_of_transformers(torch.tensor([tokens])).logits[0].float(), -1)
     assert len(found["tokens"]) == len(tokens)
     for place, (logprob, top) in enumerate(zip(found["token_logprobs"], found["top_logprobs"], strict=True)):
         if place:
