@@ -11,6 +11,7 @@ always multiplies in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -109,6 +110,32 @@ def linear(weight: Tensor | GroupQuantised, bias_O: Tensor | None, *, dtype: tor
     return _Int4(weight, bias_O, many)
 
 
+def _pack_by_torch(values_OI: Tensor) -> Tensor:
+    """Return 4-bit values in the layout of torch's product, [out, in / 2] bytes that depend on the processor."""
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(values_OI.int(), 1)
+    return packed
+
+
+def _pack_blocks(values_OI: Tensor) -> Tensor:
+    """Do as `_pack_by_torch` on processors with AVX-512, in a third of its time.
+
+    There each 64 outputs are a block of [in, 32] bytes, of which a byte holds an output in its low half and the output
+    32 further in its high half.
+    """
+    outs, ins = values_OI.shape
+    halves_B2oI = values_OI.view(-1, 2, _INT4_BLOCK_OUTS // 2, ins)
+    bytes_BoI = torch.bitwise_left_shift(halves_B2oI[:, 1], 4).bitwise_or_(halves_B2oI[:, 0])
+    return bytes_BoI.transpose(1, 2).reshape(outs, ins // 2)
+
+
+@cache
+def _packs_blocks() -> bool:
+    """Whether `_pack_blocks` gives this processor's layout, which torch does not document."""
+    numbers = torch.arange(2 * _INT4_BLOCK_OUTS * GROUP)
+    values_OI = (numbers * 2654435761 >> 16).bitwise_and_(15).to(torch.uint8).view(-1, GROUP)
+    return torch.equal(_pack_blocks(values_OI), _pack_by_torch(values_OI))
+
+
 def _dense(weight_OI: Tensor, bias_O: Tensor | None) -> CpuLinear:
     onednn: bool = torch.backends.mkldnn.is_available()
     if onednn and (weight_OI.dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
@@ -148,8 +175,8 @@ class _Int4:
 
     def __init__(self, weight: GroupQuantised, bias_O: Tensor | None, many: CpuLinear) -> None:
         values_OI = weight.values_OI
-        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
-        self._packed = torch.cat([pack(values_OI[rows].int(), 1) for rows in _row_blocks(values_OI)])
+        pack = _pack_blocks if _packs_blocks() and len(values_OI) % _INT4_BLOCK_OUTS == 0 else _pack_by_torch
+        self._packed = torch.cat([pack(values_OI[rows]) for rows in _row_blocks(values_OI)])
         # The kernel computes (q - 8) * scale + zero.
         zero_OG = weight.minimum_OG + _INT4_ZERO * weight.scale_OG
         pairs_GO2 = torch.stack((weight.scale_OG, zero_OG), dim=-1).transpose(0, 1)

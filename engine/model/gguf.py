@@ -345,14 +345,15 @@ class GgufFile:
             yield first, torch.frombuffer(data, dtype=torch.uint8).view(-1, row_bytes)
 
 
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F
+
+
 def _nibbles(raw: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split rows of Q4_0 or Q4_1 blocks into quants [rows, groups, 32], scales and minima [rows, groups]."""
     head = 2 if kind == Kind.Q4_0 else 4
     blocks = raw.view(raw.shape[0], -1, head + 16)
-    packed = blocks[..., head:]
-    values = torch.empty(*blocks.shape[:2], 32, dtype=torch.uint8)
-    torch.bitwise_and(packed, 15, out=values[..., :16])
-    torch.bitwise_right_shift(packed, 4, out=values[..., 16:])
+    eights = blocks[..., head:].contiguous().view(torch.int64)  # eight bytes at a time
+    values = torch.stack((eights & _LOW_HALVES, (eights >> 4) & _LOW_HALVES), dim=2).view(torch.uint8).flatten(2)
     constants = blocks[..., :head].contiguous().view(torch.float16).float()
     scale = constants[..., 0]
     # Q4_0 stores a signed quant plus 8; the products are exact in float32, so this equals (quant - 8) * scale.

@@ -114,7 +114,7 @@ def test_a_damaged_layer_is_refused_when_it_is_read(tmp_path: Path) -> None:
     assert caught.value.field == "model.layers.1.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("outs", [16, 48, 9616])
+@pytest.mark.parametrize("outs", [16, 48, 9600, 9616])
 def test_a_weight_packed_in_parts_is_the_weight_packed_at_once(outs: int) -> None:
     generator = torch.Generator().manual_seed(outs)
     values_OI = torch.randint(0, 16, (outs, 2 * GROUP), dtype=torch.uint8, generator=generator)
