@@ -15,6 +15,7 @@ import anyio
 from headrace.engine.errors import HeadraceError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 __all__ = ["ManyBar", "OpeningBar"]
@@ -34,12 +35,11 @@ class ManyBar:
                 that the engine has ended, and the last rate stands.
             total: How many prompts there are, below 0 where nobody knows.
         """
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         rate = TextColumn("{task.fields[rate]:,.0f} tok/s")
         columns = (BarColumn(), MofNCompleteColumn(), rate, TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._progress = Progress(*columns, console=_stderr(), auto_refresh=False)
         self._task = self._progress.add_task("", total=total if total >= 0 else None, rate=0.0)
         self._ended = ended
         self._tokens = tokens
@@ -72,7 +72,7 @@ class ManyBar:
 
 
 class OpeningBar:
-    """The bytes of the weights that were read, on a terminal; where stderr is none, nothing is shown.
+    """The bytes of the weights that were read, on a terminal or in a notebook; elsewhere nothing is shown.
 
     It is called in the threads that read the weights, appears with the first call and is gone from the terminal when
     the block ends.
@@ -110,11 +110,21 @@ class OpeningBar:
 
 
 def _bytes_bar() -> Progress:
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
+    console = _stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
     bar.add_task("loading weights")
     return bar
+
+
+def _stderr() -> Console:
+    """Return a console that draws on stderr: also in a notebook, whose output rewrites a line as a terminal does.
+
+    rich's own way to draw in a notebook needs ipywidgets, warns where that is missing, and then draws nothing.
+    """
+    from rich.console import Console
+
+    is_notebook = Console(stderr=True).is_jupyter
+    return Console(stderr=True, force_jupyter=False, force_terminal=True if is_notebook else None)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from headrace.engine.adapters import AdapterInfo
-from headrace.engine.engine import Engine
+from headrace.engine.engine import Engine, Prompt
 from headrace.engine.errors import EngineStopped
 from headrace.engine.events import Chunk, FinishReason, Token, Usage
 from headrace.engine.llm_host import Host
+from headrace.engine.params import SamplingParams
 from headrace.engine.stream import TokenStream
 
 if TYPE_CHECKING:
@@ -59,6 +60,20 @@ class LLMStream(Iterator[Token]):
             self._unread = chunk.tokens[::-1]
         return self._unread.pop()
 
+    def send(
+        self,
+        added: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        deadline: float | None = None,
+        priority: int | None = None,
+    ) -> Self:
+        """Go on after all tokens so far with `added`, as the next turn; arguments and errors as `TokenStream.send`."""
+        stream = self._stream
+        self._host.ask(lambda _: stream.send(added, params, deadline=deadline, priority=priority))
+        self._unread = []
+        return self
+
     def close(self) -> None:
         """Cancel what still runs, and drop what was not read; may be called more than once, also on a closed `LLM`."""
         self._unread = []
@@ -102,11 +117,18 @@ class LLMAdapters:
         """Ask the engine of `host`."""
         self._host = host
 
-    def load(self, name: str, path: str | os.PathLike[str], **options: Any) -> Any:
+    def load(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        root: str | os.PathLike[str] | None = None,
+        pinned: bool | None = None,
+    ) -> AdapterInfo:
         """Load the PEFT folder at `path` under `name`; arguments, result and errors as `Engine.adapters.load`."""
 
-        async def load(engine: Engine) -> Any:
-            return await engine.adapters.load(name, path, **options)
+        async def load(engine: Engine) -> AdapterInfo:
+            return await engine.adapters.load(name, path, root=root, pinned=pinned)
 
         return self._host.ask(load)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence, Sized
 from enum import Enum
-from functools import partial
 from itertools import count
 from operator import length_hint
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
@@ -25,8 +24,19 @@ from headrace.engine.scheduling.shaping import LogitsProcessor
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine, Prompt
+    from headrace.engine.events import Completion
+    from headrace.engine.prompt_ids import ChatOptions
 
-__all__ = ["KeepingErrors", "Many", "ManyOptions", "ManyParams", "Prompts", "check_many", "run_many"]
+__all__ = [
+    "KeepingErrors",
+    "Many",
+    "ManyOptions",
+    "ManyParams",
+    "Prompts",
+    "RequestOptions",
+    "check_many",
+    "run_many",
+]
 
 Prompts: TypeAlias = "Iterable[Prompt] | AsyncIterable[Prompt]"
 ManyParams: TypeAlias = SamplingParams | Sequence[SamplingParams]
@@ -36,8 +46,9 @@ ErrorT = TypeVar("ErrorT", bound=HeadraceError)
 _AHEAD = 2  # requests submitted for each row: while one runs another waits, so that no row stands empty
 
 
-class _Options(TypedDict, total=False):
-    progress: bool
+class RequestOptions(TypedDict, total=False):
+    """Keywords of `Engine.generate`."""
+
     adapter: str | None
     tenant: str | None
     cache_salt: str | None
@@ -45,6 +56,10 @@ class _Options(TypedDict, total=False):
     deadline: float | None
     stop_when: StopWhen | None
     logits_processor: LogitsProcessor | None
+
+
+class _Options(RequestOptions, total=False):
+    progress: bool
 
 
 class ManyOptions(_Options, total=False):
@@ -64,12 +79,28 @@ class _Mark(Enum):
 
 
 async def run_many(
-    engine: Engine, prompts: Prompts, params: ManyParams, *, progress: bool, return_errors: bool, **asked: Any
+    engine: Engine,
+    prompts: Prompts,
+    params: ManyParams,
+    *,
+    progress: bool,
+    return_errors: bool,
+    written: ChatOptions | None = None,
+    **asked: Any,
 ) -> list[Any]:
-    """Generate for every prompt; arguments, result and errors as `Engine.generate_many`."""
+    """Generate for every prompt; arguments, result and errors as `Engine.generate_many`.
+
+    With `written`, every prompt is a chat, which the chat template writes so.
+    """
     check_many(prompts, params)
     limit = _AHEAD * engine.info.max_rows
-    many = Many(partial(engine.generate, **asked), prompts, params, limit, return_errors=return_errors)
+
+    async def generate(prompt: Any, each: SamplingParams) -> Completion:
+        if written:
+            prompt = await engine.tokenize(prompt, tenant=asked.get("tenant"), **written)
+        return await engine.generate(prompt, each, **asked)
+
+    many = Many(generate, prompts, params, limit, return_errors=return_errors)
     if not progress:
         return await many.run()
     with ManyBar(lambda: many.ended, lambda: engine.stats().generated_tokens, length_hint(prompts, -1)) as bar:

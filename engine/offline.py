@@ -9,19 +9,32 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from headrace.engine.embeddings import Embeddings
-from headrace.engine.engine import Engine, Prompt
+from headrace.engine.engine import Engine, Message, Prompt
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
 from headrace.engine.llm_host import Call, Host
+from headrace.engine.llm_options import (
+    ChatKeepingErrors,
+    ChatManyOptions,
+    EmbedKeywords,
+    HiddenKeywords,
+    ScoreKeywords,
+    StreamKeywords,
+    TokenizeKeywords,
+)
 from headrace.engine.llm_stream import LLMAdapters, LLMStream
 from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, check_many, run_many
 from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
+from headrace.engine.prompt_ids import ChatOptions, TokenizerInfo
 from headrace.engine.scoring import Scores
 from headrace.engine.stats import EngineInfo, EngineStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LLM"]
 
@@ -42,7 +55,7 @@ class LLM:
 
         Args:
             model: A model folder, a `.gguf` file, a hub id, or an engine that was not opened yet.
-            progress: Show a bar while the weights are read, where stderr is a terminal.
+            progress: Show a bar while the weights are read, on a terminal or in a notebook.
             options: The fields of `EngineConfig`, which `EngineOptions` (options.py) describes; none with an engine,
                 which has its own.
 
@@ -103,6 +116,51 @@ class LLM:
             EngineStopped: It is closed, or was closed meanwhile.
             HeadraceError: The first request that failed; among many, its message names `prompts[index]`.
         """
+        return self._answer(prompts, params, {}, progress=progress, return_errors=return_errors, **asked)
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: ManyParams = ..., **options: Unpack[ChatManyOptions]
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: ManyParams = ..., **options: Unpack[ChatKeepingErrors]
+    ) -> Completion | HeadraceError: ...
+    @overload
+    def chat(
+        self, messages: Iterable[Sequence[Message]], params: ManyParams = ..., **options: Unpack[ChatManyOptions]
+    ) -> list[Completion]: ...
+    @overload
+    def chat(
+        self, messages: Iterable[Sequence[Message]], params: ManyParams = ..., **options: Unpack[ChatKeepingErrors]
+    ) -> list[Completion | HeadraceError]: ...
+    def chat(self, messages: Any, params: ManyParams = _DEFAULT_PARAMS, **options: Any) -> Any:
+        """Answer a chat, or each of many, as `generate` does, with a say in how the chat template writes it.
+
+        Args:
+            messages: One chat, or an iterable of chats.
+            params: For all chats, or a sequence of as many.
+            options: `tools`, `template_kwargs`, `continue_final_message` and `add_generation_prompt`, as
+                `Engine.tokenize`; `headrace.engine.tools` reads the calls in an answer. And `progress`,
+                `return_errors`, `adapter`, `tenant` and so on, as `generate`.
+
+        Returns:
+            The answer, or the list of answers in the order of the chats; errors as `generate`.
+        """
+        written: Any = {name: options.pop(name) for name in ChatOptions.__annotations__ if name in options}
+        return self._answer(messages, params, written, **options)
+
+    def _answer(
+        self,
+        prompts: Any,
+        params: ManyParams,
+        written: ChatOptions,
+        *,
+        progress: bool = True,
+        return_errors: bool = False,
+        **asked: Any,
+    ) -> Any:
+        """Generate for one prompt or for many, as `generate`; with `written`, for chats that are written so."""
         one = _is_one(prompts)
         given: Any = [prompts] if one else prompts
         check_many(given, params)
@@ -110,7 +168,9 @@ class LLM:
 
         async def ask(engine: Engine) -> None:
             shown, kept = progress and not one, return_errors or one
-            call.answers = await run_many(engine, call.prompts, params, progress=shown, return_errors=kept, **asked)
+            call.answers = await run_many(
+                engine, call.prompts, params, progress=shown, return_errors=kept, written=written, **asked
+            )
 
         self._host.wait_for(call, ask)
         if not one:
@@ -120,37 +180,9 @@ class LLM:
             raise answer
         return answer
 
-    def chat(
-        self,
-        messages: Prompt | Iterable[Prompt],
-        params: ManyParams = _DEFAULT_PARAMS,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Answer a chat, or each of many, as `generate` does, and offer `tools` in it.
-
-        Args:
-            messages: One chat, or an iterable of chats.
-            params: For all chats, or a sequence of as many.
-            tools: Offered by the chat template; `headrace.engine.tools` reads the calls in an answer.
-            options: `progress`, `return_errors`, and `adapter`, `tenant` and so on, as `generate`.
-
-        Returns:
-            The answer, or the list of answers in the order of the chats; errors as `generate`.
-        """
-        if not tools:
-            return self.generate(messages, params, **options)
-        tenant, one = options.get("tenant"), _is_one(messages)
-
-        async def tokenize(engine: Engine) -> list[list[int]]:
-            chats: Any = [messages] if one else messages
-            return [await engine.tokenize(chat, tools=tools, tenant=tenant) for chat in chats]
-
-        ids = self._host.ask(tokenize)
-        return self.generate(ids[0] if one else ids, params, **options)
-
-    def stream(self, prompt: Prompt, params: SamplingParams = _DEFAULT_PARAMS, **asked: Any) -> LLMStream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams = _DEFAULT_PARAMS, **asked: Unpack[StreamKeywords]
+    ) -> LLMStream:
         """Start a generation and return its tokens as a plain iterator, which `close` ends early.
 
         Args:
@@ -164,7 +196,9 @@ class LLM:
         """
         return LLMStream(self, self._host, self._host.look(lambda engine: engine.stream(prompt, params, **asked)))
 
-    def embed(self, prompts: str | Iterable[Prompt], *, progress: bool = True, **options: Any) -> Embeddings:
+    def embed(
+        self, prompts: str | Iterable[Prompt], *, progress: bool = True, **options: Unpack[EmbedKeywords]
+    ) -> Embeddings:
         """Turn texts into vectors and wait for them; arguments, result and errors as `Engine.embed`.
 
         Args:
@@ -179,7 +213,7 @@ class LLM:
 
         return self._host.ask(embed)
 
-    def score(self, query: Prompt, documents: str | Iterable[Prompt], **options: Any) -> Scores:
+    def score(self, query: Prompt, documents: str | Iterable[Prompt], **options: Unpack[ScoreKeywords]) -> Scores:
         """Tell how well documents answer a query; arguments, result and errors as `Engine.score`."""
         given = _taken(documents)
 
@@ -188,7 +222,15 @@ class LLM:
 
         return self._host.ask(score)
 
-    def tokenize(self, prompt: Prompt, **options: Any) -> list[int]:
+    def hidden_states(self, prompt: Prompt, **options: Unpack[HiddenKeywords]) -> Tensor:
+        """Return the hidden states of a prompt after the final norm; arguments, result and errors as in `Engine`."""
+
+        async def states(engine: Engine) -> Tensor:
+            return await engine.hidden_states(prompt, **options)
+
+        return self._host.ask(states)
+
+    def tokenize(self, prompt: Prompt, **options: Unpack[TokenizeKeywords]) -> list[int]:
         """Return the token ids of `prompt`; arguments and errors as `Engine.tokenize`."""
 
         async def tokenize(engine: Engine) -> list[int]:
@@ -199,6 +241,16 @@ class LLM:
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; errors as `Engine.detokenize`."""
         return self._host.look(lambda engine: engine.detokenize(ids, skip_special_tokens=skip_special_tokens))
+
+    @property
+    def chat_template(self) -> str:
+        """Text of the model's chat template; empty where it has none."""
+        return self._host.look(lambda engine: engine.chat_template)
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What the model's tokenizer has besides its vocabulary."""
+        return self._host.look(lambda engine: engine.tokenizer_info)
 
     @property
     def info(self) -> EngineInfo:
@@ -224,6 +276,26 @@ class LLM:
             EngineStopped: It is closed, or was closed meanwhile.
         """
         self.adapters.load(name, path)
+
+    def resize_kv(self, kv_memory: int | str) -> None:
+        """Have so much memory for keys and values from now on; arguments and errors as `Engine.resize_kv`."""
+        self._host.ask(lambda engine: engine.resize_kv(kv_memory))
+
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Give back the memory of keys, values and weights until `wake`; arguments and errors as `Engine.sleep`.
+
+        What other threads ask meanwhile waits.
+        """
+        self._host.ask(lambda engine: engine.sleep(level))
+
+    def wake(self) -> None:
+        """End a `sleep`; errors as `Engine.wake`."""
+        self._host.ask(lambda engine: engine.wake())
+
+    @property
+    def sleep_level(self) -> int:
+        """0 while the engine is awake."""
+        return self._host.look(lambda engine: engine.sleep_level)
 
     def close(self) -> None:
         """Cancel what runs, return all memory and join all threads; may be called more than once.

@@ -14,11 +14,11 @@ from headrace.engine.text import Detokenizer
 from headrace.engine.tokenizing import Charge, Tokenizing
 from headrace.engine.turns import Prompt
 
-__all__ = ["TokenizeOptions", "TokenizerInfo", "detokenize", "tokenize", "tokenizer_info"]
+__all__ = ["ChatOptions", "TokenizeOptions", "TokenizerInfo", "detokenize", "tokenize", "tokenizer_info"]
 
 
-class TokenizeOptions(TypedDict, total=False):
-    """What may be said about a prompt; all but `after` is about chats."""
+class ChatOptions(TypedDict, total=False):
+    """How the chat template writes a chat."""
 
     tools: Sequence[Mapping[str, Any]] | None
     """Definitions of functions that the chat offers, as OpenAI's API writes them."""
@@ -28,6 +28,11 @@ class TokenizeOptions(TypedDict, total=False):
     """End with the text of the last message, which the answer then continues."""
     template_kwargs: Mapping[str, Any] | None
     """More values for the chat template, such as `{"enable_thinking": False}`; plain JSON by name."""
+
+
+class TokenizeOptions(ChatOptions, total=False):
+    """What may be said about a prompt; all but `after` is about chats."""
+
     after: Sequence[int]
     """Ids of a conversation up to the end of an answer. The ids are then those of all of it: `after`, what the chat
     template writes behind an answer, the messages, and where the next answer begins."""

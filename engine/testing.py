@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, Unpack
 
 import anyio
 
 from headrace.engine.asking import Asking
 from headrace.engine.compiled_grammar import CompiledGrammar
+from headrace.engine.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.errors import InvalidParams
 from headrace.engine.generation import Generation
 from headrace.engine.messages import Message, checked_messages
 from headrace.engine.opened import Opened
+from headrace.engine.options import EngineOptions
 from headrace.engine.prompts import ChatEnd
 from headrace.engine.scheduling import plan as plans
 from headrace.engine.scheduling.plan import NON_FINITE
@@ -49,6 +52,8 @@ __all__ = [
 ]
 
 _ABILITIES: Final = frozenset[plans.Ability](("hooks", "shaping", "logprobs", "grammar", "pooling"))
+_SIZES: Final = frozenset(("max_context", "max_rows", "max_batched_tokens", "page_size"))
+"""Options of an engine that say what a step or a context may hold."""
 
 
 class ByteTokenizer:
@@ -132,35 +137,45 @@ class ScriptedEngine(Engine):
         *,
         answers: Mapping[str, str] | None = None,
         answer: Answer | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         """Answer prompts as `answers` or `answer` say; without either, with arbitrary bytes that a prompt decides.
 
         Args:
-            capacity: Sizes of the pool, the rows and the vocabulary (257 for the tokenizer's); None is `Capacity()`.
-            make_runner: Called when the engine opens; None makes a plain `ScriptedRunner`.
+            capacity: Sizes of the pool, the rows and the vocabulary (257 for the tokenizer's); None is that of the
+                runner that `make_runner` makes, or `Capacity()`.
+            make_runner: Called when the engine opens; None makes a plain `ScriptedRunner`, in which `max_context`,
+                `max_rows`, `max_batched_tokens` and `page_size` among `options` replace those of `capacity`.
             answers: The answer to each prompt: to a text, or to a chat whose last message has this content.
             answer: Returns the answer to a prompt that is not among `answers`; of a chat it is given a line
                 `role: content` for each message. Called once for each request, on the event loop.
-            options: Fields of `EngineConfig` other than the model.
+            options: Fields of `EngineConfig` other than the model. `kv_memory` is checked and not kept to.
 
         Raises:
-            InvalidParams: An option is unknown or out of its range.
+            InvalidParams: An option is unknown or out of its range, `answers` is no mapping, or `answer` no function.
         """
         super().__init__("scripted", **options)
-        capacity = capacity or Capacity()
+        if answers is not None and not isinstance(answers, Mapping):
+            why = f"answers: must be a mapping of prompts to answers, got {type(answers).__name__}"
+            raise InvalidParams(why, field="answers", value=answers)
+        if answer is not None and not callable(answer):
+            why = f"answer: must be a function of a prompt, got {type(answer).__name__}"
+            raise InvalidParams(why, field="answer", value=answer)
+        if make_runner is None:
+            capacity = _sized(capacity, self.config)
         self._capacity = capacity
         self._make_runner = make_runner or (lambda: ScriptedRunner(capacity))
-        self._answers: Answers | None = None
-        if answers is not None or answer is not None:
-            self._answers = Answers(answers, answer, ByteTokenizer.eos_ids[0], capacity.vocab_size)
+        self._script = (answers, answer)
 
     def _open(self) -> Opened:
-        capacity, self._runner = self._capacity, self._make_runner()
+        self._runner = self._make_runner()
+        capacity = self._capacity or self._runner.capacity
         names = {"model": "scripted", "architecture": "scripted", "dtype": "none", "device": "none"}
         info = EngineInfo.of(capacity, **names, page_bytes=capacity.page_size, embedding_size=VECTOR)
         embedding = Embedding(VECTOR, ("last", "mean"), "last", normalize=True)
         adapters = self._runner.bank.device(self.config)
+        is_scripted = any(each is not None for each in self._script)
+        self._answers = Answers(*self._script, ByteTokenizer.eos_ids[0], capacity.vocab_size) if is_scripted else None
         return Opened(self._runner, ByteTokenizer(), capacity, info, _ABILITIES, embedding, adapters=adapters)
 
     def _submit(
@@ -176,6 +191,18 @@ class ScriptedEngine(Engine):
             self._runner.scripts[asking.adapter, tuple(ids), grammar] = self._answers.script(prompt, grammar)
         except NotScripted as error:
             generation.fail(error)
+
+
+def _sized(capacity: plans.Capacity | None, config: EngineConfig) -> plans.Capacity:
+    """Return `capacity`, or the default one, with the sizes that were asked for; a default pool holds one context."""
+    sizes: dict[str, int] = config.model_dump(include=_SIZES & config.model_fields_set, exclude_none=True)
+    sized = replace(capacity or Capacity(), **sizes)
+    if "max_rows" not in sizes:
+        sized = replace(sized, max_rows=min(sized.max_rows, sized.max_batched_tokens))
+    sized = replace(sized, max_batched_tokens=max(sized.max_rows, sized.max_batched_tokens))
+    if capacity is not None:
+        return sized
+    return replace(sized, num_pages=max(sized.num_pages, -(-sized.max_context // sized.page_size)))
 
 
 async def no_pages_held(engine: Engine, seconds: float = 5.0) -> None:

@@ -29,8 +29,11 @@ from headrace.engine.tokenizing import Tokenizing
 
 __all__ = ["Prompt", "Turn", "Turns"]
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
-"""Raw text, token ids, or a chat of `{"role", "content"}` messages."""
+Prompt: TypeAlias = str | Sequence[int | Message]
+"""Raw text, token ids, or a chat of `{"role", "content"}` messages; ids and messages together are refused.
+
+One sequence of either, since mypy tells the type of a list that is written in a call from one alternative alone.
+"""
 
 _MASK = 2**64 - 1
 

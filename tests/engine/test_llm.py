@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import io
 import subprocess
 import sys
@@ -29,12 +30,23 @@ from headrace.engine import (
     HookFailed,
     InvalidParams,
     SamplingParams,
+    TokenizeOptions,
     UnknownAdapter,
+    llm_options,
 )
 from headrace.engine.bars import OpeningBar
 from headrace.engine.opened import Opened
 from headrace.engine.progress import LoggedProgress
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner
+
+TYPED = {
+    "stream": "StreamKeywords",
+    "embed": "EmbedKeywords",
+    "score": "ScoreKeywords",
+    "tokenize": "TokenizeKeywords",
+    "hidden_states": "HiddenKeywords",
+}
+"""Method -> the keywords that type checkers are told of."""
 
 
 @contextmanager
@@ -208,10 +220,66 @@ def test_a_chat_offers_tools() -> None:
     assert all('"weather"' in prompt and prompt.endswith(prompts[0]) for prompt in prompts[1:])
 
 
+def test_chats_are_written_as_asked_in_the_callers_thread_and_fail_by_their_number() -> None:
+    threads: list[threading.Thread] = []
+
+    def chats(*texts: str) -> Iterator[list[dict[str, str]]]:
+        for text in texts:
+            threads.append(threading.current_thread())
+            yield [{"role": "assistant", "content": text}]
+
+    with LLM(ScriptedEngine(answer=lambda prompt: f"[{prompt}]")) as llm:
+        answers = llm.chat(chats("a", "b"), continue_final_message=True, progress=False)
+        assert [answer.choices[0].text for answer in answers] == ["[assistant: a]", "[assistant: b]"]
+        with pytest.raises(InvalidParams, match=r"^prompts\[1\]: "):
+            llm.chat([*chats("a"), [{"role": "user"}]], tools=[], progress=False)
+        kept = llm.chat([[{"role": "user"}], *chats("a")], tools=[], progress=False, return_errors=True)
+        assert isinstance(kept[0], InvalidParams) and not isinstance(kept[1], Exception)
+    assert set(threads) == {threading.current_thread()}
+
+
+def test_a_conversation_goes_on() -> None:
+    with LLM(ScriptedEngine(answer=lambda prompt: f"{len(prompt)} ")) as llm:
+        stream = llm.stream("ab")
+        assert "".join(token.text for token in stream) == "2 "
+        assert "".join(token.text for token in stream.send("cd", deadline=60)) == "6 "
+        assert stream.prompt_token_ids == [*b"ab2 ", 256, *b"cd"]
+
+
+def test_memory_is_given_back_and_taken_again() -> None:
+    with scripted() as llm:
+        llm.sleep()
+        assert llm.sleep_level == 1 and llm.stats().pages == 0
+        llm.resize_kv(20 * CAPACITY.page_size)  # of the scripted device, one byte for a token
+        llm.wake()
+        assert llm.sleep_level == 0 and llm.info.num_pages == 20
+        with pytest.raises(InvalidParams, match="level"):
+            llm.sleep(3)  # type: ignore[arg-type]
+
+
+def test_it_has_every_method_of_an_engine() -> None:
+    """What differs: how it opens and closes, and what a router or a watchdog asks an engine itself."""
+    left_out = {"open", "aclose", "generate_many", "kv_events", "kv_scope", "step_age"}
+    asked = {name for name in dir(Engine) if not name.startswith("_")}
+    assert asked - left_out <= set(dir(LLM))
+
+
+@pytest.mark.parametrize("name", ["stream", "embed", "score", "tokenize", "hidden_states"])
+def test_its_methods_are_typed_as_those_of_an_engine(name: str) -> None:
+    typed = llm_options.__dict__[TYPED[name]]
+    keywords = {
+        each.name
+        for each in inspect.signature(getattr(Engine, name)).parameters.values()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    own = TokenizeOptions.__annotations__.keys() if name == "tokenize" else set()
+    assert typed.__annotations__.keys() - own == keywords - {"progress", "started"}
+
+
 def test_adapters(tmp_path: Path) -> None:
     folder = lora_folder(tmp_path / "a", 1)
     with LLM(ScriptedEngine(answer=lambda prompt: str(prompt.adapter), adapter_slots=2)) as llm:
-        llm.adapters.load("a", folder, pinned=True)
+        assert llm.adapters.load("a", folder, pinned=True).name == "a"
         llm.load_adapter("b", folder)
         assert [(info.name, info.pinned) for info in llm.adapters.list()] == [("a", True), ("b", False)]
         assert llm.generate("x", adapter="a").choices[0].text == "a"
@@ -270,6 +338,17 @@ def test_the_opening_shows_a_bar_on_a_terminal_alone(
     LLM(Loading(CAPACITY)).close()
     shown = screen.getvalue()
     assert "loading weights" in shown and "/100.0 MB" in shown
+
+
+def test_bars_are_drawn_in_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with LLM(Loading(CAPACITY)) as llm:
+        assert "/100.0 MB" in capsys.readouterr().err
+        llm.embed(["rain", "snow"])
+        assert "2/2" in capsys.readouterr().err
+    assert not [each for each in recwarn if "ipywidgets" in str(each.message)]
 
 
 def test_a_bar_that_has_ended_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

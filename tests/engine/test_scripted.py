@@ -19,7 +19,9 @@ from headrace.engine import (
     AdapterRejected,
     Engine,
     HookFailed,
+    InvalidParams,
     NoTokenLeft,
+    PromptTooLong,
     Rejected,
     ResponseFormat,
     SamplingParams,
@@ -233,6 +235,30 @@ async def test_it_refuses_exactly_what_an_engine_refuses(tmp_path: Path) -> None
                     await engine.generate(prompt, SamplingParams(max_tokens=1, **fields), **keywords)
                 told.append((type(caught.value), caught.value.field))
             assert told == [told[0]] * 3, f"{prompt!r} {fields} {keywords}: {told}"
+
+
+async def test_sizes_among_the_options_are_kept_to() -> None:
+    async with ScriptedEngine(answers={"Who?": "x" * 99}, max_model_len=20, max_rows=2) as engine:
+        assert (await engine.generate("Who?")).usage.completion_tokens == 16
+        with pytest.raises(PromptTooLong, match="context of 20"):
+            await engine.generate("x" * 20)
+        assert (engine.info.max_rows, engine.info.max_context) == (2, 20)
+    async with ScriptedEngine(max_context=9000, max_batched_tokens=8) as engine:
+        assert (engine.info.max_rows, engine.info.max_batched_tokens) == (8, 8)
+        assert engine.info.num_pages * engine.info.page_size >= 9000
+    async with ScriptedEngine(max_rows=512) as engine:
+        assert engine.info.max_batched_tokens == 512
+    async with ScriptedEngine(Capacity(num_pages=9), max_rows=1) as engine:
+        assert (engine.info.num_pages, engine.info.max_rows) == (9, 1)
+    small = Capacity(max_rows=1, num_pages=5)
+    async with ScriptedEngine(make_runner=lambda: ScriptedRunner(small)) as engine:
+        assert (engine.info.num_pages, engine.info.max_rows) == (5, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"answers": ["Hello."]}, {"answer": "Hello."}])
+async def test_answers_of_the_wrong_kind_are_refused_when_it_is_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParams, match=f"^{next(iter(wrong))}: must be a "):
+        ScriptedEngine(**wrong)
 
 
 async def test_logits_that_leave_nothing_fail_as_they_do_on_a_device() -> None:

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
-from headrace.engine import LLM, Engine, EngineConfig, ResponseFormat, SamplingParams
+from headrace.engine import (
+    LLM,
+    AdapterInfo,
+    Completion,
+    Engine,
+    EngineConfig,
+    HeadraceError,
+    ResponseFormat,
+    SamplingParams,
+)
+from headrace.engine.testing import ScriptedEngine
 
 given: dict[str, Any] = {}
 greedy = SamplingParams(temperature=0, max_tokens=8)
@@ -44,3 +54,30 @@ greedy.replace(seed=1, n=2)
 greedy.replace(sed=1)  # wrong: sed
 greedy.replace(seed="one")  # wrong: seed
 sampled: SamplingParams = greedy.replace(temperature=1.0)
+
+
+def right_and_wrong_calls_of_an_llm(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "Hi."}]
+    assert_type(llm.generate("Hi."), Completion)
+    assert_type(llm.chat(chat, greedy, tools=[], template_kwargs={"enable_thinking": False}), Completion)
+    assert_type(llm.chat([chat, chat]), list[Completion])
+    assert_type(llm.chat([chat], return_errors=True), list[Completion | HeadraceError])
+    assert_type(llm.adapters.load("name", Path("folder"), pinned=True), AdapterInfo)
+    llm.stream(chat, greedy, deadline=5, tenant="a").send("More.", priority=1)
+    llm.embed(["a", "b"], pooling="mean", adapter=["one", None])
+    llm.stream([{"role": "user", "content": "Hi."}, {"role": "assistant", "content": None, "tool_calls": []}])
+    llm.chat(chat, adaptr="a")  # wrong: chat
+    llm.chat(chat, template_kwargs=7)  # wrong: chat
+    llm.stream("Hi.", deadlin=5)  # wrong: deadlin
+    llm.embed("Hi.", pooling="max")  # wrong: pooling
+    llm.score("Hi.", ["a"], tenat="a")  # wrong: tenat
+    llm.tokenize("Hi.", tols=[])  # wrong: tols
+    llm.hidden_states("Hi.", adaptr="a")  # wrong: adaptr
+    llm.adapters.load("name", "folder", pin=True)  # wrong: pin
+    llm.sleep(3)  # wrong: sleep
+
+
+ScriptedEngine(answers={"Hi.": "Hello."}, max_context=64)
+ScriptedEngine(answer=lambda prompt: prompt.upper(), max_model_len=64)
+ScriptedEngine(max_contxt=64)  # wrong: max_contxt
+ScriptedEngine(answers=["Hello."])  # wrong: answers
