@@ -40,7 +40,7 @@ def open_adapter(path: str | os.PathLike[str], root: Path | None) -> Iterator[li
             `MemoryError`.
     """
     name = os.path.basename(os.path.normpath(path))
-    with _as_adapter_rejected(name), ExitStack() as files:
+    with _as_adapter_rejected(name, "" if root is not None else os.fspath(path)), ExitStack() as files:
         folder = _open_folder(path, root)
         files.callback(os.close, folder)
         yield [files.enter_context(_open_file(folder, each, root is None)) for each in (CONFIG_FILE, WEIGHTS_FILE)]
@@ -75,8 +75,8 @@ def parse_description(
 
 
 @contextmanager
-def _as_adapter_rejected(name: str) -> Iterator[None]:
-    """Turn what reading raises into `AdapterRejected` that names the adapter."""
+def _as_adapter_rejected(name: str, path: str) -> Iterator[None]:
+    """Turn what reading raises into `AdapterRejected` that names the adapter, and its path unless that is empty."""
     try:
         yield
     except ModelRejected as error:
@@ -84,7 +84,8 @@ def _as_adapter_rejected(name: str) -> Iterator[None]:
             f"adapter {name!r}: {error}", field=error.field, value=error.value, limit=error.limit
         ) from error
     except OSError as error:
-        raise AdapterRejected(f"adapter {name!r}: cannot be read ({error.strerror})", field="path") from error
+        what = f"{plain(path)} cannot be read" if path else "cannot be read"
+        raise AdapterRejected(f"adapter {name!r}: {what} ({error.strerror})", field="path") from error
     except UnicodeEncodeError as error:
         raise AdapterRejected(f"adapter {name!r}: no folder can have that name", field="path") from error
     except MemoryError as error:

@@ -11,7 +11,16 @@ from typing import Any, Final
 
 from headrace.engine.errors import InvalidParams
 
-__all__ = ["ENGINE_NAMES", "SAMPLING_NAMES", "SYNONYMS", "advice_on", "all_names", "with_own_names"]
+__all__ = [
+    "ENGINE_NAMES",
+    "LOAD_ADAPTER",
+    "REQUEST",
+    "SAMPLING_NAMES",
+    "SYNONYMS",
+    "advice_on",
+    "all_names",
+    "with_own_names",
+]
 
 Names = Mapping[str, str]
 
@@ -30,7 +39,7 @@ SYNONYMS: Final[Names] = {
 """vLLM's name of an option of `EngineConfig` -> the option, where both take the same values."""
 
 _SAMPLING: Final = "it is an option of SamplingParams"
-_REQUEST: Final = "it is an argument of stream and generate"
+REQUEST: Final = "it is an argument of stream and generate"
 _SERVER: Final = "it is an option of headrace serve and of ServerSettings"
 _ALWAYS: Final = "it is always on; leave it out"
 _ONE_DEVICE: Final = "a model runs on one device, which device names; leave it out"
@@ -38,7 +47,7 @@ _KV_SHARE: Final = 'say kv_memory="40GiB" instead; left out, it is a share of th
 _NO_CODE: Final = "code of a model is never run; leave it out"
 _FROM_FILES: Final = "it is read from the model's files; leave it out"
 _NOT_BUILT: Final = "it is not built; leave it out"
-_LOAD_ADAPTER: Final = "give adapter_slots, and load the adapter with engine.adapters.load"
+LOAD_ADAPTER: Final = "give adapter_slots, and load the adapter with engine.adapters.load"
 _FORMAT: Final = "say response_format=ResponseFormat.json_schema(...), .regex(...), .lark(...) or .choice(...)"
 
 ENGINE_NAMES: Final[Mapping[str, Names]] = {
@@ -47,9 +56,11 @@ ENGINE_NAMES: Final[Mapping[str, Names]] = {
         "swap_space": 'say swap_memory="4GiB" instead',
         "enforce_eager": "a GPU runs CUDA graphs and the CPU runs none; leave it out",
         "enable_chunked_prefill": _ALWAYS,
+        "max_seq_len_to_capture": "graphs are captured for every length; leave it out",
+        "num_gpu_blocks_override": 'say kv_memory="40GiB" instead',
         "enable_lora": "say how many with adapter_slots",
         "max_cpu_loras": 'say adapter_host_memory="2GiB" instead; max_adapters bounds how many are loaded',
-        "lora_modules": _LOAD_ADAPTER,
+        "lora_modules": LOAD_ADAPTER,
         "generation_config": 'say generation_defaults="model" or "none"',
         "override_generation_config": "give the values to SamplingParams",
         "tensor_parallel_size": _ONE_DEVICE,
@@ -89,6 +100,12 @@ ENGINE_NAMES: Final[Mapping[str, Names]] = {
         "model_path": "model",
         "tp_size": _ONE_DEVICE,
     },
+    "TensorRT-LLM": {
+        "max_batch_size": "max_rows",
+        "max_num_tokens": "max_batched_tokens",
+        "max_seq_len": "max_context",
+        "free_gpu_memory_fraction": _KV_SHARE,
+    },
     "llama-cpp-python": {
         "n_ctx": "max_context",
         "ctx_size": "max_context",
@@ -108,7 +125,7 @@ ENGINE_NAMES: Final[Mapping[str, Names]] = {
         "offload_kqv": "keys and values are where the model is; leave it out",
         "use_mmap": "weights are read once and packed; leave it out",
         "use_mlock": "weights are read once and packed; leave it out",
-        "lora_path": _LOAD_ADAPTER,
+        "lora_path": LOAD_ADAPTER,
         "chat_format": _FROM_FILES,
         "rope_freq_base": _FROM_FILES,
         "rope_freq_scale": _FROM_FILES,
@@ -133,7 +150,7 @@ ENGINE_NAMES: Final[Mapping[str, Names]] = {
     "headrace": {
         **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop"), _SAMPLING),
         **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _SAMPLING),
-        **dict.fromkeys(("adapter", "tenant", "priority", "deadline", "stop_when"), _REQUEST),
+        **dict.fromkeys(("adapter", "tenant", "priority", "deadline", "stop_when"), REQUEST),
         **dict.fromkeys(("tool_call_parser", "adapter_folder", "adapters"), _SERVER),
     },
 }
@@ -199,8 +216,8 @@ SAMPLING_NAMES: Final[Mapping[str, Names]] = {
         "no_repeat_ngram_size": _NOT_BUILT,
     },
     "headrace": {
-        **dict.fromkeys(("adapter", "tenant", "cache_salt", "priority"), _REQUEST),
-        **dict.fromkeys(("deadline", "stop_when", "logits_processor"), _REQUEST),
+        **dict.fromkeys(("adapter", "tenant", "cache_salt", "priority"), REQUEST),
+        **dict.fromkeys(("deadline", "stop_when", "logits_processor"), REQUEST),
         **dict.fromkeys(("max_context", "kv_memory", "device", "max_rows", "dtype"), "it is an option of Engine"),
     },
 }

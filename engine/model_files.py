@@ -118,6 +118,9 @@ def _from_hub(config: EngineConfig) -> Path:
             is_path = Path(model).parent.is_dir()  # as that of any name without a slash
             told = "" if is_path else "; if it is a hub id, allow_download=True fetches the model"
             _refuse("model", model, f"no such folder or file: {model}{told}")
+        if config.file is not None and not _meant(_ggufs(kept, config), config):
+            told = f"nothing of {model} on this machine matches {config.file}; allow_download=True fetches what does"
+            _refuse("file", config.file, told)
         return kept
     if kept is not None and config.file is not None and len(_meant(_ggufs(kept, config), config)) == 1:
         return kept

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from typer.core import TyperCommand
 
-from headrace.engine import EngineConfig, InvalidParams
+from headrace.engine import EngineConfig, InvalidParams, SamplingParams
+from headrace.engine.known_names import ENGINE_NAMES, LOAD_ADAPTER, REQUEST, SAMPLING_NAMES, SYNONYMS, all_names
 
 __all__ = ["AnsweringCommand", "flags_named"]
 
@@ -62,15 +64,36 @@ class AnsweringCommand(TyperCommand):
 
 def _advice_on(flag: str, own: set[str]) -> str:
     """Say which of the flags `own`, or which option, stands for `flag`; nothing where no tool has it."""
-    from headrace.engine.known_names import ENGINE_NAMES, SYNONYMS, all_names
-
     name = flag.lstrip("-").replace("-", "_")
-    meant = {**SYNONYMS, **all_names(ENGINE_NAMES)}.get(name, name)
+    others = {**all_names(SAMPLING_NAMES), **SYNONYMS, **all_names(ENGINE_NAMES)}
+    meant = name if name in EngineConfig.model_fields else others.get(name, name)
     if meant == "model":
         return "give the model as the argument"
-    if meant not in EngineConfig.model_fields:
-        return "" if meant == name else meant
-    ours = "--" + meant.replace("_", "-")
+    ours = "--" + (name if "--" + name.replace("_", "-") in own else meant).replace("_", "-")
     if ours in own:
         return f"it is {ours} here"
-    return f"say --set {meant}=VALUE" if "--set" in own else ""
+    if meant in EngineConfig.model_fields:
+        return f"say --set {meant}=VALUE" if "--set" in own else ""
+    if name in SamplingParams.model_fields or meant == REQUEST or name in all_names(SAMPLING_NAMES):
+        return "each request says it, in its body" if "--port" in own else ""
+    if meant == LOAD_ADAPTER and "--lora-modules" in own:
+        return "say --lora-modules NAME=FOLDER"
+    return "" if meant == name else _in_flags(meant, own)
+
+
+def _in_flags(sentence: str, own: set[str]) -> str:
+    """Return advice with the flags `own` in the places of the options of an engine that it names."""
+
+    def flag_of(found: re.Match[str]) -> str:
+        name, value = found["name"], (found["value"] or "").strip('"')
+        flag = "--" + name.replace("_", "-")
+        no_flag = "--no-" + flag.removeprefix("--")
+        if value == "False" and no_flag in own:
+            return no_flag
+        if name not in EngineConfig.model_fields:
+            return found[0]
+        if flag not in own:
+            return f"--set {name}={value}" if value and "--set" in own else found[0]
+        return flag if value in ("", "True") else f"{flag} {value}"
+
+    return re.sub(r"\b(?P<name>[a-z]+(?:_[a-z]+)+(?!\w)|[a-z]+(?==))(?:=(?P<value>\"[^\"]*\"|\w+))?", flag_of, sentence)

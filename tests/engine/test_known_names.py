@@ -57,6 +57,8 @@ def test_the_command_line_has_both_names_of_each() -> None:
         ("torch_dtype", "it is dtype here"),
         ("mem_fraction_static", "kv_memory"),
         ("temperature", "SamplingParams"),
+        ("max_batch_size", "it is max_rows here"),
+        ("max_num_tokens", "it is max_batched_tokens here"),
         ("max_model_length", "it is max_context here"),
         ("n_ctxs", "it is max_context here"),
         ("MAX_ROWS", "did you mean max_rows?"),

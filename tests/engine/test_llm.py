@@ -289,7 +289,7 @@ def test_adapters(tmp_path: Path) -> None:
         for call in (lambda: llm.generate("x", adapter="b"), lambda: llm.adapters.unload("b")):
             with pytest.raises(UnknownAdapter):
                 call()
-        with pytest.raises(AdapterRejected):
+        with pytest.raises(AdapterRejected, match=f"{tmp_path}/nowhere cannot be read"):
             llm.adapters.load("c", tmp_path / "nowhere")
 
 

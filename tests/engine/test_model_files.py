@@ -181,6 +181,9 @@ def test_a_repository_in_the_hubs_cache_needs_no_download(tmp_path: Path) -> Non
     cached(tmp_path, dict.fromkeys(NAMES, b"GGUF"))
     assert found(tmp_path, file="*Q4_K_M.gguf") == [NAMES[0], "Tiny-Q4_K_M", True]
     assert "holds several GGUF files" in found(tmp_path)
+    assert "nothing of someone/Tiny-GGUF on this machine matches *BF16*; allow_download=True" in found(
+        tmp_path, file="*BF16*"
+    )
     assert found(tmp_path, file="*Q8_0*", allow_download=True) == [NAMES[1], "Tiny-Q8_0", True]
 
 
