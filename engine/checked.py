@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import Parameter
-from typing import Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,14 +17,14 @@ _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 _LIMITS = (*_BOUNDS, "max_length", "min_length", "expected")
 
 
-class Checked(BaseModel):
+class Checked(BaseModel, frozen=True):
     """Options that are checked when they are made and cannot change afterwards. Frozen, hashable, serialisable.
 
     Raises:
         InvalidParams: A value is out of its range; names field, value and limit. It is also a `ValueError`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     known_names: ClassVar[Mapping[str, str]] = {}
     """What to say to names that are no options here: `advice_on` describes it."""
@@ -35,6 +35,14 @@ class Checked(BaseModel):
             super().__init__(**options)
         except ValidationError as error:
             raise invalid_params(error, type(self)) from None
+
+    if not TYPE_CHECKING:  # type checkers know a frozen class from its keyword, and would take this for leave to assign
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Refuse it: what was checked stays as it is."""
+            copied = f"replace({name}=...)" if hasattr(self, "replace") else f"model_copy(update={{{name!r}: ...}})"
+            told = f"{name}: {type(self).__name__} cannot change; make a copy with {copied}"
+            raise InvalidParams(told, field=name, value=value)
 
     def _changed(self, changes: Mapping[str, Any]) -> Self:
         """Make a copy with `changes`, checked as a new one; what was never given counts as not given in it either."""

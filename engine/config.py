@@ -55,7 +55,7 @@ def _known_policy(value: str | dict[str, Any] | Policy) -> str | dict[str, Any] 
     return value
 
 
-class EngineConfig(Checked):
+class EngineConfig(Checked, frozen=True):
     """Options of `Engine`. Frozen and complete before use; what is None is chosen for the device when it opens.
 
     `ConfigOptions` (options.py) describes each option.

@@ -41,7 +41,7 @@ Bias: TypeAlias = Annotated[float, Field(ge=-100.0, le=100.0)]
 LogprobCount: TypeAlias = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS, strict=True)]
 
 
-class SamplingParams(Checked):
+class SamplingParams(Checked, frozen=True):
     """How to choose tokens and when to stop. Frozen, hashable, serialisable.
 
     `SamplingOptions` (options.py) describes each option.

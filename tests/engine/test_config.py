@@ -137,5 +137,5 @@ def test_the_model_is_needed_and_the_config_is_frozen() -> None:
     with pytest.raises(InvalidParams) as caught:
         EngineConfig()
     assert caught.value.field == "model"
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(InvalidParams, match=r"^\w+: EngineConfig cannot change; make a copy with model_copy\("):
         EngineConfig(model="m").seed = 3

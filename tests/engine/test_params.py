@@ -241,7 +241,7 @@ def test_a_set_of_ids_is_in_a_fixed_order() -> None:
 
 def test_frozen_hashable_and_picklable() -> None:
     params = SamplingParams(stop=["a"], stop_token_ids=[1], seed=3)
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(InvalidParams, match=r"^n: SamplingParams cannot change; make a copy with replace\(n="):
         params.n = 2
     assert {params: 1}[SamplingParams(stop=["a"], stop_token_ids=[1], seed=3)] == 1
     assert pickle.loads(pickle.dumps(params)) == params

@@ -53,6 +53,7 @@ SamplingParams(0.5)  # wrong: positional
 greedy.replace(seed=1, n=2)
 greedy.replace(sed=1)  # wrong: sed
 greedy.replace(seed="one")  # wrong: seed
+greedy.seed = 1  # wrong: seed
 sampled: SamplingParams = greedy.replace(temperature=1.0)
 
 
