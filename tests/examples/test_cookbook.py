@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,37 +114,67 @@ def test_a_mounted_server(recipes: dict[str, list[tuple[str, str]]]) -> None:
         assert client.get("/load").json() == {"running": 0, "waiting": 0}
 
 
-def test_a_graceful_shutdown(recipes: dict[str, list[tuple[str, str]]], tmp_path: Path) -> None:
-    """SIGTERM amid an answer: all of it comes, and the process ends by itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ((_, source),) = recipes["Graceful shutdown"]
-    (tmp_path / "app.py").write_text(source.replace("port=8000", f"port={port}"), encoding="utf-8")
-    server = subprocess.Popen([sys.executable, str(tmp_path / "app.py")], stderr=subprocess.DEVNULL, env=os.environ)
+@contextmanager
+def served(command: list[str], url: str) -> Iterator[tuple[subprocess.Popen[bytes], httpx2.Client]]:
+    """A server in a process of its own that answers at `url`."""
+    server = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL, env=os.environ)
     try:
-        with httpx2.Client(base_url=f"http://localhost:{port}/llm", timeout=PATIENCE) as client:
+        with httpx2.Client(base_url=url, timeout=PATIENCE) as client:
             deadline = time.monotonic() + PATIENCE
             while True:
                 try:
-                    model = client.get("/v1/models").json()["data"][0]["id"]
+                    client.get("/")
                     break
                 except httpx2.TransportError:
                     assert time.monotonic() < deadline and server.poll() is None
                     time.sleep(0.05)
-            ask = {"model": model, "prompt": "Rain is", "max_tokens": 400, "ignore_eos": True, "stream": True}
-            ask["stream_options"] = {"include_usage": True}
-            with client.stream("POST", "/v1/completions", json=ask) as answer:
-                lines = answer.iter_lines()
-                first = next(line for line in lines if line.startswith("data: "))
-                server.send_signal(signal.SIGTERM)
-                events = [first, *(line for line in lines if line.startswith("data: "))]
-        assert events[-1] == "data: [DONE]"
-        assert json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
-        assert server.wait(PATIENCE) in (0, -signal.SIGTERM)
+            yield server, client
     finally:
         server.kill()
         server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def after_sigterm(server: subprocess.Popen[bytes], client: httpx2.Client, path: str, ask: Any) -> list[str]:
+    """The lines of an answer that the server was told to stop amid, with `data` or an event."""
+    with client.stream("POST", path, json=ask) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith(("data: ", "event: ")))
+        first = next(lines)
+        server.send_signal(signal.SIGTERM)
+        found = [first, *lines]
+    assert server.wait(PATIENCE) in (0, -signal.SIGTERM)
+    return found
+
+
+def test_a_graceful_shutdown(recipes: dict[str, list[tuple[str, str]]], tmp_path: Path) -> None:
+    """SIGTERM amid an answer: all of it comes, and the process ends by itself."""
+    port = free_port()
+    ((_, source),) = recipes["Graceful shutdown"]
+    (tmp_path / "app.py").write_text(source.replace("port=8000", f"port={port}"), encoding="utf-8")
+    with served([str(tmp_path / "app.py")], f"http://localhost:{port}/llm") as (server, client):
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        ask = {"model": model, "prompt": "Rain is", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        events = after_sigterm(server, client, "/v1/completions", ask | {"stream_options": {"include_usage": True}})
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
+
+
+def test_server_sent_events_end_before_the_server_does(
+    recipes: dict[str, list[tuple[str, str]]], tmp_path: Path
+) -> None:
+    port = free_port()
+    ((_, source),) = recipes["FastAPI with server-sent events"]
+    source = source.replace("max_tokens=question.max_tokens", "max_tokens=1500, ignore_eos=True")
+    (tmp_path / "app.py").write_text(source, encoding="utf-8")
+    command = ["-m", "uvicorn", "app:app", "--port", str(port), "--timeout-graceful-shutdown", "25"]
+    with served([*command, "--app-dir", str(tmp_path)], f"http://localhost:{port}") as (server, client):
+        events = after_sigterm(server, client, "/ask", {"text": "What is rain?"})
+    assert events[-2:] == ["event: done", 'data: {"reason": "length"}']
 
 
 def test_the_tests_pass(recipes: dict[str, list[tuple[str, str]]], tmp_path: Path) -> None:
