@@ -34,7 +34,8 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _checked(message: object, place: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidParams(f"{place}: a message is a mapping of role and content", field=place, value=message)
+        what = f"got {type(message).__name__}" + ("; give its model_dump()" if hasattr(message, "model_dump") else "")
+        raise InvalidParams(f"{place}: a message is a mapping of role and content, {what}", field=place, value=message)
     checked = {key: value for key, value in message.items() if value is not None and value != []}
     calls = checked.pop("tool_calls", None)
     if calls is not None and "content" not in checked:

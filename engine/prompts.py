@@ -208,7 +208,7 @@ def to_token_ids(
             field="prompt",
             value=prompt,
         )
-    elif prompt and isinstance(prompt[0], Mapping):
+    elif prompt and (isinstance(prompt[0], Mapping) or hasattr(prompt[0], "model_dump")):  # refused as a message
         ids = _guarded(partial(tokenizer.encode_chat, prompt, tools, end, template_kwargs))
     else:
         ids = list(prompt)

@@ -195,7 +195,8 @@ class ScriptedEngine(Engine):
 
 def _sized(capacity: plans.Capacity | None, config: EngineConfig) -> plans.Capacity:
     """Return `capacity`, or the default one, with the sizes that were asked for; a default pool holds one context."""
-    sizes: dict[str, int] = config.model_dump(include=_SIZES & config.model_fields_set, exclude_none=True)
+    asked = {name: getattr(config, name) for name in _SIZES & config.model_fields_set}
+    sizes: dict[str, int] = {name: size for name, size in asked.items() if size is not None}
     sized = replace(capacity or Capacity(), **sizes)
     if "max_rows" not in sizes:
         sized = replace(sized, max_rows=min(sized.max_rows, sized.max_batched_tokens))

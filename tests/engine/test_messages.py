@@ -10,6 +10,7 @@ import pytest
 
 from headrace.engine import Engine, InvalidParams, SamplingParams
 from headrace.engine.messages import checked_messages
+from headrace.engine.testing import ScriptedEngine
 
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": ["sky", 2]}'}}
 PARTS = [{"type": "text", "text": "What is"}, {"type": "text", "text": "in the sky?"}]
@@ -59,6 +60,18 @@ def test_what_openais_client_answers_goes_back_as_it_is() -> None:
     answer = ChatCompletionMessage.model_validate({"role": "assistant", "content": None, "tool_calls": [CALL]})
     (read,) = checked_messages([answer.model_dump()])
     assert read["content"] == "" and read["tool_calls"][0]["function"]["arguments"] == {"at": ["sky", 2]}
+
+
+@pytest.mark.anyio
+async def test_a_message_that_is_no_mapping_is_refused_as_one() -> None:
+    from openai.types.chat import ChatCompletionMessage
+
+    answer, question = ChatCompletionMessage(role="assistant", content="Yes."), {"role": "user", "content": "No?"}
+    async with ScriptedEngine() as engine:
+        for chat, place in (([answer, question], 0), ([question, answer], 1)):
+            told = rf"^messages\[{place}\]: .*, got ChatCompletionMessage; give its model_dump\(\)$"
+            with pytest.raises(InvalidParams, match=told):
+                await engine.tokenize(chat)
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
