@@ -241,6 +241,8 @@ def shape_error(error: ValidationError) -> ApiError:
 
 def _what(kind: str, context: Mapping[str, Any]) -> str | None:
     """Say what is wrong where pydantic's own words name a class of ours or a type of Python's."""
+    if kind == "missing":
+        return "is required"
     if kind in _OBJECT_TYPES:
         return "must be an object"
     if kind in ("list_type", "tuple_type"):

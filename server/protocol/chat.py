@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import orjson
@@ -11,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from pydantic_core import PydanticCustomError
 
 from headrace.engine import InvalidParams, TokenizeOptions
-from headrace.engine.template_kwargs import checked_template_kwargs
 from headrace.engine.tools import (
     CallStructure,
     Tool,
@@ -25,6 +23,7 @@ from headrace.server.errors import ApiError
 from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields
 from headrace.server.protocol.forced import checked
+from headrace.server.protocol.template_fields import TemplateFields
 
 __all__ = [
     "ChatFields",
@@ -34,6 +33,7 @@ __all__ = [
     "check_kind",
     "ending_of",
     "joined_parts",
+    "not_text",
     "parts_schema",
 ]
 
@@ -57,14 +57,16 @@ def parts_schema(*kinds: str) -> Also:
     return Also({"type": "array", "items": items})
 
 
-def joined_parts(value: object, *kinds: str) -> object:
-    """The text of a list of parts of these types, a line each; what is no list is left for pydantic to judge.
+def joined_parts(value: object, *kinds: str, optional: bool = False) -> object:
+    """Return a text, or the text of a list of parts of these types, a line each; None where that is `optional`.
 
     Raises:
-        PydanticCustomError: A part is of another type.
+        PydanticCustomError: It is something else, or a part is of another type.
     """
-    if not isinstance(value, list):
+    if isinstance(value, str) or (optional and value is None):
         return value
+    if not isinstance(value, list):
+        raise not_text()
     texts = []
     for index, part in enumerate(value):
         check_kind(part, index, kinds)
@@ -72,6 +74,11 @@ def joined_parts(value: object, *kinds: str) -> object:
             raise PydanticCustomError("text_part", "must have its text in text", {"part": index})
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def not_text() -> PydanticCustomError:
+    """Return the complaint about content that is neither a text nor a list."""
+    return PydanticCustomError("text_type", "must be a string or a list of text parts")
 
 
 def check_kind(part: Any, index: int, kinds: Container[str]) -> None:
@@ -117,7 +124,7 @@ class ChatMessage(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _parts_are_joined(cls, value: object) -> object:
-        return joined_parts(value, "text")
+        return joined_parts(value, "text", optional=True)
 
     @model_validator(mode="after")
     def _content_where_one_belongs(self) -> ChatMessage:
@@ -160,7 +167,7 @@ def _call(call: ToolCallFields) -> dict[str, Any]:
 Messages = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatFields(RequestFields):
+class ChatFields(RequestFields, TemplateFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -172,9 +179,6 @@ class ChatFields(RequestFields):
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    enable_thinking: Bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def reports(self) -> int | None:
@@ -215,30 +219,6 @@ class ChatFields(RequestFields):
         """
         return ending_of(self.messages[-1], self.add_generation_prompt, self.continue_final_message)
 
-    def template_kwargs(self, switches: AbstractSet[str], *, reasons: bool) -> dict[str, Any]:
-        """Return the values that the request adds to those of the chat template.
-
-        Args:
-            switches: Which of `enable_thinking` and `reasoning_effort` the template reads.
-            reasons: Whether the model reasons where nothing is said.
-
-        Raises:
-            ApiError: The model cannot reason as much or as little as is asked.
-            InvalidParams: The values that the client gives by name are malformed, or are the engine's to give.
-        """
-        found: dict[str, Any] = {}
-        effort, thinks = self.reasoning_effort, self.enable_thinking
-        if effort is not None:
-            values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-            found = {name: value for name, value in values.items() if name in switches}
-            if not found and effort != ("medium" if reasons else "none"):
-                raise _not_switched("reasoning_effort", reasons)
-        if thinks is not None:
-            if "enable_thinking" not in switches and thinks != reasons:
-                raise _not_switched("enable_thinking", reasons)
-            found["enable_thinking"] = thinks
-        return found | checked_template_kwargs(self.chat_template_kwargs or {})
-
     def offered(self) -> Offered:
         """The tools that may be called.
 
@@ -269,11 +249,6 @@ def ending_of(last: ChatMessage, add_generation_prompt: bool | None, continues: 
     if last.role != "assistant" or last.tool_calls:
         raise ApiError(400, "invalid_value", f"{name}: the last message must be text of the assistant", param=name)
     return {"continue_final_message": True}
-
-
-def _not_switched(param: str, reasons: bool) -> ApiError:
-    what = "always reasons, and its chat template reads no such value" if reasons else "does not reason"
-    return ApiError(400, "unsupported_parameter", f"{param}: this model {what}", param=param)
 
 
 class Offered(NamedTuple):

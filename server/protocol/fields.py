@@ -58,14 +58,14 @@ class RequestFields(SamplingBounds):
     adapter: Annotated[str, Field(strict=True, min_length=1)] | None = None
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1)] | None = None
     stop: Annotated[Annotated[tuple[Stop, ...], Field(max_length=4)] | None, _STOP_SCHEMA] = None
     stop_token_ids: Annotated[tuple[Int, ...], Field(max_length=16)] | None = None
     include_stop_str_in_output: Bool | None = None
     skip_special_tokens: Bool | None = None
     ignore_eos: Bool | None = None
     spaces_between_special_tokens: Bool | None = None
-    best_of: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    best_of: Annotated[int, Field(strict=True, ge=1)] | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=2**15)] | None = None
@@ -90,6 +90,8 @@ class RequestFields(SamplingBounds):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_string_is_a_list_of_one(cls, value: object) -> object:
+        if not isinstance(value, str | list | None):
+            raise PydanticCustomError("text_type", "must be a string or a list of strings")
         return (value,) if isinstance(value, str) else value
 
     @field_validator("logit_bias", mode="before")

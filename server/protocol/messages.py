@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Final, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator
 
 from headrace.server.errors import ApiError
-from headrace.server.protocol.chat import check_kind, joined_parts, parts_schema
+from headrace.server.protocol.chat import check_kind, joined_parts, not_text, parts_schema
 from headrace.server.protocol.documented import Also
 from headrace.server.protocol.fields import Bool, RequestFields, Stop
 
@@ -33,6 +34,7 @@ MESSAGE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
 MESSAGE_NAMES: Final = {
     "enable_thinking": "thinking",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
 }
 """What the fields of a chat are called here."""
@@ -112,9 +114,13 @@ class Turn(_Part):
     @field_validator("content", mode="before")
     @classmethod
     def _a_text_is_a_block(cls, value: object) -> object:
-        for index, block in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        if not isinstance(value, list):
+            raise not_text()
+        for index, block in enumerate(value):
             check_kind(block, index, _KINDS)
-        return [{"type": "text", "text": value}] if isinstance(value, str) else value
+        return value
 
     def chat(self, param: str) -> list[dict[str, Any]]:
         """The messages of a chat that it means: an assistant's is one, results of tools are one each.
@@ -209,10 +215,10 @@ class OutputFormat(_Part):
 
 
 class OutputConfig(_Part):
-    """How the answer is to be; how much effort it takes is the model's own affair."""
+    """What the answer is to be, and how much effort it is to take."""
 
     format: OutputFormat | None = None
-    effort: Any = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class MessageFields(RequestFields):
@@ -228,22 +234,24 @@ class MessageFields(RequestFields):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("system", mode="before")
     @classmethod
     def _parts_are_joined(cls, value: object) -> object:
-        return joined_parts(value, "text")
+        return joined_parts(value, "text", optional=True)
 
-    def chat(self) -> dict[str, Any]:
-        """The body of the chat completion that asks for the same.
+    def chat(self, switches: AbstractSet[str] = frozenset()) -> dict[str, Any]:
+        """Return the body of the chat completion that asks for the same.
+
+        Args:
+            switches: Which of `enable_thinking` and `reasoning_effort` the chat template reads.
 
         Raises:
             ApiError: It asks for something that no chat can ask for.
         """
-        if self.output_config is not None and self.output_config.effort is not None:
-            name = "output_config.effort"
-            raise ApiError(400, "unsupported_parameter", f"{name}: this server does not support it", param=name)
-        body = self.shared()
+        body = self.shared() | {"chat_template_kwargs": self.chat_template_kwargs}
+        body["reasoning_effort"] = self._effort(switches)
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for place, turn in enumerate(self.messages):
             messages += turn.chat(f"messages[{place}]")
@@ -276,6 +284,11 @@ class MessageFields(RequestFields):
         if len(named) > 1:
             raise ApiError(400, "invalid_value", f"{named[1]}: cannot go with {named[0]}", param=named[1])
         return MESSAGE_NAMES | ({"response_format": named[0]} if named else {})
+
+    def _effort(self, switches: AbstractSet[str]) -> str | None:
+        """Return the effort as chats name it; `high`, Anthropic's default, asks for nothing that is not known."""
+        effort = self.output_config.effort if self.output_config is not None else None
+        return None if effort == "high" and "reasoning_effort" not in switches else effort
 
     def _format(self) -> dict[str, Any] | None:
         """The format of the text as chats write it."""

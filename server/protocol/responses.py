@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator
+from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError
 from headrace.server.protocol.chat import joined_parts, parts_schema
@@ -122,7 +123,7 @@ class ReasoningItem(_Item):
     @field_validator("content", "summary", mode="before")
     @classmethod
     def _parts_are_joined(cls, value: object) -> object:
-        return joined_parts(value, "reasoning_text", "summary_text")
+        return joined_parts(value, "reasoning_text", "summary_text", optional=True)
 
     def join(self, chat: list[dict[str, Any]]) -> None:
         """Begin the assistant's message that it led to."""
@@ -183,10 +184,13 @@ class ResponseFields(RequestFields):
     previous_response_id: Annotated[str, Field(strict=True, max_length=128)] | None = None
     prompt_cache_key: Annotated[str, Field(strict=True, max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(strict=True, max_length=512)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("input", mode="before")
     @classmethod
     def _a_text_is_a_message(cls, value: object) -> object:
+        if not isinstance(value, str | list):
+            raise PydanticCustomError("text_type", "must be a string or a list of items")
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
     def chat(self, earlier: Sequence[Item] = ()) -> dict[str, Any]:
@@ -211,7 +215,8 @@ class ResponseFields(RequestFields):
             raise ApiError(400, "invalid_value", "input: holds nothing to answer", param="input")
         body |= {"messages": messages, "tools": self.tools, "tool_choice": _choice(self.tool_choice)}
         body |= {"max_completion_tokens": self.max_output_tokens, "parallel_tool_calls": self.parallel_tool_calls}
-        return body | {"response_format": self._format(), "reasoning_effort": effort}
+        body |= {"response_format": self._format(), "reasoning_effort": effort}
+        return body | {"chat_template_kwargs": self.chat_template_kwargs}
 
     def _format(self) -> dict[str, Any] | None:
         """The format as chats write it."""

@@ -38,7 +38,7 @@ def ask_message(service: Service, body: dict[str, Any]) -> Ask:
         return MessageAnswer(fields.model, len(prompt), reading.blocks())
 
     try:
-        chat: ChatFields = parse(ChatFields, fields.chat(), service.settings)
+        chat: ChatFields = parse(ChatFields, fields.chat(service.switches), service.settings)
         return chat_ask(service, chat, make_answer, names)
     except (ApiError, HeadraceError) as error:
         raise as_api_error(error).renamed(names) from error

@@ -14,12 +14,13 @@ from headrace.server.body import announced, read_json
 from headrace.server.errors import ApiError, as_api_error, shape_error
 from headrace.server.gate import CALLER
 from headrace.server.protocol.chat import Messages, ending_of
+from headrace.server.protocol.template_fields import TemplateFields
 from headrace.server.service import Service
 
 __all__ = ["DetokenizeFields", "TokenizeFields", "detokenize", "show_tokenizer", "token_ids", "tokenize"]
 
 
-class TokenizeFields(BaseModel):
+class TokenizeFields(TemplateFields):
     """Body of POST /tokenize: a prompt or messages."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -53,6 +54,7 @@ async def tokenize(request: Request) -> Response:
         prompt = [message.for_template() for message in fields.messages]
         ending = ending_of(fields.messages[-1], fields.add_generation_prompt, fields.continue_final_message)
         ending["tools"] = fields.tools
+        ending["template_kwargs"] = fields.template_kwargs(service.switches, reasons=service.reasons)
     ids = await token_ids(request, prompt, **ending)
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.info.max_context, "tokens": ids})
 

@@ -145,13 +145,23 @@ WORDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, user([{"type": "input_audio"}]), "messages[0].content[0]: audio files are not supported, only text"),
     (CHAT, user([{"type": "text"}]), "messages[0].content[0]: must have its text in text"),
     (CHAT, user([7]), "messages[0].content[0]: must be an object with a type"),
-    (CHAT, user(7), "messages[0].content: must be a valid string, got 7"),
+    (CHAT, user(7), "messages[0].content: must be a string or a list of text parts, got 7"),
     (CHAT, {"messages": []}, "messages: must have at least 1 item, got a list of 0"),
     (CHAT, {"messages": None}, "messages: must be a list, got null"),
     (CHAT, user("a") | {"stop": ["a"] * 5}, "stop: must have at most 4 items, got a list of 5"),
     (CHAT, user("a") | {"model": ""}, "model: must not be empty, got ''"),
     (CHAT, user("a") | {"n": 17}, "n: at most 16 here, got 17"),
     (CHAT, user("a") | {"n": 1000}, "n: at most 16 here, got 1000"),
+    (CHAT, user("a") | {"n": 2**40}, "n: at most 16 here, got 1099511627776"),
+    (CHAT, user("a") | {"best_of": 2**40}, "best_of: at most 16 here, got 1099511627776"),
+    (CHAT, user("a") | {"stop": 3}, "stop: must be a string or a list of strings, got 3"),
+    (CHAT, {}, "messages: is required"),
+    ("/v1/responses", {"input": 3}, "input: must be a string or a list of items, got 3"),
+    (
+        "/v1/responses",
+        {"input": user(None)["messages"]},
+        "input[0].content: must be a string or a list of text parts, got null",
+    ),
     ("/v1/completions", {"prompt": "a", "best_of": 1000}, "best_of: at most 16 here, got 1000"),
     ("/v1/responses", {"input": user([{"type": "input_image"}])["messages"]},
      "input[0].content[0]: images are not supported, only text"),
@@ -185,6 +195,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "/v1/score": {"text_1": "a", "text_2": "b"},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
 }
+_ASKED = ENDPOINTS | {"/tokenize": {"messages": [{"role": "user", "content": "a"}]}}
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -215,18 +226,39 @@ SWITCHES = [
     (QWEN3, CHAT, {"enable_thinking": False}, {"enable_thinking": False}),
     (QWEN3, CHAT, {"chat_template_kwargs": {"enable_thinking": False, "a": [1]}}, {"enable_thinking": False, "a": [1]}),
     (QWEN3, CHAT, {}, {}),
+    (QWEN3, "/v1/responses", {"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+    (QWEN3, "/v1/messages", {"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+    (QWEN3, "/tokenize", {"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+    (QWEN3, "/tokenize", {"enable_thinking": False}, {"enable_thinking": False}),
+    (QWEN3, "/tokenize", {"reasoning_effort": "none"}, {"enable_thinking": False}),
+    (QWEN3, "/v1/messages", {"output_config": {"effort": "low"}}, {"enable_thinking": True}),
+    (QWEN3, "/v1/messages", {"output_config": {"effort": "high"}}, {}),  # as if it were left out
+    (
+        QWEN3,
+        "/v1/messages",
+        {"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}},
+        {"enable_thinking": False},
+    ),
     (QWEN3, "/v1/responses", {"reasoning": {"effort": "none"}}, {"enable_thinking": False}),
     (QWEN3, "/v1/messages", {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
     (QWEN3, "/v1/messages", {"thinking": {"type": "enabled"}}, {"enable_thinking": True}),
     ("{{ reasoning_effort }}", CHAT, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
     ("{{ reasoning_effort }}", "/v1/responses", {"reasoning": {"effort": "high"}}, {"reasoning_effort": "high"}),
+    ("{{ reasoning_effort }}", "/v1/responses", {"reasoning": {"effort": "max"}}, {"reasoning_effort": "max"}),
+    ("{{ reasoning_effort }}", "/v1/messages", {"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+    ("{{ reasoning_effort }}", "/v1/messages", {"output_config": {"effort": "max"}}, {"reasoning_effort": "max"}),
     ("<think>", CHAT, {"reasoning_effort": "none"}, None),
     ("<think>", CHAT, {"reasoning_effort": "medium"}, {}),
     ("<think>", CHAT, {"enable_thinking": False}, None),
     ("<think>", "/v1/messages", {"thinking": {"type": "disabled"}}, None),
     ("plain", CHAT, {"reasoning_effort": "high"}, None),
     ("plain", CHAT, {"reasoning_effort": "none"}, {}),
+    ("plain", "/v1/messages", {"output_config": {"effort": "low"}}, None),
+    ("plain", "/v1/messages", {"output_config": {"effort": "high"}}, {}),
+    ("plain", "/tokenize", {"reasoning_effort": "high"}, None),
     ("plain", CHAT, {"chat_template_kwargs": {"messages": []}}, None),
+    ("plain", "/v1/responses", {"chat_template_kwargs": {"messages": []}}, None),
+    ("plain", "/v1/messages", {"chat_template_kwargs": {"messages": []}}, None),
     ("plain", CHAT, {"chat_template_kwargs": {"add_generation_prompt": False}}, None),
     ("plain", CHAT, {"chat_template_kwargs": {"bos_token": "x"}}, None),
     ("plain", CHAT, {"chat_template_kwargs": {"a b": 1}}, None),
@@ -249,7 +281,7 @@ def test_what_switches_reasoning_reaches_the_template(
     monkeypatch.setattr(ByteTokenizer, "chat_template", template)
     monkeypatch.setattr(ByteTokenizer, "encode_chat", spied)
     with serving(scripted()) as server:
-        answer = server.post({"max_tokens": 2} | ENDPOINTS[path] | fields | (_OUTPUT if "resp" in path else {}), path)
+        answer = server.post({"max_tokens": 2} | _ASKED[path] | fields | (_OUTPUT if "resp" in path else {}), path)
     if reach is None:
         assert answer.status_code == 400 and not found
         name = next(iter(fields))

@@ -276,6 +276,8 @@ def test_the_stop_sequence_is_told(stops: list[str]) -> None:
         ({"n": 2}, "n"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"effort": "none"}}, "output_config.effort"),
+        ({"messages": [{"role": "user", "content": None}]}, "a string or a list of text parts"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "output_config.format"),
         ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
