@@ -59,7 +59,7 @@ class LlamaJson(ToolParser):
 
     def _first(self) -> Reading[None]:
         yield from self.space()
-        yield from self.accept(_PYTHON_TAG)
+        yield from self.tag(_PYTHON_TAG)
         yield from self._calls()
 
     def _calls(self) -> Reading[None]:
@@ -91,7 +91,7 @@ class Pythonic(ToolParser):
 
     def _list(self) -> Reading[None]:
         yield from self.space()
-        yield from self.accept(_PYTHON_TAG)
+        yield from self.tag(_PYTHON_TAG)
         yield from self.space()
         yield from self.expect("[")
         while True:

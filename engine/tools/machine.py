@@ -60,6 +60,9 @@ class Machine(ABC):
         self._events: list[Event] = []
         self._index = 0  # of the call that is open, or else of the next one
         self._is_open = False  # a call has started and not ended
+        self._tagged = False  # a tag of calls was read, and what follows it is not yet judged
+        self._cut = False  # the text ends where it was cut
+        self._ran_out = False  # something more was to come when the text ended
         self._reading = self.run()
 
     def feed(self, text: str) -> list[Event]:
@@ -71,11 +74,16 @@ class Machine(ABC):
         next(self._reading)
         return self._emitted()
 
-    def finish(self) -> list[Event]:
-        """Return what was still held, and `End`; the completion is over."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Return what was still held, and `End`; the completion is over.
+
+        Args:
+            cut: The model did not end the text itself, so that a call may lack its end. What is held of such a call,
+                behind a tag of calls or within a call that has begun, is then no content.
+        """
         if self._ended:
             raise RuntimeError("this completion has ended; make a parser for each one")
-        self._ended = True
+        self._ended, self._cut = True, cut
         next(self._reading, None)
         return [*self._emitted(), End(self._raw())]
 
@@ -107,6 +115,7 @@ class Machine(ABC):
                 for tag in tags:
                     if (yield from self.sees(tag)):
                         self.take(len(tag))
+                        self._tagged = True
                         return tag
                 self.take(1)
                 self._say(kind)
@@ -121,11 +130,17 @@ class Machine(ABC):
         except Malformed:
             self.give_up()
             return False
-        self.settle()
-        return True
+        else:
+            self._take_cut()
+            self.settle()
+            return True
+        finally:
+            self._tagged = False
 
     def give_up(self) -> None:
-        """What is held is content; a call that is open stays incomplete."""
+        """Take what is held as content, unless it is a call that was cut; a call that is open stays incomplete."""
+        if self._take_cut():
+            self.settle()
         if self._is_open:
             self._close_call(complete=False, raw=self._settled_raw())
         self._say(Content)
@@ -160,7 +175,10 @@ class Machine(ABC):
             rest = self._text[self._at : self._at + len(literal)]
             if rest == literal:
                 return True
-            if self._ended or not literal.startswith(rest):
+            if not literal.startswith(rest):
+                return False
+            if self._ended:
+                self._ran_out = True
                 return False
             yield
 
@@ -170,6 +188,10 @@ class Machine(ABC):
             self._claim(len(literal))
             return True
         return False
+
+    def tag(self, literal: str) -> Reading[None]:
+        """Read the tag `literal` if it comes next; what follows is then meant as a call."""
+        self._tagged = (yield from self.accept(literal)) or self._tagged
 
     def expect(self, literal: str) -> Reading[None]:
         """Read `literal`, which must come next."""
@@ -228,6 +250,7 @@ class Machine(ABC):
         """Wait for text; False at the end."""
         while self._at == len(self._text):
             if self._ended:
+                self._ran_out = True
                 return False
             yield
         return True
@@ -239,6 +262,13 @@ class Machine(ABC):
         stop = min(len(self._text), self._at + MAX_HELD - self._held_size) if capped else len(self._text)
         self.take(scanner.feed(self._text, self._at, stop) - self._at)
         return not scanner.bad and (scanner.done or self._at < stop or stop == len(self._text))
+
+    def _take_cut(self) -> bool:
+        """Hold what is left of the text if it is a call's that was cut, and return whether it is."""
+        is_cut = self._cut and self._ran_out and (self._tagged or self._is_open)
+        if is_cut:
+            self.take(len(self._text) - self._at)
+        return is_cut
 
     def _claim(self, count: int) -> None:
         if self._held_size + count > MAX_HELD:

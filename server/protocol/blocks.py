@@ -29,7 +29,7 @@ def read_piece(parser: ToolParser, piece: Piece, *, parallel: bool = True, only_
     """
     events = parser.feed(piece.text)
     if piece.finish_reason is not None:
-        events = [*events, *parser.finish()]
+        events = [*events, *parser.finish(cut=piece.finish_reason == "length")]
     if only_calls:
         events = [each for each in events if not isinstance(each, Content)]
     if parallel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from headrace.engine import Token, Usage
 from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.messages import checked_messages
 from headrace.engine.testing import ByteTokenizer
-from headrace.engine.tools import Tool, ToolChoice, call_structure, make_parser, parser_class
+from headrace.engine.tools import Tool, ToolChoice, call_structure, collect, make_parser, parser_class
 from headrace.server.protocol.answers import Header, Piece
 from headrace.server.protocol.blocks import BlockReader
 from headrace.server.protocol.chat import ChatMessage
@@ -70,6 +71,51 @@ def test_a_call_that_is_cut_anywhere_is_no_content(name: str, thought: str) -> N
             assert ARGUMENTS.startswith(call["function"]["arguments"]) and call["function"]["name"] == "find"
         deltas = [each["choices"][0]["delta"] for each in events_of(events.decode())]
         assert all(delta.get("content") is None for delta in deltas), text[:end]
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "find", "arguments": {"text": "a"}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "find", "parameters": {"text": "a"}}',
+    "mistral": '[TOOL_CALLS][{"name": "find", "arguments": {"text": "a"}}, {"name": "find", "arguments": {}}]',
+    "mistral_args": '[TOOL_CALLS]find[ARGS]{"text": "a"}',
+    "pythonic": '<|python_tag|>[find(text="a", size=3)]',
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("text", ["", "So it is. "])
+def test_a_call_of_a_free_model_that_is_cut_behind_its_tag_is_no_content(name: str, text: str) -> None:
+    if name == "pythonic":  # whose calls stand at the start of the text alone
+        text = ""
+    whole, tag = text + CALLS[name], len(text) + CALLS[name].index("]" if "[T" in CALLS[name] else ">") + 1
+    for end in range(tag, len(whole)):
+        for size in (3, 200):
+            parser = make_parser(name)
+            events = [each for at in range(0, end, size) for each in parser.feed(whole[:end][at : at + size])]
+            events += parser.finish(cut=True)
+            assert collect(events).content in (text, text.rstrip()), whole[:end]
+            assert "".join(each.raw for each in events) == whole[:end]
+
+
+@pytest.mark.usefixtures("taught")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_call_of_a_free_model_that_is_cut_is_not_shown(path: str, stream: bool) -> None:
+    said = 'Yes.<tool_call>\n{"name": "fi'
+    prompt_len = len(ByteTokenizer().encode_chat(CHAT, TOOLS))
+    tools: Any = TOOLS if "chat" in path else [{"name": "find", "input_schema": FIND.parameters}]
+    body = {"messages": CHAT, "tools": tools, "temperature": 0, "max_tokens": len(said), "stream": stream}
+    with serving(speaking(said, prompt_len)) as server:
+        answer = server.post(body, path)
+    assert answer.status_code == 200, answer.text
+    assert "".join(re.findall(r'"(?:content|text)":"([^"]*)"', answer.text)) == "Yes."
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_what_a_model_ends_itself_or_is_no_call_stays_content(name: str) -> None:
+    for text, cut in (("<tool_call>\nlike so", True), ('<tool_call>\n{"name": "fi', False), ('{"name": "Rhine', True)):
+        parser = make_parser(name)
+        assert collect([*parser.feed(text), *parser.finish(cut=cut)]).content == text
 
 
 CHAT: Any = [{"role": "user", "content": "Weather?"}]
