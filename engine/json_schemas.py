@@ -12,11 +12,14 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 from headrace.engine.json_numbers import BOUNDS, SHARED, bounded_numbers, check_constants
+from headrace.engine.json_values import VALUE, VALUES, described
+from headrace.engine.schema_walk import CONSTANTS, combines, mapped_schemas
 
-__all__ = ["JSON_STYLE", "closed_schema", "exact_grammar", "exact_schema"]
+__all__ = ["JSON_STYLE", "closed_schema", "exact_grammar", "exact_schema", "without_others"]
 
 # Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
 # Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
@@ -27,9 +30,9 @@ JSON_STYLE: Final[Any] = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-_NAMED: Final = frozenset(("properties", "$defs", "definitions"))
-_TEXTS: Final = frozenset(("const", "enum"))
-_UNREAD: Final = frozenset(("default", "examples", "required", "x-guidance"))
+_SHARED: Final = {**SHARED, VALUE: VALUES}
+_OTHERS: Final = frozenset(("additionalProperties", "patternProperties", "propertyNames", "minProperties"))
+"""Keywords that say something of properties without a name."""
 _UNWRITTEN: Final = frozenset({*range(0x20), 0x7F}.difference(map(ord, "\b\f\n\r\t")))
 """Characters that are written with `\\u` alone, which no format here admits."""
 _PARTS: Final = re.compile(
@@ -66,20 +69,32 @@ def closed_schema(schema: Any) -> Any:
 
     Objects without named properties, such as those of a `dict`, stay as they are.
     """
-    if isinstance(schema, list):
-        return [closed_schema(each) for each in schema]
-    if not isinstance(schema, dict):
+    return mapped_schemas(schema, _closed)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(schema.get("properties"), dict):
         return schema
-    closed = {key: _closed_keyword(key, value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict):
-        closed |= {"required": list(schema["properties"]), "additionalProperties": False}
+    return schema | {"required": list(schema["properties"]), "additionalProperties": False}
+
+
+def without_others(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have no properties but those that it names, where it says nothing of others.
+
+    Every value that it admits satisfies the schema as it was given. Where a value has to satisfy several schemas, the
+    schema stays as it is, since one of them may name what another leaves out.
+    """
+    closed: dict[str, Any] = schema if combines(schema) else mapped_schemas(schema, _without_others)
     return closed
 
 
-def _closed_keyword(key: str, value: Any) -> Any:
-    if key in _NAMED and isinstance(value, dict):
-        return {name: closed_schema(each) for name, each in value.items()}
-    return value if key in _TEXTS or key in _UNREAD else closed_schema(value)
+def _without_others(schema: dict[str, Any]) -> dict[str, Any]:
+    named, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, dict) or not _OTHERS.isdisjoint(schema) or not isinstance(required, list):
+        return schema
+    if not all(isinstance(name, str) and name in named for name in required):
+        return schema
+    return schema | {"additionalProperties": False}
 
 
 def exact_schema(schema: Any) -> Any:
@@ -89,21 +104,20 @@ def exact_schema(schema: Any) -> Any:
         ValueError: It cannot be kept to.
     """
     if not isinstance(schema, dict) or not isinstance(schema.get("$defs", {}), dict) or '"$id"' in json.dumps(schema):
-        return _exact(schema, shares=False)
-    made = _exact(schema, shares=True)
+        return mapped_schemas(schema, partial(_exact, shares=False))
+    made = schema if combines(schema) else mapped_schemas(schema, described)
+    made = mapped_schemas(made, partial(_exact, shares=True))
     written = json.dumps(made)
-    used = {name: each for name, each in SHARED.items() if f'"#/$defs/{name}"' in written}
+    used = {name: each for name, each in _SHARED.items() if f'"#/$defs/{name}"' in written}
+    if VALUE in used:
+        used = _SHARED
     return {**made, "$defs": {**made.get("$defs", {}), **used}} if used else made
 
 
-def _exact(schema: Any, shares: bool) -> Any:
-    """Return a schema, or a part of one, made exact; with `shares` it may refer to `SHARED`."""
-    if isinstance(schema, list):
-        return [_exact(each, shares) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
+def _exact(schema: dict[str, Any], shares: bool) -> dict[str, Any]:
+    """Return one schema made exact; with `shares` it may refer to `_SHARED`."""
     _check_counted(schema)
-    made = {key: _exact_keyword(key, value, shares) for key, value in schema.items()}
+    made = {key: _exact_keyword(key, value) for key, value in schema.items()}
     return bounded_numbers(_exact_range(made), shares=shares)
 
 
@@ -115,19 +129,17 @@ def _check_counted(schema: dict[str, Any]) -> None:
         raise ValueError(f"minProperties: {least} of names that are not required, which may be the same one")
 
 
-def _exact_keyword(key: str, value: Any, shares: bool) -> Any:
-    if key in _NAMED and isinstance(value, dict):
-        return {name: _exact(each, shares) for name, each in value.items()}
+def _exact_keyword(key: str, value: Any) -> Any:
     if key == "patternProperties" and isinstance(value, dict):
-        return {_exact_pattern(pattern): _exact(each, shares) for pattern, each in value.items()}
+        return {_exact_pattern(pattern): each for pattern, each in value.items()}
     if key == "pattern" and isinstance(value, str):
         return _exact_pattern(value)
-    if key in _TEXTS:
+    if key in CONSTANTS:
         check_constants(key, value)
         for text in _texts(value):
             if not _UNWRITTEN.isdisjoint(map(ord, text)):
                 raise ValueError(f"{key} holds a control character, which cannot be written here")
-    return value if key in _TEXTS or key in _UNREAD else _exact(value, shares)
+    return value
 
 
 def _exact_range(schema: dict[str, Any]) -> dict[str, Any]:

@@ -141,3 +141,63 @@ def test_random_numbers_are_kept_and_end() -> None:
             jsonschema.validate(json.loads(text), schema)
             kept += 1
     assert kept > 80
+
+
+# -- numbers in values that a schema leaves free --------------------------------------------------------------------
+
+FREE: list[dict[str, Any]] = [
+    {},
+    {"type": "object"},
+    {"type": "array"},
+    {"type": ["object", "null"]},
+    {"type": "object", "properties": {"a": {"type": "string"}}},
+    {"type": "object", "properties": {"a": True, "b": {}}, "required": ["a"]},
+    {"properties": {"a": {"type": "integer"}}, "title": "T"},
+    {"anyOf": [{"type": "object", "description": "whatever"}, {"type": "null"}]},
+    {"type": "object", "properties": {"x": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"type": "object"}}},
+    {"type": "object", "patternProperties": {"^x": {"type": "string"}}, "minProperties": 1},
+    {"type": "array", "prefixItems": [{"type": "string"}], "items": True},
+    {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}]},
+]
+VALUES: list[Any] = [
+    None,
+    True,
+    7,
+    "s",
+    [],
+    ["s", 1.5, {"a": []}],
+    {},
+    {"a": 1},
+    {"a": "s", "z": {"q": [1.5, None, {}]}},
+    {"x": {"k": -2.25}},
+    {"x": "s"},
+    {"a": {"a": [[]]}, "b": False},
+]
+
+
+@pytest.mark.parametrize("schema", FREE, ids=json.dumps)
+def test_free_values_are_all_values_with_numbers_that_end(schema: dict[str, Any]) -> None:
+    matcher = matcher_of(schema)
+    for value in VALUES:
+        text = json.dumps(value).encode()
+        mine = matcher.deep_copy()
+        taken = mine.try_consume_tokens(list(text)) == len(text) and mine.is_accepting()
+        expected = jsonschema.Draft202012Validator(schema).is_valid(value)
+        assert taken == expected, value
+    if "allOf" not in schema:  # in which a value has to satisfy two schemas
+        for text in ('{"z": %s}', '["s", %s]', '{"z": [{"y": %s}]}'):
+            assert not takes(schema, text % ("0." + 40 * "3")) and not takes(schema, text % (40 * "3"))
+
+
+def test_a_model_that_goes_on_with_a_number_in_a_free_value_comes_to_its_end() -> None:
+    for begun in ('{"a": ', '{"a": [1, ', '{"a": {"b": -0.'):
+        matcher, text = matcher_of({"type": "object"}), begun
+        assert matcher.try_consume_tokens(list(begun.encode())) == len(begun)
+        while True:
+            mask = matcher.compute_bitmask()
+            going_on = [char for char in "7e.1" if mask[ord(char) // 8] >> ord(char) % 8 & 1]
+            if not going_on:
+                break
+            text += going_on[0]
+            assert len(text) < len(begun) + 30
+            matcher.consume_token(ord(going_on[0]))

@@ -407,8 +407,11 @@ def test_what_only_an_escape_could_write_is_refused(schema: dict[str, Any]) -> N
 
 
 def test_names_of_properties_are_no_keywords() -> None:
-    wanted = {"properties": {"pattern": {"const": "\n"}, "const": {"pattern": r'^[^"]$'}}, "required": ["a\x01"]}
-    exact = {"properties": {"pattern": {"const": "\n"}, "const": {"pattern": r'^[^\x00"]$'}}, "required": ["a\x01"]}
+    def named(pattern: str) -> dict[str, Any]:
+        properties = {"pattern": {"const": "\n"}, "const": {"type": "string", "pattern": pattern}}
+        return {"type": "object", "properties": properties, "required": ["a\x01"], "additionalProperties": False}
+
+    wanted, exact = named(r'^[^"]$'), named(r'^[^\x00"]$')
     assert exact_schema(wanted) == exact
     assert exact_grammar(f'start: "%json {{" %json  {json.dumps(wanted)} "}}"').endswith(f'{json.dumps(exact)} "}}"')
 

@@ -1,0 +1,64 @@
+"""Walks over the schemas inside a JSON schema; knows where schemas stand, and nothing of what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+__all__ = ["ANNOTATIONS", "CONSTANTS", "combines", "mapped_schemas"]
+
+ANNOTATIONS: Final = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
+)
+"""Keywords that admit every value."""
+CONSTANTS: Final = frozenset(("const", "enum"))
+"""Keywords that hold values instead of schemas."""
+
+_NAMED: Final = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_UNREAD: Final = frozenset(("default", "examples", "required", "x-guidance"))
+_COMBINING: Final = frozenset(
+    ("allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
+)
+_ELSEWHERE: Final = frozenset(("$id", "id", "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef"))
+_ALONE: Final = frozenset(("anyOf", "$ref"))
+_BESIDE: Final = ANNOTATIONS | {"$defs", "definitions", "x-guidance"}
+
+
+def mapped_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a schema in which every schema is what `change` makes of it, the innermost ones first."""
+    if isinstance(schema, list):
+        return [mapped_schemas(each, change) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return change({key: _mapped_keyword(key, value, change) for key, value in schema.items()})
+
+
+def _mapped_keyword(key: str, value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    if key in _NAMED and isinstance(value, dict):
+        return {name: mapped_schemas(each, change) for name, each in value.items()}
+    return value if key in CONSTANTS or key in _UNREAD else mapped_schemas(value, change)
+
+
+def combines(schema: Any) -> bool:
+    """Whether some value has to satisfy two schemas inside this one, or a schema may be known by a name of its own.
+
+    Where that is so, an object that one schema leaves open may have its properties described by another.
+    """
+    return any(
+        not _COMBINING.isdisjoint(each)
+        or any(isinstance(each.get(key), str) for key in _ELSEWHERE)
+        or (not _ALONE.isdisjoint(each) and len(each.keys() - _BESIDE) > 1)
+        for each in _schemas(schema)
+    )
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield every schema in a schema."""
+    found: list[dict[str, Any]] = []
+
+    def seen(each: dict[str, Any]) -> dict[str, Any]:
+        found.append(each)
+        return each
+
+    mapped_schemas(schema, seen)
+    yield from found
