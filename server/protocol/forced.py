@@ -10,7 +10,7 @@ import re
 from typing import Any, Final
 
 from headrace.engine import InvalidParams, ResponseFormat
-from headrace.engine.json_schemas import JSON_STYLE
+from headrace.engine.json_schemas import JSON_STYLE, without_others
 from headrace.engine.tools import CallShape, CallStructure, ReasoningMode
 
 __all__ = ["answer_format", "checked"]
@@ -82,7 +82,7 @@ def _calls(structure: CallStructure) -> list[str]:
 
 
 def _call(shape: CallShape) -> str:
-    arguments = _json({"type": "object", **shape.schema})
+    arguments = _json(without_others({"type": "object", **shape.schema}))
     return " ".join(part for part in (_literal(shape.before), arguments, _literal(shape.after)) if part)
 
 

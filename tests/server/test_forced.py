@@ -131,3 +131,28 @@ def test_what_no_grammar_can_say() -> None:
     assert refused.value.field == "tool_choice"
     with pytest.raises(InvalidParams):
         answer_format(ResponseFormat.lark('start: "a"'), None, "tagged")
+
+
+OPEN = {"type": "object", "properties": {"city": {"type": "string"}, "at": {"properties": {"x": {"type": "integer"}}}}}
+PART = {"properties": {"b": {"type": "string"}}}
+ARGUMENTS: list[tuple[dict[str, Any], str, bool]] = [
+    (OPEN, '{"city": "a", "hours": 2}', False),
+    (OPEN, '{"city": "a", "at": {"x": 1}}', True),
+    (OPEN, '{"city": "a", "at": {"x": 1, "y": 2}}', False),
+    ({"type": "object", "properties": {}}, '{"a": 1}', False),
+    (OPEN | {"additionalProperties": True}, '{"city": "a", "hours": 2}', True),
+    (OPEN | {"required": ["hours"]}, '{"city": "a", "hours": 2}', True),
+    ({"type": "object"}, '{"a": 1}', True),
+    ({"type": "object", "properties": {"a": {"type": "object"}}}, '{"a": {"b": 1}}', True),
+    ({"allOf": [OPEN, PART]}, '{"city": "a", "b": "c"}', True),
+    ({"properties": {"a": {"$ref": "#/$defs/p"}}, "$defs": {"p": PART}}, '{"a": {"b": "c", "d": 1}}', False),
+]
+
+
+@pytest.mark.parametrize(("schema", "arguments", "admitted"), ARGUMENTS)
+def test_forced_arguments_are_those_that_the_tool_names(schema: dict[str, Any], arguments: str, admitted: bool) -> None:
+    """A small model that may name arguments of its own does so until its tokens end."""
+    tools = [Tool(name="go", parameters=schema)]
+    wanted = answer_format(None, call_structure(parser_class("hermes"), tools, ToolChoice(mode="required")), "none")
+    call = f'<tool_call>\n{{"name": "go", "arguments": {arguments}}}\n</tool_call>'
+    assert takes(wanted, call) == admitted
