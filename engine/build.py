@@ -47,7 +47,7 @@ class _NoTokenizer:
     def __init__(self) -> None:
         self.table = TokenTable([], frozenset())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         raise InvalidParams(
             "prompt: this model was opened without a tokenizer; give token ids", field="prompt", value=text
         )

@@ -31,8 +31,11 @@ class ChatOptions(TypedDict, total=False):
 
 
 class TokenizeOptions(ChatOptions, total=False):
-    """What may be said about a prompt; all but `after` is about chats."""
+    """What may be said about a prompt; all but `after` and `add_special_tokens` is about chats."""
 
+    add_special_tokens: bool
+    """Whether a text gets the special tokens that the tokenizer puts around every text, such as BOS; True unless it is
+    given. A chat gets those that its template writes."""
     after: Sequence[int]
     """Ids of a conversation up to the end of an answer. The ids are then those of all of it: `after`, what the chat
     template writes behind an answer, the messages, and where the next answer begins."""
@@ -88,7 +91,7 @@ async def tokenize(
 
     def ids() -> list[int]:
         if not after:
-            return to_token_ids(prompt, opened.tokenizer, tools, end, values)
+            return to_token_ids(prompt, opened.tokenizer, tools, end, values, options.get("add_special_tokens", True))
         return [*after, *more_token_ids(prompt, opened.tokenizer, after, tools, values)]
 
     known = len(after) if after else 0

@@ -48,8 +48,8 @@ class TokenizerLike(Protocol):
         """Ids that end a sequence."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of raw text."""
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
+        """Return the ids of raw text; where `framed`, with the special tokens that go around every text."""
         ...
 
     @property
@@ -193,15 +193,18 @@ def to_token_ids(
     tools: Sequence[Mapping[str, Any]] | None = None,
     end: ChatEnd = "answer",
     template_kwargs: Mapping[str, Any] | None = None,
+    framed: bool = True,
 ) -> list[int]:
-    """Token ids of raw text, of a chat, or of ids themselves; the other arguments are those of `encode_chat`.
+    """Return the token ids of raw text, of a chat, or of ids themselves.
+
+    `framed` is the argument of `encode`, the others are those of `encode_chat`.
 
     Raises:
         InvalidParams: The prompt is empty, of another kind, or malformed; names the part.
         TokenizerFailed: The tokenizer cannot handle it.
     """
     if isinstance(prompt, str):
-        ids = _guarded(partial(tokenizer.encode, prompt)) if prompt else []  # never a BOS alone
+        ids = _guarded(partial(tokenizer.encode, prompt, framed=framed)) if prompt else []  # never a BOS alone
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise InvalidParams(
             f"prompt: must be a str, a list of token ids or a list of messages, got {type(prompt).__name__}",

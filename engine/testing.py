@@ -74,8 +74,8 @@ class ByteTokenizer:
         """Build the table of single bytes."""
         self.table = TokenTable([bytes([value]) for value in range(256)] + [b"<end>"], special_ids=frozenset({256}))
 
-    def encode(self, text: str) -> list[int]:
-        """The UTF-8 bytes of `text`."""
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
+        """Return the UTF-8 bytes of `text`; there are no special tokens around it."""
         try:
             return list(text.encode())
         except UnicodeEncodeError as error:

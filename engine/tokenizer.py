@@ -100,8 +100,8 @@ class Tokenizer:
             backend = build_gguf_tokenizer(metadata)
             return cls(backend, name=str(metadata.get("general.name", "gguf")), eos_ids=gguf_eos_ids(metadata))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text` as it stands, with BOS or EOS where the tokenizer adds them by default.
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
+        """Return the ids of `text` as it stands; where `framed`, with BOS or EOS if the tokenizer adds them by default.
 
         Special tokens written out in `text` become these tokens: raw text is the caller's own prompt.
 
@@ -109,7 +109,7 @@ class Tokenizer:
             InvalidParams: `text` is no string that UTF-8 can express.
         """
         check_text(text, "prompt")
-        return self._encoder.encode(text, framed=True)
+        return self._encoder.encode(text, framed=framed)
 
     def encode_pair(self, query: str, document: str) -> EncodedPair:
         """Ids of two texts that are read together, with the special tokens around and between them.

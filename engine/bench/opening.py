@@ -88,7 +88,7 @@ class _SyntheticTokenizer:
     def __init__(self, size: int) -> None:
         self.table = synthetic_table(size)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         raise InvalidParams("prompt: random weights have no tokenizer; give token ids", field="prompt", value=text)
 
     def encode_chat(self, messages: Sequence[Message], *options: Any, **named: Any) -> list[int]:

@@ -107,7 +107,7 @@ class ByteLevelTokenizer:
         self.table = TokenTable([*pieces, b""], frozenset([size - 1]))
         self.eos_ids = (size - 1,)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """One token a byte."""
         return list(text.encode())
 

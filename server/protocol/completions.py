@@ -33,6 +33,7 @@ class CompletionFields(RequestFields):
     echo: Bool | None = None
     max_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=5)] | None = None
+    add_special_tokens: Bool | None = None
 
     @property
     def limit(self) -> int:

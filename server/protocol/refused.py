@@ -16,6 +16,7 @@ _ONE: Final = (1, 1.0)
 
 REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "audio": (),
     "ban_eos_token": (False,),
     "cfg_scale": _ONE,

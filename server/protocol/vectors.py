@@ -88,7 +88,7 @@ def parse_vectors(shape: type[FieldsT], body: dict[str, Any], settings: ServerSe
         ApiError: A field is missing, malformed, out of range or not supported, or unknown where `strict_fields` wants
             none.
     """
-    refused = check_refused(shape, body)
+    refused = check_refused(shape, body, {"add_special_tokens": (True,)})
     if settings.strict_fields:
         unknown = sorted(body.keys() - refused - shape.model_fields.keys())
         if unknown:

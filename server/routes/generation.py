@@ -249,6 +249,7 @@ def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
         params,
         prompts=list(prompts),
         several=prompts[0] is not fields.prompt,
+        ending={"add_special_tokens": fields.add_special_tokens is not False},
         limit=fields.max_tokens,
         refine=refine,
         names=fields.names,

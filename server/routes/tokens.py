@@ -29,6 +29,7 @@ class TokenizeFields(TemplateFields):
     prompt: Annotated[str, Field(strict=True)] | None = None
     messages: Messages | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=1_000)] | None = None
+    add_special_tokens: Annotated[bool, Field(strict=True)] | None = None
     add_generation_prompt: Annotated[bool, Field(strict=True)] | None = None
     continue_final_message: Annotated[bool, Field(strict=True)] | None = None
 
@@ -49,8 +50,11 @@ async def tokenize(request: Request) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "missing_required_parameter", "prompt: give either prompt or messages", param="prompt")
     prompt: Prompt = fields.prompt or ""
-    ending = TokenizeOptions()
+    ending = TokenizeOptions(add_special_tokens=fields.add_special_tokens is not False)
     if fields.messages is not None:
+        if fields.add_special_tokens:
+            message = "add_special_tokens: goes with prompt; a chat has the special tokens that its template writes"
+            raise ApiError(400, "invalid_value", message, param="add_special_tokens")
         prompt = [message.for_template() for message in fields.messages]
         ending = ending_of(fields.messages[-1], fields.add_generation_prompt, fields.continue_final_message)
         ending["tools"] = fields.tools

@@ -42,10 +42,11 @@ def test_an_empty_prompt_is_refused(prompt: Any) -> None:
 
 def test_no_text_is_an_empty_prompt_although_the_tokenizer_adds_a_token() -> None:
     class Adding(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
-            return [256, *super().encode(text)]
+        def encode(self, text: str, *, framed: bool = True) -> list[int]:
+            return [256, *super().encode(text)] if framed else super().encode(text)
 
     assert to_token_ids("a", Adding()) == [256, 97]
+    assert to_token_ids("a", Adding(), framed=False) == [97]
     with pytest.raises(InvalidParams, match="empty") as caught:
         to_token_ids("", Adding())
     assert (caught.value.field, caught.value.limit) == ("prompt", 1)

@@ -415,3 +415,9 @@ def test_a_tokenizer_without_a_fast_form_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
     with pytest.raises(ModelRejected, match="CTRLTokenizer"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_a_text_without_the_tokens_around_it() -> None:
+    tokenizer = pieces()
+    whole, bare = tokenizer.encode("ab"), tokenizer.encode("ab", framed=False)
+    assert whole == [1, *bare] and bare == tokenizer.encode("ab")[1:]

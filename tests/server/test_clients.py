@@ -216,6 +216,32 @@ def test_a_refused_field_says_what_it_is_called_here(server: Serving) -> None:
         assert error["message"] == f"{name}: this server does not support it; use {ours}"
 
 
+# -- special tokens around a text -----------------------------------------------------------------------------------
+
+
+def test_a_text_may_be_given_without_the_special_tokens_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        ByteTokenizer, "encode", lambda self, text, *, framed=True: [256] * framed + list(text.encode())
+    )
+    with serving(scripted()) as server:
+
+        def ids_of(**fields: Any) -> list[int]:
+            found: list[int] = server.post({"prompt": "a"} | fields, "/tokenize").json()["tokens"]
+            return found
+
+        assert ids_of() == ids_of(add_special_tokens=True) == ids_of(add_special_tokens=None) == [256, 97]
+        assert ids_of(add_special_tokens=False) == [97]
+        for added, count in ((None, 2), (True, 2), (False, 1)):
+            body = {"prompt": "a", "max_tokens": 1, "add_special_tokens": added}
+            assert server.post(body, "/v1/completions").json()["usage"]["prompt_tokens"] == count
+        for path in (CHAT, "/tokenize"):
+            assert server.post(user("a") | {"add_special_tokens": False, "max_tokens": 1}, path).status_code == 200
+            error = check_error(server.post(user("a") | {"add_special_tokens": True}, path), 400)
+            assert error["param"] == "add_special_tokens"
+        assert server.post({"input": "a", "add_special_tokens": True}, "/v1/embeddings").status_code == 200
+        check_error(server.post({"input": "a", "add_special_tokens": False}, "/v1/embeddings"), 400)
+
+
 # -- how much a model reasons ---------------------------------------------------------------------------------------
 
 QWEN3 = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}"

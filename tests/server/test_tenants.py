@@ -108,11 +108,11 @@ class Slow(ByteTokenizer):
         super().__init__()
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         if len(text) > 2048:
             self.begun.set()
             self.go_on.wait(20)
-        return super().encode(text)
+        return super().encode(text, framed=framed)
 
 
 class SlowEngine(ScriptedEngine):
