@@ -90,7 +90,7 @@ class RequestFields(SamplingBounds):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_string_is_a_list_of_one(cls, value: object) -> object:
-        if not isinstance(value, str | list | None):
+        if not isinstance(value, str | list | tuple | None):
             raise PydanticCustomError("text_type", "must be a string or a list of strings")
         return (value,) if isinstance(value, str) else value
 
