@@ -2,7 +2,7 @@
 
 A device has slots, which rows name, and memory in granules, of which an adapter takes as many as it needs, side by
 side. Whoever calls `take_moves` carries out what the table decided and reports back with `arrived` or `failed`.
-Next to read: ../engine/scheduling/overtaking.py.
+Next to read: engine/scheduling/order/overtaking.py.
 """
 
 from __future__ import annotations

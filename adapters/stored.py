@@ -1,7 +1,7 @@
 """`Stored`: an adapter's low-rank updates as their file holds them, and how they become its block; opens no file.
 
 A device that can put numbers in their places by itself is given the file's bytes as they are: then reading an adapter
-again is nothing but that, without a look at any tensor. Next to read: recipe.py, ../ops/cuda_unpack.py.
+again is nothing but that, without a look at any tensor. Next to read: recipe.py, ops/cuda/memory/unpack.py.
 """
 
 from __future__ import annotations

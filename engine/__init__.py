@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.engine.adapters import AdapterInfo, Adapters
 from headrace.engine.config import EngineConfig, spell_out_options
-from headrace.engine.embeddings import Embeddings
+from headrace.engine.delivery.kv_events import KvEvent, KvEvents, KvLoad, KvReset
 from headrace.engine.engine import Engine, Message, Prompt
 from headrace.engine.errors import (
     AdapterRejected,
@@ -29,16 +29,16 @@ from headrace.engine.errors import (
     UnknownAdapter,
 )
 from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logprob, Token, TokenLogprobs, Usage
-from headrace.engine.kv_events import KvEvent, KvEvents, KvLoad, KvReset
+from headrace.engine.intake.prompt_ids import TokenizeOptions, TokenizerInfo
+from headrace.engine.intake.tokenizing import Charge
+from headrace.engine.many.embeddings import Embeddings
+from headrace.engine.many.scoring import Scores
 from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompt_ids import TokenizeOptions, TokenizerInfo
 from headrace.engine.response_format import ResponseFormat
-from headrace.engine.scheduling.page_log import PageRemoved, PageStored
-from headrace.engine.scoring import Scores
+from headrace.engine.scheduling.memory.page_log import PageRemoved, PageStored
 from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.stream import TokenStream
-from headrace.engine.tokenizing import Charge
 
 __all__ = [
     "LLM",

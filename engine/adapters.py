@@ -22,11 +22,11 @@ from anyio.lowlevel import checkpoint
 
 from headrace.adapters.bank import AdapterDevice
 from headrace.adapters.slots import AdapterVersion, Move, Replacing, Residency, SlotTable
+from headrace.engine.concurrency.threads import Poster, Worker
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import AdapterRejected, AdapterUnavailable, EngineStopped, InvalidParams, UnknownAdapter
-from headrace.engine.loop import StepLoop
-from headrace.engine.threads import Poster, Worker
-from headrace.engine.wearing import find
+from headrace.engine.intake.wearing import find
+from headrace.engine.steps.loop import StepLoop
 
 if TYPE_CHECKING:
     from headrace.adapters.loaded import LoadedAdapter, Stamp

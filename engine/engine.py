@@ -1,7 +1,7 @@
 """`Engine`: turns prompts into streams inside the caller's event loop; the public face of headrace.
 
-Owns intake, from a prompt to a submitted request; never plans a step and never touches a tensor; life.py opens and
-closes what it needs. Next to read: stream.py.
+Owns intake, from a prompt to a submitted request; never plans a step and never touches a tensor; life/lifespan.py opens
+and closes what it needs. Next to read: stream.py.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from anyio import Event
 
 from headrace.engine.adapters import Adapters
-from headrace.engine.asking import Asking, check_abilities, check_generates, check_hooks
-from headrace.engine.collect import collect, streamed_params
-from headrace.engine.compiled_grammar import CompiledGrammar
 from headrace.engine.config import EngineConfig
-from headrace.engine.elastic import Elastic
-from headrace.engine.embeddings import Embeddings, EmbedOptions, embed
+from headrace.engine.delivery.collect import collect, streamed_params
+from headrace.engine.delivery.generation import Generation, as_headrace
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
-from headrace.engine.generation import Generation, as_headrace
-from headrace.engine.hooks import StopWhen
-from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
-from headrace.engine.messages import Message
+from headrace.engine.grammar.compiled import CompiledGrammar
+from headrace.engine.intake.asking import Asking, check_abilities, check_generates, check_hooks
+from headrace.engine.intake.messages import Message
+from headrace.engine.intake.prompt_ids import TokenizeOptions, TokenizerInfo, detokenize, tokenize, tokenizer_info
+from headrace.engine.intake.prompts import check_token_ids
+from headrace.engine.intake.requests import make_requests
+from headrace.engine.intake.tokenizing import Charge, charge_nobody
+from headrace.engine.intake.turns import Prompt, Turns
+from headrace.engine.life.elastic import Elastic
+from headrace.engine.many.embeddings import Embeddings, EmbedOptions, embed
+from headrace.engine.many.generate import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
+from headrace.engine.many.pooled import PoolingIntake, Text, Who
+from headrace.engine.many.scoring import Scores, score
 from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
-from headrace.engine.pooled import PoolingIntake, Text, Who
-from headrace.engine.prompt_ids import TokenizeOptions, TokenizerInfo, detokenize, tokenize, tokenizer_info
-from headrace.engine.prompts import check_token_ids
-from headrace.engine.requests import make_requests
 from headrace.engine.scheduling.pooling import Pooling, PoolingKind
 from headrace.engine.scheduling.shaping import LogitsProcessor
-from headrace.engine.scoring import Scores, score
 from headrace.engine.stats import EngineInfo, EngineStats
+from headrace.engine.steps.hooks import StopWhen
 from headrace.engine.stream import TokenStream
-from headrace.engine.tokenizing import Charge, charge_nobody
-from headrace.engine.turns import Prompt, Turns
 
 if TYPE_CHECKING:
     from torch import Tensor

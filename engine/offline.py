@@ -1,6 +1,6 @@
 """`LLM`: an engine for code without an event loop; holds no thread and no loop itself, and never what is asked of it.
 
-A call is made in the caller's thread and answered on the loop of a `Host`. Next to read: llm_host.py.
+A call is made in the caller's thread and answered on the loop of a `Host`. Next to read: blocking/host.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from headrace.engine.embeddings import Embeddings
-from headrace.engine.engine import Engine, Message, Prompt
-from headrace.engine.errors import HeadraceError, InvalidParams
-from headrace.engine.events import Completion
-from headrace.engine.llm_host import Call, Host
-from headrace.engine.llm_options import (
+from headrace.engine.blocking.host import Call, Host
+from headrace.engine.blocking.options import (
     ChatKeepingErrors,
     ChatManyOptions,
     EmbedKeywords,
@@ -25,12 +21,16 @@ from headrace.engine.llm_options import (
     StreamKeywords,
     TokenizeKeywords,
 )
-from headrace.engine.llm_stream import LLMAdapters, LLMStream
-from headrace.engine.many import KeepingErrors, ManyOptions, ManyParams, check_many, run_many
+from headrace.engine.blocking.stream import LLMAdapters, LLMStream
+from headrace.engine.engine import Engine, Message, Prompt
+from headrace.engine.errors import HeadraceError, InvalidParams
+from headrace.engine.events import Completion
+from headrace.engine.intake.prompt_ids import ChatOptions, TokenizerInfo
+from headrace.engine.many.embeddings import Embeddings
+from headrace.engine.many.generate import KeepingErrors, ManyOptions, ManyParams, check_many, run_many
+from headrace.engine.many.scoring import Scores
 from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
-from headrace.engine.prompt_ids import ChatOptions, TokenizerInfo
-from headrace.engine.scoring import Scores
 from headrace.engine.stats import EngineInfo, EngineStats
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from headrace.engine.errors import InvalidParams
-from headrace.engine.json_schemas import closed_schema
+from headrace.engine.grammar.json_schemas import closed_schema
 
 __all__ = ["ResponseFormat"]
 

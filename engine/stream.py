@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.delivered import token_logprobs
+from headrace.engine.concurrency.threads import Poster, TaskWatch
+from headrace.engine.delivery.delivered import token_logprobs
+from headrace.engine.delivery.generation import Generation
 from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Chunk, FinishReason, Token, TokenLogprobs, Usage
-from headrace.engine.generation import Generation
+from headrace.engine.intake.turns import Prompt, Turn, Turns
 from headrace.engine.params import SamplingParams
-from headrace.engine.threads import Poster, TaskWatch
-from headrace.engine.turns import Prompt, Turn, Turns
 
 __all__ = ["ChunkIterator", "TokenStream"]
 

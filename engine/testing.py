@@ -1,6 +1,6 @@
 """Public fakes: a runner and a tokenizer that need no model, for tests of applications and of headrace itself.
 
-Owns nothing of the engine. Next to read: scripted_runner.py and scripted_answers.py.
+Owns nothing of the engine. Next to read: scripted/runner.py and scripted/answers.py.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any, Final, Unpack
 
 import anyio
 
-from headrace.engine.asking import Asking
-from headrace.engine.compiled_grammar import CompiledGrammar
 from headrace.engine.config import EngineConfig
+from headrace.engine.delivery.generation import Generation
 from headrace.engine.engine import Engine
 from headrace.engine.errors import InvalidParams
-from headrace.engine.generation import Generation
-from headrace.engine.messages import Message, checked_messages
-from headrace.engine.opened import Opened
+from headrace.engine.grammar.compiled import CompiledGrammar
+from headrace.engine.intake.asking import Asking
+from headrace.engine.intake.messages import Message, checked_messages
+from headrace.engine.intake.prompts import ChatEnd
+from headrace.engine.life.opened import Opened
 from headrace.engine.options import EngineOptions
-from headrace.engine.prompts import ChatEnd
 from headrace.engine.scheduling import plan as plans
 from headrace.engine.scheduling.plan import NON_FINITE
 from headrace.engine.scheduling.pooling import Embedding
-from headrace.engine.scripted_answers import Answer, Answers, NotScripted, ScriptedPrompt
-from headrace.engine.scripted_runner import (
+from headrace.engine.scripted.answers import Answer, Answers, NotScripted, ScriptedPrompt
+from headrace.engine.scripted.runner import (
     VECTOR,
     Capacity,
     ScriptedRunner,
@@ -35,7 +35,7 @@ from headrace.engine.scripted_runner import (
     scripted_vector,
 )
 from headrace.engine.stats import EngineInfo
-from headrace.engine.text import TokenTable
+from headrace.engine.tokens.text import TokenTable
 
 __all__ = [
     "NON_FINITE",

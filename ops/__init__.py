@@ -1,5 +1,5 @@
-"""Numeric operations of a decoder step, one module a device; never a model, a scheduler or a request.
+"""Numeric operations of a decoder step, one folder a device; never a model, a scheduler or a request.
 
-Import the module that fits the device: `headrace.ops.cpu` and `headrace.ops.linear` for the CPU; `headrace.ops.paged`
-holds the values that both kinds of device take, and `headrace.ops.reference` the slow truth for tests.
+`headrace.ops.cpu.block` and `headrace.ops.cuda.block` have what a layer asks of either device. `headrace.ops.paged`
+holds the values that both take, and `headrace.ops.reference` the slow truth for tests.
 """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.server.app import create_app
     from headrace.server.draining import drain, drained_at_signal
-    from headrace.server.running import DrainingServer
+    from headrace.server.http.running import DrainingServer
     from headrace.server.settings import KeyLimits, ServerSettings
     from headrace.server.transport import OpenAITransport, openai_transport
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DrainingServer": "running",
+    "DrainingServer": "http.running",
     "KeyLimits": "settings",
     "OpenAITransport": "transport",
     "ServerSettings": "settings",

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from headrace.engine import Engine, EngineStopped, HeadraceError
-from headrace.server.body import ClientGone
 from headrace.server.errors import ApiError, as_api_error, error_response
-from headrace.server.gate import MESSAGES_PATH, Gate
+from headrace.server.http.body import ClientGone
+from headrace.server.http.gate import MESSAGES_PATH, Gate
+from headrace.server.http.sse import MESSAGES
 from headrace.server.observability.exporter import Exporter
 from headrace.server.observability.watchdog import Watchdog
 from headrace.server.routes.adapters import list_adapters, load_adapter, unload_adapter
@@ -35,10 +36,9 @@ from headrace.server.routes.responses import ResponseRoute
 from headrace.server.routes.stored import delete_response, list_input_items, show_response
 from headrace.server.routes.tokens import detokenize, show_tokenizer, tokenize
 from headrace.server.routes.vectors import VectorRoute, ask_embeddings, ask_ranks, ask_scores
+from headrace.server.routes.websocket import ChatSocketRoute
 from headrace.server.service import Service
 from headrace.server.settings import ServerSettings
-from headrace.server.sse import MESSAGES
-from headrace.server.websocket import ChatSocketRoute
 
 __all__ = ["create_app"]
 

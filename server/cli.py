@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from headrace.engine import HeadraceError, SamplingParams
-from headrace.server.arguments import (
+from headrace.server.commands.arguments import (
     ContextOption,
     DeviceOption,
     DtypeOption,
@@ -20,10 +20,10 @@ from headrace.server.arguments import (
     SeedOption,
     chosen_model,
 )
-from headrace.server.bench_cli import bench
-from headrace.server.flags import AnsweringCommand, flags_named
-from headrace.server.kernels_cli import kernels
-from headrace.server.serve_cli import serve
+from headrace.server.commands.bench import bench
+from headrace.server.commands.flags import AnsweringCommand, flags_named
+from headrace.server.commands.kernels import kernels
+from headrace.server.commands.serve import serve
 
 __all__ = ["app", "main"]
 
@@ -103,7 +103,7 @@ def chat(
     /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat. From a pipe each line is a turn, and the answers
     alone are printed; what is refused goes to stderr, and the exit code is 1.
     """
-    from headrace.server.chat import run_chat
+    from headrace.server.commands.chat import run_chat
 
     adapters = {}
     for entry in adapter or ():

@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.engine import Engine, EngineStats, InvalidParams, SamplingParams
-from headrace.server.opening import opened
-from headrace.server.printable import printable
+from headrace.server.commands.opening import opened
+from headrace.server.commands.printable import printable
 
 __all__ = ["demo_adapters", "demo_model", "is_demo_model", "run_demo"]
 

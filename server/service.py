@@ -12,9 +12,9 @@ from typing import Protocol
 from headrace.engine import Engine, HeadraceError, InvalidParams
 from headrace.engine.tools import Detected, ReasoningMode, detect, parser_class, reasoning_mode
 from headrace.server.errors import ApiError
+from headrace.server.http.pacing import Pacer
 from headrace.server.limits import Limits
 from headrace.server.observability.telemetry import Telemetry
-from headrace.server.pacing import Pacer
 from headrace.server.settings import ServerSettings
 from headrace.server.stored import ResponseStore
 

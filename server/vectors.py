@@ -16,9 +16,9 @@ import anyio
 from starlette.types import Scope
 
 from headrace.engine import Charge, Usage
-from headrace.server.connection import Connection, body
 from headrace.server.errors import ApiError, as_api_error, error_response
-from headrace.server.gate import CALLER, REQUEST_ID
+from headrace.server.http.connection import Connection, body
+from headrace.server.http.gate import CALLER, REQUEST_ID
 from headrace.server.limits import Permit
 from headrace.server.observability.telemetry import EXCHANGE
 from headrace.server.service import Service

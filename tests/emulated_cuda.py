@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace.engine.model import weight_files
+from headrace.engine.model.checkpoint import parameters as weight_files
 
 __all__ = ["Gpu", "emulated", "built_anew"]
 
@@ -55,8 +55,7 @@ CHIPS = {
     (12, 0): ("NVIDIA GeForce RTX 5090", 99 << 10),
 }
 """By compute capability: a GPU's name, and the most shared memory of one of its blocks."""
-BUILT_ON = ("headrace.ops.cuda", "headrace.engine.model.cuda_", "headrace.engine.model.graphs",
-            "headrace.engine.model.prefills", "headrace.engine.model.open_cuda")  # fmt: skip
+BUILT_ON = ("headrace.ops.cuda", "headrace.engine.model.cuda")
 HERE = threading.local()
 """Of this thread: `streams` entered, and `recorder` of the graph that is being captured."""
 
@@ -349,7 +348,7 @@ MAP_NORESERVE = 0x4000
 
 
 class Addresses:
-    """What `ops.cuda_memory` asks of CUDA's driver. Memory that is new, or not there any more, reads as NaN."""
+    """What memory/addresses.py asks of CUDA's driver. Memory that is new, or not there any more, reads as NaN."""
 
     GRAIN = 1 << 14
 
@@ -840,7 +839,7 @@ def _take_modules() -> dict[str, ModuleType]:
     taken = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(BUILT_ON)}
     for name in taken:
         package, _, last = name.rpartition(".")
-        vars(sys.modules[package]).pop(last, None)
+        vars(taken.get(package) or sys.modules[package]).pop(last, None)
     return taken
 
 
@@ -866,15 +865,15 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)
         replace_torch(patch, gpu)
-        patch.setattr(importlib.import_module("headrace.ops.cuda_memory"), "_driver", lambda: gpu.addresses)
+        patch.setattr(importlib.import_module("headrace.ops.cuda.memory.addresses"), "_driver", lambda: gpu.addresses)
 
         class Staging(weight_files._Staging):
             def __init__(self, device: torch.device) -> None:
                 super().__init__(SimpleNamespace(type="cuda"))  # type: ignore[arg-type] # pinned, as on a GPU
                 self._device = device
 
-        patch.setattr("headrace.engine.build.find_gpu", lambda name: torch.device("cpu"))
-        open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
+        patch.setattr("headrace.engine.life.build.find_gpu", lambda name: torch.device("cpu"))
+        open_cuda = importlib.import_module("headrace.engine.model.cuda.opening")
         patch.setattr(open_cuda, "check_compilers", lambda: None)  # nothing is compiled here
         patch.setattr(weight_files, "_Staging", Staging)
         yield gpu

@@ -1,4 +1,4 @@
-"""The GPU kernels of `ops/cuda*.py` in slow, obvious torch, by their names; never fast, and never used outside tests.
+"""The GPU kernels of `ops/cuda/` in slow, obvious torch, by their names; never fast, and never used outside tests.
 
 Each function takes what its kernel's launch passes, by the kernel's own parameter names, and does what the docstring of
 the launching function promises. What a GPU would answer with an illegal access or an undefined order raises `Misuse`.
@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from headrace.ops.cpu_logprobs import logprobs
-from headrace.ops.cpu_sample import Choosing, sample
+from headrace.ops.cpu.logprobs import logprobs
+from headrace.ops.cpu.sample import Choosing, sample
 
 __all__ = ["KERNELS", "Misuse", "attend", "norm_rope"]
 

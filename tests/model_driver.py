@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.engine.model.cpu_adapters import CpuBank
-from headrace.engine.model.cpu_runner import cpu_ops
-from headrace.engine.model.decoder import Decoder
-from headrace.engine.model.gguf import GgufFile
-from headrace.engine.model.rows import CpuRows
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
+from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.cpu.rows import CpuRows
+from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
-from headrace.engine.model.weights import DecoderWeights, load_weights
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.ops.cpu import CpuKv, CpuOps
-from headrace.ops.cpu_lora import CpuAdapterOps
+from headrace.ops.cpu.block import CpuKv, CpuOps
+from headrace.ops.cpu.lora import CpuAdapterOps
 
 __all__ = ["ModelUnderTest", "capacity", "request"]
 

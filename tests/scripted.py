@@ -18,7 +18,7 @@ from anyio.lowlevel import checkpoint, current_token
 from leftovers import Threads
 
 from headrace.engine import EngineStats, SamplingParams, Token, TokenStream
-from headrace.engine.opened import Opened
+from headrace.engine.life.opened import Opened
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine, ScriptedRunner, scripted_token
 

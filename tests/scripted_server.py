@@ -14,7 +14,7 @@ import anyio
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner
 from headrace.server import ServerSettings, create_app
-from headrace.server.running import make_server
+from headrace.server.http.running import make_server
 
 CAPACITY = Capacity(num_pages=4096, page_size=16, max_rows=64, max_batched_tokens=512, max_context=8192, vocab_size=257)
 

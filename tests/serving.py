@@ -25,7 +25,7 @@ from headrace.engine import Engine, EngineStats
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner
 from headrace.server import ServerSettings, create_app
-from headrace.server.running import make_server
+from headrace.server.http.running import make_server
 from headrace.server.service import Service
 
 __all__ = [

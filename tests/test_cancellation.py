@@ -19,8 +19,8 @@ from anyio.lowlevel import checkpoint
 from scripted import Gate, acting_at, capacity, check_serving, expected_ids, greedy, read, returned, serving, until
 
 from headrace.engine import TokenStream
+from headrace.engine.concurrency.threads import Poster
 from headrace.engine.testing import ScriptedEngine
-from headrace.engine.threads import Poster
 
 pytestmark = pytest.mark.anyio
 

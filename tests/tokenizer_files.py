@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR, build_gguf_tokenizer
-from headrace.engine.text import Detokenizer
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokens.gguf import BYTE_OF_CHAR, build_gguf_tokenizer
+from headrace.engine.tokens.text import Detokenizer
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 __all__ = [
     "BASE",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import matplotlib
 
-from headrace.engine.bench import policies
-from headrace.engine.bench.policies import DEVICE, TENANTS, Outcome, Simulation, simulate
+from headrace.engine.bench.host import policies
+from headrace.engine.bench.host.policies import DEVICE, TENANTS, Outcome, Simulation, simulate
 
 matplotlib.use("svg")
 matplotlib.rcParams.update({"svg.hashsalt": "headrace", "svg.fonttype": "none", "figure.constrained_layout.use": True})

@@ -19,7 +19,7 @@ import torch
 
 from headrace.engine import EngineInfo
 from headrace.engine.bench.shapes import spec_of
-from headrace.engine.model.gguf import GgufFile
+from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["Cost", "Speed", "cost_of", "measure", "model_cost"]

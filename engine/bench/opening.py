@@ -14,10 +14,10 @@ from headrace.engine import Engine, HeadraceError, InvalidParams
 from headrace.engine.bench.floor import Cost, Speed, measure, model_cost
 from headrace.engine.bench.report import conditions
 from headrace.engine.bench.shapes import located
-from headrace.engine.messages import Message
-from headrace.engine.opened import Opened
-from headrace.engine.prompts import TokenizerLike
-from headrace.engine.text import TokenTable
+from headrace.engine.intake.messages import Message
+from headrace.engine.intake.prompts import TokenizerLike
+from headrace.engine.life.opened import Opened
+from headrace.engine.tokens.text import TokenTable
 
 __all__ = ["BenchmarkFailed", "Subject", "Target", "opened", "require_room", "synthetic_table"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from headrace.engine.model.gguf import GgufFile
+from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
 
 __all__ = ["SHAPES", "located", "spec_of"]

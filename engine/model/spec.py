@@ -2,8 +2,8 @@
 
 One `DecoderSpec` describes every supported family, and one row of `FAMILIES` is all that a family adds. What the
 decoder would have to ignore is refused here by name, so that a model that loads is a model that is computed right.
-gguf_spec.py does the same for GGUF metadata. Next: gguf.py and safetensors_files.py read files, weights.py fills the
-parameters that a spec calls for.
+gguf_spec.py does the same for GGUF metadata. Next: checkpoint/gguf.py and checkpoint/safetensors.py read files,
+checkpoint/weights.py fills the parameters that a spec calls for.
 """
 
 from __future__ import annotations

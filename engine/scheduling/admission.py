@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 
 from headrace.adapters.slots import SlotTable
 from headrace.engine.errors import Overloaded
-from headrace.engine.scheduling.overtaking import Overtaking
-from headrace.engine.scheduling.pace import Pace
-from headrace.engine.scheduling.pages import PagePool
+from headrace.engine.scheduling.memory.pages import PagePool
+from headrace.engine.scheduling.memory.prefix import Prefixes
+from headrace.engine.scheduling.memory.swaps import Swaps
+from headrace.engine.scheduling.order.overtaking import Overtaking
+from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.roster import Roster
-from headrace.engine.scheduling.swaps import Swaps
 
 __all__ = ["Admission"]
 

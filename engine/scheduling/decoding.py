@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.engine.scheduling.growth import Growth
+from headrace.engine.scheduling.memory.growth import Growth
 from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.engine.scheduling.request import Request
 

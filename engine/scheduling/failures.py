@@ -7,10 +7,10 @@ only what finds none alone fails. Never plans a step.
 from __future__ import annotations
 
 from headrace.engine.errors import OutOfMemory, RequestFailed
+from headrace.engine.scheduling.memory.swaps import Swaps
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.roster import Roster
-from headrace.engine.scheduling.swaps import Swaps
 
 __all__ = ["Failures"]
 

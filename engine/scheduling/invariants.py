@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from headrace.engine.scheduling.pages import PagePool
+from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.request import Request, State
 
 __all__ = ["check_scheduler"]

@@ -17,12 +17,12 @@ from pydantic.dataclasses import dataclass as checked
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.params import shown
-from headrace.engine.scheduling.background import BackgroundLast
-from headrace.engine.scheduling.pace import Pace
+from headrace.engine.scheduling.order.background import BackgroundLast
+from headrace.engine.scheduling.order.pace import Pace
+from headrace.engine.scheduling.order.shares import Account, Shares
 from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.request import Request
-from headrace.engine.scheduling.shares import Account, Shares
 
 __all__ = ["POLICIES", "Ageing", "Deadlines", "FairShare", "SizeClasses", "policy_of"]
 

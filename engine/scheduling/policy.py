@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from headrace.engine.scheduling.pace import Pace
+from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.request import Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
-from headrace.engine.scheduling.pace import Pace
+from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Emission, Outcome, StepPlan
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.shaping import ReportedTokens

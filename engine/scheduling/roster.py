@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from headrace.adapters.slots import SlotTable
 from headrace.engine.errors import RequestFailed
 from headrace.engine.scheduling.invariants import check_scheduler
-from headrace.engine.scheduling.pages import PagePool
+from headrace.engine.scheduling.memory.pages import PagePool
+from headrace.engine.scheduling.memory.prefix import Prefixes
+from headrace.engine.scheduling.memory.swaps import Swaps
+from headrace.engine.scheduling.order.waiting import Waiting
 from headrace.engine.scheduling.plan import Capacity, Emission
 from headrace.engine.scheduling.policy import Policy
-from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.request import Request, State
-from headrace.engine.scheduling.swaps import Swaps
-from headrace.engine.scheduling.waiting import Waiting
 
 __all__ = ["Roster"]
 

@@ -13,15 +13,18 @@ from headrace.adapters.slots import AdapterVersion, SlotTable
 from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
-from headrace.engine.scheduling.alone import Turns
-from headrace.engine.scheduling.deadlines import DeadlineQueue
 from headrace.engine.scheduling.decoding import plan_decodes, plan_tokens, take_tokens
 from headrace.engine.scheduling.failures import Failures
-from headrace.engine.scheduling.growth import Growth
-from headrace.engine.scheduling.host_pages import HostPages
+from headrace.engine.scheduling.memory.growth import Growth
+from headrace.engine.scheduling.memory.host_pages import HostPages
+from headrace.engine.scheduling.memory.pages import PagePool
+from headrace.engine.scheduling.memory.prefix import Prefixes
+from headrace.engine.scheduling.memory.resizing import Resizing
+from headrace.engine.scheduling.memory.swaps import Swaps
+from headrace.engine.scheduling.order.alone import Turns
+from headrace.engine.scheduling.order.deadlines import DeadlineQueue
+from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.overview import Overview
-from headrace.engine.scheduling.pace import Pace
-from headrace.engine.scheduling.pages import PagePool
 from headrace.engine.scheduling.plan import (
     CHOSEN_LATER,
     LATE,
@@ -36,13 +39,10 @@ from headrace.engine.scheduling.plan import (
     StepPlan,
 )
 from headrace.engine.scheduling.policy import FirstCome, Policy
-from headrace.engine.scheduling.prefix import Prefixes
 from headrace.engine.scheduling.reports import accept_run, failure_of, forced_runs, take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
-from headrace.engine.scheduling.resizing import Resizing
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
-from headrace.engine.scheduling.swaps import Swaps
 
 __all__ = ["Scheduler"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 from anyio.abc import SocketStream
 
-from headrace.engine.fake_device import FAKE_LETTER
+from headrace.engine.bench.host.fake_device import FAKE_LETTER
 
 __all__ = ["Reading", "Target", "get", "stream"]
 

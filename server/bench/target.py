@@ -15,9 +15,9 @@ from typing import Any
 import anyio
 
 from headrace.engine import Engine
-from headrace.engine.fake_device import FakeEngine
+from headrace.engine.bench.host.fake_device import FakeEngine
 from headrace.server.app import create_app
-from headrace.server.running import make_server, settle_memory
+from headrace.server.http.running import make_server, settle_memory
 from headrace.server.settings import ServerSettings
 
 __all__ = ["main"]

@@ -12,7 +12,7 @@ import time
 from functools import partial
 
 from headrace.engine import HeadraceError
-from headrace.engine.threads import Poster, stacks
+from headrace.engine.concurrency.threads import Poster, stacks
 from headrace.server.errors import ApiError
 from headrace.server.service import Service
 

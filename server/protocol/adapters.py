@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.server.protocol.bodies import Count
+from headrace.server.protocol.document.bodies import Count
 
 __all__ = ["AdapterCard", "AdapterFields", "AdapterGone", "AdapterList"]
 

@@ -10,7 +10,7 @@ import re
 from typing import Any, Final
 
 from headrace.engine import InvalidParams, ResponseFormat
-from headrace.engine.json_schemas import JSON_STYLE, without_others
+from headrace.engine.grammar.json_schemas import JSON_STYLE, without_others
 from headrace.engine.tools import CallShape, CallStructure, ReasoningMode
 
 __all__ = ["answer_format", "checked"]

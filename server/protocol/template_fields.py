@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from headrace.engine.template_kwargs import checked_template_kwargs
+from headrace.engine.intake.template_kwargs import checked_template_kwargs
 from headrace.server.errors import ApiError
 
 __all__ = ["TemplateFields"]

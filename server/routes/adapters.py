@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.engine import AdapterRejected
-from headrace.server.body import read_json
 from headrace.server.errors import ApiError, as_api_error, shape_error
+from headrace.server.http.body import read_json
 from headrace.server.protocol.adapters import AdapterFields
 from headrace.server.service import Service
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.server.body import read_json
 from headrace.server.errors import ApiError
+from headrace.server.http.body import read_json
 from headrace.server.service import Service
 from headrace.server.settings import KeyLimits
 

@@ -15,10 +15,11 @@ from headrace.engine import Prompt, SamplingParams, TokenizeOptions
 from headrace.engine.tools import ToolParser, format_names, make_parser, parser_class
 from headrace.server.answering import Answering, Ask
 from headrace.server.auth import Caller
-from headrace.server.body import ClientGone, announced, read_json
-from headrace.server.connection import Connection
 from headrace.server.errors import ApiError, error_response
-from headrace.server.gate import CALLER, REQUEST_ID
+from headrace.server.http.body import ClientGone, announced, read_json
+from headrace.server.http.connection import Connection
+from headrace.server.http.gate import CALLER, REQUEST_ID
+from headrace.server.http.sse import DATA, Framing, TokenEvents
 from headrace.server.observability.telemetry import EXCHANGE
 from headrace.server.protocol.answers import Answer, Header
 from headrace.server.protocol.blocks import BlockReader
@@ -30,7 +31,6 @@ from headrace.server.protocol.forced import answer_format
 from headrace.server.protocol.logprobs import Aligned
 from headrace.server.protocol.ranking import BestOf
 from headrace.server.service import Service
-from headrace.server.sse import DATA, Framing, TokenEvents
 
 __all__ = ["GenerationRoute", "Reading", "ask_chat", "ask_completion", "chat_ask", "take_body", "timeout_of"]
 

@@ -9,14 +9,14 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.engine import HeadraceError, SamplingParams, TokenizeOptions
 from headrace.server.answering import Ask
-from headrace.server.body import announced, read_json
 from headrace.server.errors import ApiError, as_api_error
-from headrace.server.gate import CALLER
+from headrace.server.http.body import announced, read_json
+from headrace.server.http.gate import CALLER
 from headrace.server.protocol.answers import Answer
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.fields import parse
-from headrace.server.protocol.messages import MESSAGE_REFUSED, MessageFields
-from headrace.server.protocol.messages_answer import MessageAnswer
+from headrace.server.protocol.forms.messages import MESSAGE_REFUSED, MessageFields
+from headrace.server.protocol.forms.messages_answer import MessageAnswer
 from headrace.server.routes.generation import Reading, chat_ask
 from headrace.server.routes.tokens import token_ids
 from headrace.server.service import Service

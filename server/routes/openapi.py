@@ -1,11 +1,11 @@
-"""GET /openapi.json: the document of all endpoints; protocol/openapi.py makes it."""
+"""GET /openapi.json: the document of all endpoints; protocol/document/openapi.py makes it."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.server.protocol.openapi import document, operations
+from headrace.server.protocol.document.openapi import document, operations
 from headrace.server.routes.tokens import DetokenizeFields, TokenizeFields
 from headrace.server.service import Service
 

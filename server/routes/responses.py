@@ -14,15 +14,15 @@ from headrace.engine import HeadraceError, SamplingParams
 from headrace.server.answering import Ask
 from headrace.server.auth import ANYBODY, Caller
 from headrace.server.errors import ApiError, as_api_error
+from headrace.server.http.sse import TYPED
 from headrace.server.protocol.answers import Answer
 from headrace.server.protocol.chat import ChatFields
 from headrace.server.protocol.fields import parse
-from headrace.server.protocol.response_items import following_items, listed_items, read_items
-from headrace.server.protocol.responses import RESPONSE_NAMES, RESPONSE_REFUSED, ResponseFields
-from headrace.server.protocol.responses_answer import ResponseAnswer
+from headrace.server.protocol.forms.response_items import following_items, listed_items, read_items
+from headrace.server.protocol.forms.responses import RESPONSE_NAMES, RESPONSE_REFUSED, ResponseFields
+from headrace.server.protocol.forms.responses_answer import ResponseAnswer
 from headrace.server.routes.generation import GenerationRoute, Reading, chat_ask
 from headrace.server.service import Service
-from headrace.server.sse import TYPED
 from headrace.server.stored import StoredResponse
 
 __all__ = ["ResponseRoute", "ask_response"]

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.server.errors import ApiError
-from headrace.server.gate import CALLER
+from headrace.server.http.gate import CALLER
 from headrace.server.service import Service
 from headrace.server.stored import StoredResponse
 

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.engine import InvalidParams, Prompt, TokenizeOptions
-from headrace.server.body import announced, read_json
 from headrace.server.errors import ApiError, as_api_error, shape_error
-from headrace.server.gate import CALLER
+from headrace.server.http.body import announced, read_json
+from headrace.server.http.gate import CALLER
 from headrace.server.protocol.chat import Messages, ending_of
 from headrace.server.protocol.template_fields import TemplateFields
 from headrace.server.service import Service

@@ -13,8 +13,8 @@ from anyio.lowlevel import checkpoint
 from starlette.types import Receive, Scope, Send
 
 from headrace.engine import Charge, Scores
-from headrace.server.body import ClientGone
-from headrace.server.connection import Connection
+from headrace.server.http.body import ClientGone
+from headrace.server.http.connection import Connection
 from headrace.server.protocol.completions import prompts_of
 from headrace.server.protocol.vectors import (
     EmbeddingFields,

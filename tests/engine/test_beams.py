@@ -14,7 +14,7 @@ import torch
 from scripted import CAPACITY, Unable
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams
-from headrace.ops.cpu import CpuOps
+from headrace.ops.cpu.block import CpuOps
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
 Backend = tuple[str, dict[str, Any]]

@@ -11,7 +11,7 @@ from tokenizer_files import as_transformers, byte_metadata
 
 from headrace.engine import InvalidParams
 from headrace.engine.testing import ScriptedEngine
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "Say it."}
 END = "<\uff5cend\u2581it\uff5c>"

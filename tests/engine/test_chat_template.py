@@ -22,10 +22,10 @@ import tiny_models
 from scripted import no_leaks
 
 from headrace.engine import Engine, InvalidParams, ModelRejected, PromptTooLong, RequestFailed, SamplingParams
-from headrace.engine.chat_template import MAX_SOURCE, ChatTemplate, TemplateRefused, TemplateTooCostly
-from headrace.engine.child import Child, ChildDied, Children
-from headrace.engine.rendering import Renderer
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.concurrency.child import Child, ChildDied, Children
+from headrace.engine.tokens.chat_template import MAX_SOURCE, ChatTemplate, TemplateRefused, TemplateTooCostly
+from headrace.engine.tokens.rendering import Renderer
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<d>", "parameters": {"type": "object"}}}]
 CHAT = [
@@ -141,7 +141,7 @@ ESCAPES = {
 }
 VICTIM = """
 import json, sys
-from headrace.engine.chat_template import ChatTemplate, TemplateTooCostly
+from headrace.engine.tokens.chat_template import ChatTemplate, TemplateTooCostly
 for line in sys.stdin:
     template = ChatTemplate(json.loads(line))
     try:
@@ -346,7 +346,7 @@ def test_limits_hold_where_the_application_blocks_signals() -> None:
 
 APPLICATION = """
 import os, resource, sys
-from headrace.engine.chat_template import ChatTemplate
+from headrace.engine.tokens.chat_template import ChatTemplate
 template = ChatTemplate("{{ messages[0].content }}")
 chat = [{"role": "user", "content": "hi"}]
 template.render(chat)

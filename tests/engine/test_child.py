@@ -17,14 +17,14 @@ import psutil
 import pytest
 from leftovers import wait_until
 
-from headrace.engine.child import Child, ChildCrashed, ChildDied, Children
+from headrace.engine.concurrency.child import Child, ChildCrashed, ChildDied, Children
 
 APPLICATION = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from headrace.engine.chat_template import ChatTemplate, TemplateTooCostly
-from headrace.engine.child import Child, ChildDied
-from headrace.engine.grammar_trials import TooSlow, Trials, Unfit
+from headrace.engine.tokens.chat_template import ChatTemplate, TemplateTooCostly
+from headrace.engine.concurrency.child import Child, ChildDied
+from headrace.engine.grammar.trials import TooSlow, Trials, Unfit
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HI = [{"role": "user", "content": "hi"}]

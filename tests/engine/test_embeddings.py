@@ -26,7 +26,7 @@ from headrace.engine import (
     PromptTooLong,
     UnknownAdapter,
 )
-from headrace.engine.model.embedding_files import read_embedding
+from headrace.engine.model.checkpoint.embedding import read_embedding
 from headrace.engine.scheduling.plan import NON_FINITE
 from headrace.engine.testing import scripted_vector
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from product_shapes import ProductShapes
 
 from headrace.engine import Engine, InvalidParams, ModelRejected, PromptTooLong
-from headrace.engine.model.encoder import Encoder, Texts
-from headrace.engine.model.encoder_spec import encoder_from_hf
-from headrace.engine.model.encoder_weights import load_encoder
+from headrace.engine.model.encoder.network import Encoder, Texts
+from headrace.engine.model.encoder.spec import encoder_from_hf
+from headrace.engine.model.encoder.weights import load_encoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,

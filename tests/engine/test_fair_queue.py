@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.fair_queue import FairQueue
+from headrace.engine.concurrency.fair_queue import FairQueue
 
 
 def order(queue: FairQueue[str], seconds: float = 1.0) -> list[str]:

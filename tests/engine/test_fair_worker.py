@@ -11,8 +11,8 @@ import anyio
 import pytest
 from scripted import until
 
-from headrace.engine.fair_worker import FairWorker
-from headrace.engine.threads import Poster
+from headrace.engine.concurrency.fair_worker import FairWorker
+from headrace.engine.concurrency.threads import Poster
 
 
 @contextmanager

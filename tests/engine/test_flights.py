@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from simulation.rig import capacity
 
-from headrace.engine.flights import FailedLaunch, Flight, Flights
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.steps.flights import FailedLaunch, Flight, Flights
 
 
 class Done:

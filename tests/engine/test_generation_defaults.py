@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 
 from headrace.engine import Engine, ModelRejected, SamplingParams
-from headrace.engine.generation_defaults import from_generation_config, from_gguf_metadata, with_defaults
+from headrace.engine.life.generation_defaults import from_generation_config, from_gguf_metadata, with_defaults
 
 SMALL: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB"}
 QWEN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizer_files import as_transformers, byte_metadata, piece_metadata, pieces, text_of, tokens_of
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.gguf_tokenizer import build_gguf_tokenizer
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokens.gguf import build_gguf_tokenizer
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,8 +164,8 @@ def test_opening_a_gguf_file_imports_neither_transformers_nor_the_compiler_of_to
     """Their imports take longer than all else that opening does."""
     (tmp_path / "metadata.json").write_text(json.dumps(byte_metadata()))
     program = (
-        "import json, pathlib, sys, headrace.engine.build\n"
-        "from headrace.engine.tokenizer import Tokenizer\n"
+        "import json, pathlib, sys, headrace.engine.life.build\n"
+        "from headrace.engine.tokens.tokenizer import Tokenizer\n"
         "tokenizer = Tokenizer.from_gguf(json.loads(pathlib.Path(sys.argv[1]).read_text()))\n"
         "assert tokenizer.encode('hell')\n"
         "print([name for name in ('transformers', 'torch._dynamo', 'sympy') if name in sys.modules])"

@@ -13,14 +13,16 @@ import anyio
 import pytest
 from scripted import CAPACITY, until
 
-from headrace.engine import GrammarRejected, Overloaded, ResponseFormat, grammar_trials, grammars
-from headrace.engine.compiled_grammar import CompiledGrammar
-from headrace.engine.grammar_jobs import GrammarJobs, Waiter
-from headrace.engine.grammars import Grammars
-from headrace.engine.opened import Opened
+from headrace.engine import GrammarRejected, Overloaded, ResponseFormat
+from headrace.engine.concurrency.threads import Poster
+from headrace.engine.grammar import compiler as grammars
+from headrace.engine.grammar import trials as grammar_trials
+from headrace.engine.grammar.compiled import CompiledGrammar
+from headrace.engine.grammar.compiler import Grammars
+from headrace.engine.grammar.jobs import GrammarJobs, Waiter
+from headrace.engine.life.opened import Opened
 from headrace.engine.stats import EngineInfo
 from headrace.engine.testing import ByteTokenizer
-from headrace.engine.threads import Poster
 
 RUNNER: Any = None
 INFO = EngineInfo(**dict.fromkeys([field.name for field in dataclasses.fields(EngineInfo)], 0) | {"vocab_size": 257})

@@ -15,7 +15,7 @@ import pytest
 from tokenizer_files import BASE, LETTERS, byte_metadata, folder, piece_metadata, sequence
 
 from headrace.engine.errors import ModelRejected, PromptTooLong, TokenizerFailed
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 
 def added(count: int, first: int = 94, special: bool = True, content: str = "<|c{}|>") -> list[dict[str, Any]]:

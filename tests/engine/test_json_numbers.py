@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from headrace.engine.json_schemas import JSON_STYLE, exact_schema
+from headrace.engine.grammar.json_schemas import JSON_STYLE, exact_schema
 
 END = 256
 MOST = 2**53 - 1

@@ -16,7 +16,7 @@ from headrace.engine import (
     PageStored,
     UnknownAdapter,
 )
-from headrace.engine import kv_events as module
+from headrace.engine.delivery import kv_events as module
 from headrace.engine.testing import ScriptedEngine
 
 pytestmark = pytest.mark.anyio

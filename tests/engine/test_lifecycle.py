@@ -41,7 +41,7 @@ from headrace.engine import (
     PromptTooLong,
     Token,
 )
-from headrace.engine.opened import Opened
+from headrace.engine.life.opened import Opened
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine, ScriptedRunner
 
 pytestmark = pytest.mark.anyio

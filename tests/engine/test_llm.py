@@ -32,11 +32,11 @@ from headrace.engine import (
     SamplingParams,
     TokenizeOptions,
     UnknownAdapter,
-    llm_options,
 )
-from headrace.engine.bars import OpeningBar
-from headrace.engine.opened import Opened
-from headrace.engine.progress import LoggedProgress
+from headrace.engine.blocking import options as llm_options
+from headrace.engine.life.opened import Opened
+from headrace.engine.life.progress import LoggedProgress
+from headrace.engine.many.bars import OpeningBar
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner
 
 TYPED = {

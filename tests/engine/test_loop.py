@@ -24,12 +24,12 @@ from scripted import (
 
 from headrace.adapters.slots import AdapterVersion
 from headrace.engine import EngineCrashed, HeadraceError, RequestFailed
-from headrace.engine.scheduling.pace import Pace
+from headrace.engine.concurrency.threads import Poster
+from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.policy import FirstCome
 from headrace.engine.scheduling.request import Request
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner, ScriptedStep
-from headrace.engine.threads import Poster
 
 pytestmark = pytest.mark.anyio
 

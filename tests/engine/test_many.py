@@ -340,7 +340,7 @@ async def test_the_bar_shows_what_is_done_and_how_fast(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("headrace.engine.bars._DRAW_SECONDS", 0.002)
+    monkeypatch.setattr("headrace.engine.many.bars._DRAW_SECONDS", 0.002)
     async with serving() as engine:
         await engine.generate_many(["x"] * 60, greedy(8), progress=True)
         await returned(engine)

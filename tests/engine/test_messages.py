@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from headrace.engine import Engine, InvalidParams, SamplingParams
-from headrace.engine.messages import checked_messages
+from headrace.engine.intake.messages import checked_messages
 from headrace.engine.testing import ScriptedEngine
 
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": ["sky", 2]}'}}

@@ -18,7 +18,7 @@ import tiny_models
 from adapter_folders import lora_folder
 
 from headrace.engine import Engine, EngineConfig, ModelRejected, SamplingParams
-from headrace.engine.model_files import find_model
+from headrace.engine.life.model_files import find_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAMES = ("Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "sub/mmproj-Tiny.gguf")
@@ -159,7 +159,7 @@ def cached(home: Path, files: dict[str, bytes]) -> None:
 PROGRAM = """
 import json, sys
 from headrace.engine import EngineConfig, HeadraceError
-from headrace.engine.model_files import find_model
+from headrace.engine.life.model_files import find_model
 try:
     found = find_model(EngineConfig(model="someone/Tiny-GGUF", **json.loads(sys.argv[1])))
     print(json.dumps([found.path.name, found.name, found.path.exists()]))

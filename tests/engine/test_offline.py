@@ -510,7 +510,7 @@ HANGING = """
 hung = threading.Event()
 engine = scripted(lambda: hung.wait())
 llm = LLM(engine)
-headrace.engine.llm_host.EXIT_SECONDS = 0.2
+headrace.engine.blocking.host.EXIT_SECONDS = 0.2
 threading.Thread(target=llm.generate, args=("x",), daemon=True).start()
 while not engine._loop.scheduler.num_running:
     time.sleep(0.001)

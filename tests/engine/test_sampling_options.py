@@ -20,13 +20,13 @@ from scripted import Unable
 from slow_sampling import log_softmax, shaped
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams, TokenLogprobs
-from headrace.engine.asking import Asking
-from headrace.engine.model import cpu_options
-from headrace.engine.requests import make_requests
+from headrace.engine.intake.asking import Asking
+from headrace.engine.intake.requests import make_requests
+from headrace.engine.model.cpu import options as cpu_options
 from headrace.engine.scheduling.request import Request
 from headrace.engine.testing import ByteTokenizer, Capacity, ScriptedEngine
-from headrace.engine.tokenizer import Tokenizer
-from headrace.ops.cpu_sample import Choosing, sample
+from headrace.engine.tokens.tokenizer import Tokenizer
+from headrace.ops.cpu.sample import Choosing, sample
 
 VOCAB = tiny_models.CONFIG["vocab_size"]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}

@@ -22,10 +22,10 @@ from scripted import (
 )
 
 from headrace.engine import Chunk, SamplingParams, Token, Usage
-from headrace.engine.delivered import Delivered, TokenMaker
+from headrace.engine.concurrency.threads import Poster
+from headrace.engine.delivery.delivered import Delivered, TokenMaker
 from headrace.engine.testing import ByteTokenizer
-from headrace.engine.text import TokenTable
-from headrace.engine.threads import Poster
+from headrace.engine.tokens.text import TokenTable
 
 pytestmark = pytest.mark.anyio
 

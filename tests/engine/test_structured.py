@@ -32,19 +32,19 @@ from headrace.engine import (
     ResponseFormat,
     SamplingParams,
     TokenizerFailed,
-    compiled_grammar,
-    grammar_child,
-    grammar_trials,
-    grammars,
 )
-from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
-from headrace.engine.grammar_jobs import GrammarJob, Waiter
-from headrace.engine.json_schemas import exact_grammar, exact_schema
-from headrace.engine.opened import Opened
-from headrace.engine.scheduling.pace import Pace
+from headrace.engine.grammar import child as grammar_child
+from headrace.engine.grammar import compiled as compiled_grammar
+from headrace.engine.grammar import compiler as grammars
+from headrace.engine.grammar import trials as grammar_trials
+from headrace.engine.grammar.jobs import GrammarJob, Waiter
+from headrace.engine.grammar.json_schemas import exact_grammar, exact_schema
+from headrace.engine.life.opened import Opened
+from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.stats import EngineInfo
 from headrace.engine.testing import ByteTokenizer
-from headrace.engine.text import Detokenizer, TokenTable
+from headrace.engine.tokens.gguf import BYTE_OF_CHAR
+from headrace.engine.tokens.text import Detokenizer, TokenTable
 
 Backend = tuple[str, dict[str, Any]]
 END = 256

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.text import Detokenizer, SpacedDetokenizer, StopMatcher, TokenTable
+from headrace.engine.tokens.text import Detokenizer, SpacedDetokenizer, StopMatcher, TokenTable
 
 # Every byte, some whole characters, parts of characters, and a special token at 260.
 BYTE_PIECES = [bytes([byte]) for byte in range(256)] + [

@@ -13,8 +13,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 from scripted import until
 
-from headrace.engine.fair_worker import FairWorker
-from headrace.engine.threads import Poster, Worker
+from headrace.engine.concurrency.fair_worker import FairWorker
+from headrace.engine.concurrency.threads import Poster, Worker
 
 
 @pytest.mark.anyio

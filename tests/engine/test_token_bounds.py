@@ -15,10 +15,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
 from headrace.engine import PromptTooLong
-from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
-from headrace.engine.prompts import check_fewest_tokens
-from headrace.engine.token_bounds import fewest_tokens_rule
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.intake.prompts import check_fewest_tokens
+from headrace.engine.tokens.bounds import fewest_tokens_rule
+from headrace.engine.tokens.gguf import BYTE_OF_CHAR
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 ENOUGH = 1 << 30
 BYTES = Tokenizer.from_gguf(byte_metadata())

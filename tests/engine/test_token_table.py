@@ -10,8 +10,8 @@ from tokenizer_files import byte_metadata, smollm2
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from headrace.engine.gguf_tokenizer import GgufBackend, build_gguf_tokenizer
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokens.gguf import GgufBackend, build_gguf_tokenizer
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 
 class Counted:

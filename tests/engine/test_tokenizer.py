@@ -26,7 +26,7 @@ from tokenizer_files import (
 )
 
 from headrace.engine.errors import InvalidParams, ModelRejected
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 IM_START, IM_END, ENDOFTEXT = 1, 2, 0
 SPECIALS = 17  # SmolLM2's control tokens are ids 0 to 16

@@ -14,12 +14,12 @@ from scripted import CAPACITY, until
 from tokenizer_files import byte_metadata, folder, pieces, sequence, smollm2
 
 from headrace.engine import PromptTooLong
-from headrace.engine.gguf_tokenizer import SPLITS
-from headrace.engine.opened import Opened
-from headrace.engine.pooled import Pair, Text
+from headrace.engine.life.opened import Opened
+from headrace.engine.many.pooled import Pair, Text
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokens.gguf import SPLITS
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 
 def replacement(old: str, new: str) -> dict[str, Any]:
@@ -121,7 +121,7 @@ async def test_closing_does_not_wait_on_the_event_loop_for_texts_that_are_being_
 async def test_closing_leaves_behind_a_text_that_takes_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("headrace.engine.life._PATIENCE", 0.05)
+    monkeypatch.setattr("headrace.engine.life.lifespan._PATIENCE", 0.05)
     tokenizer, threads = Watched(), Threads()
     async with WatchedEngine(tokenizer) as engine:
         tokenizer.go_on.clear()

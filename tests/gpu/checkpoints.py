@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor
 
-from headrace.engine.gguf_tokenizer import BYTE_OF_CHAR
+from headrace.engine.tokens.gguf import BYTE_OF_CHAR
 
 __all__ = ["CONTEXT", "EXACT", "FAMILIES", "MAKERS", "POISON", "SCALED", "VOCABULARY", "exact_logits", "kv_bytes"]
 

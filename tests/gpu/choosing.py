@@ -26,7 +26,7 @@ def choose(device: str, logits_NV: Tensor, samplings: Sequence[Sampling], positi
         positions: Place of each new token in its sequence.
     """
     if device == "cpu":
-        from headrace.ops.cpu_sample import Choosing, sample
+        from headrace.ops.cpu.sample import Choosing, sample
 
         rows = [
             Choosing(each.temperature, each.top_k, each.top_p, each.min_p, each.seed, position)
@@ -37,7 +37,7 @@ def choose(device: str, logits_NV: Tensor, samplings: Sequence[Sampling], positi
 
 
 def _choose_on_cuda(logits_NV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    from headrace.ops.cuda_sample import SampleScratch, sample
+    from headrace.ops.cuda.sampling.sample import SampleScratch, sample
 
     rows, vocabulary = logits_NV.shape
     generator = torch.Generator().manual_seed(rows)

@@ -13,7 +13,7 @@ import torch
 from gpu.checkpoints import MAKERS
 from gpu.judge import Judge
 
-from headrace.ops.cuda_arch import Arch
+from headrace.ops.cuda.arch import Arch
 
 NAMED = os.environ.get("HEADRACE_TEST_DEVICE")
 NO_GPU = "needs a CUDA GPU and torch sees none here; HEADRACE_TEST_DEVICE=cpu runs these tests on the CPU engine"

@@ -16,7 +16,7 @@ from gpu.choosing import choose, random_sampling
 from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
 from headrace.engine.scheduling.shaping import GrammarState, Shaping
-from headrace.ops.cpu_shape import Shaper
+from headrace.ops.cpu.shape import Shaper
 
 __all__ = ["SideBySide", "random_shaping"]
 
@@ -93,8 +93,8 @@ class SideBySide:
             vocab_size=vocabulary,
         )  # fmt: skip
         where = torch.device(device)
-        sampling = importlib.import_module("headrace.engine.model.cuda_sampling")
-        self._rows = importlib.import_module("headrace.engine.model.cuda_rows").DeviceRows(
+        sampling = importlib.import_module("headrace.engine.model.cuda.sampling")
+        self._rows = importlib.import_module("headrace.engine.model.cuda.rows").DeviceRows(
             capacity, capacity.num_pages, where
         )
         self._sampler = sampling.RowSampler(self._rows, capacity, where)

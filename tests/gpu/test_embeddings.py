@@ -15,7 +15,7 @@ from gpu.driving import at_rest, draw, greedy, open_engine
 from numpy.typing import NDArray
 
 from headrace.engine import Engine
-from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.network.decoder import Decoder
 
 LENGTHS = [1, 2, 7, 8, 9, 33, 64, 64, 100, 127, 128, 5, 60, 17]
 

@@ -10,7 +10,7 @@ from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Output
 
-from headrace.ops.cuda_arch import Arch
+from headrace.ops.cuda.arch import Arch
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 37, 38, 64, 65, 100, 127, 128, 129, 200, 301)
 """Around pages and the window, up to several of both; as many as the engine has rows."""

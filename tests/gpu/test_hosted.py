@@ -17,9 +17,9 @@ from gpu.driving import PATIENCE, at_rest, draw, open_engine
 from random_schemas import random_schema
 
 from headrace.engine import Engine, HookFailed, ResponseFormat, SamplingParams
-from headrace.engine.compiled_grammar import _Matcher
-from headrace.engine.model.late_rows import LateRows
-from headrace.engine.scheduling.pace import Pace
+from headrace.engine.grammar.compiled import _Matcher
+from headrace.engine.model.shared.late_rows import LateRows
+from headrace.engine.scheduling.order.pace import Pace
 
 PROMPTS = [draw(3 + 7 * at, at) for at in range(10)]
 PLAIN = [SamplingParams(temperature=1.0, seed=seed, max_tokens=60, top_k=[0, 30][seed % 2]) for seed in range(10)]

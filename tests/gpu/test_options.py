@@ -23,9 +23,9 @@ from random_schemas import random_schema
 from slow_sampling import shaped
 
 from headrace.engine import ResponseFormat, SamplingParams
-from headrace.engine.requests import Asking, make_requests
+from headrace.engine.intake.requests import Asking, make_requests
 from headrace.engine.scheduling.request import Request
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 
 def mixed(seed: int, count: int) -> tuple[list[Case], list[Case]]:

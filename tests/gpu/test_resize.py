@@ -13,9 +13,9 @@ from gpu.driving import draw
 from gpu.test_memory import SLACK, used
 from model_driver import request
 
-from headrace.engine.build import open_engine
 from headrace.engine.config import EngineConfig
-from headrace.engine.opened import Opened
+from headrace.engine.life.build import open_engine
+from headrace.engine.life.opened import Opened
 from headrace.engine.scheduling.scheduler import Scheduler
 
 FEW, PAGES, MANY = 24, 40, 300

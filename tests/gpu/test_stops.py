@@ -9,7 +9,7 @@ from gpu.conftest import Zoo
 from gpu.driving import draw
 from gpu.test_resize import opened_on
 
-from headrace.engine.opened import Opened
+from headrace.engine.life.opened import Opened
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.scheduler import Scheduler
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from product_shapes import ProductShapes
 from torch import Tensor
 
-from headrace.ops import cpu, reference
-from headrace.ops.cpu import CpuOps
-from headrace.ops.linear import GROUP, GroupQuantised, linear
+from headrace.ops import reference
+from headrace.ops.cpu import block as cpu
+from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.linear import GROUP, GroupQuantised, linear
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
 
 POSITIONS = 700

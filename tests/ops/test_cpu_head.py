@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.ops.cpu_head import CpuHead
-from headrace.ops.linear import GROUP, GroupQuantised
+from headrace.ops.cpu.head import CpuHead
+from headrace.ops.cpu.linear import GROUP, GroupQuantised
 
 
 def near_largest(logits_SV: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slow_sampling import log_softmax
 
-from headrace.ops.cpu_logprobs import logprobs
+from headrace.ops.cpu.logprobs import logprobs
 
 VOCAB = 12
 rows = st.lists(st.sampled_from([-3.0, 0.0, 0.5, 2.0]) | st.floats(-40, 40, width=32), min_size=VOCAB, max_size=VOCAB)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from headrace.ops.cpu_noise import gumbel as noise
-from headrace.ops.cpu_noise import words, words_of
-from headrace.ops.cpu_sample import Choosing, sample
+from headrace.ops.cpu.noise import gumbel as noise
+from headrace.ops.cpu.noise import words, words_of
+from headrace.ops.cpu.sample import Choosing, sample
 
 INF, NAN = math.inf, math.nan
 GREEDY = Choosing(0.0, 0, 1.0, 0.0, 0, 0)

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from headrace.engine.scheduling.shaping import Shaping
-from headrace.ops import cpu_shape
-from headrace.ops.cpu_shape import Shaper
+from headrace.ops.cpu import shape as cpu_shape
+from headrace.ops.cpu.shape import Shaper
 
 VOCAB = 8
 tokens = st.integers(0, VOCAB - 1)

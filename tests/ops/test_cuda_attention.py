@@ -11,11 +11,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from headrace.ops.cuda_arch import Arch
-from headrace.ops.cuda_attention import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
-from headrace.ops.cuda_decode import FusedDecode
-from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write, prepare_decode
-from headrace.ops.cuda_tile_attention import TileAttention
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.attention.decode import FusedDecode
+from headrace.ops.cuda.attention.paged import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
+from headrace.ops.cuda.attention.tile import TileAttention
+from headrace.ops.cuda.fused import DecodeInputs, norm_rope_write, prepare_decode
 from headrace.ops.paged import UNSCALED, KvScales
 
 GPU = torch.device("cuda")

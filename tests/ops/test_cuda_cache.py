@@ -26,11 +26,11 @@ import torch
 from emulated_cuda import modules
 from fake_toolkit import Spec, make_toolkit
 
-from headrace.ops import cuda_toolkit
-from headrace.ops.cuda_toolkit import CannotCompile
-from headrace.ops.cuda_wheel import write_wheel
+from headrace.ops.cuda.compiling import toolkit as cuda_toolkit
+from headrace.ops.cuda.compiling.toolkit import CannotCompile
+from headrace.ops.cuda.compiling.wheel import write_wheel
 
-BUILT_ON = ("headrace.ops.cuda_cache", "headrace.ops.cuda_source")
+BUILT_ON = ("headrace.ops.cuda.compiling.cache", "headrace.ops.cuda.compiling.source")
 
 
 class FileCacheManager:
@@ -59,7 +59,7 @@ def cuda_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Modu
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    yield importlib.import_module("headrace.ops.cuda_cache")
+    yield importlib.import_module("headrace.ops.cuda.compiling.cache")
     for name in BUILT_ON:
         sys.modules.pop(name, None)
 
@@ -226,7 +226,7 @@ def test_where_no_folder_can_be_made_kernels_are_compiled_elsewhere(
 CHILD = """
 import json, sys
 from pathlib import Path
-from headrace.ops.cuda_compile import compile_library
+from headrace.ops.cuda.compiling.library import compile_library
 target, sources = json.loads(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

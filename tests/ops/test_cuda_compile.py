@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from headrace.ops.cuda_compile import Progress
+from headrace.ops.cuda.compiling.library import Progress
 
 CODE = """
-from headrace.ops.cuda_compile import Progress
+from headrace.ops.cuda.compiling.library import Progress
 progress = Progress()
 progress.expect(2)
 progress.start("one")

@@ -11,10 +11,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from headrace.ops.cuda_arch import Arch
-from headrace.ops.cuda_attention import HeadShape
-from headrace.ops.cuda_even import EvenDecode
-from headrace.ops.cuda_fused import DecodeInputs, norm_rope_write
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.attention.even import EvenDecode
+from headrace.ops.cuda.attention.paged import HeadShape
+from headrace.ops.cuda.fused import DecodeInputs, norm_rope_write
 from headrace.ops.paged import UNSCALED, KvScales
 
 GPU = torch.device("cuda")

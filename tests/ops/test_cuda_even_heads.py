@@ -7,15 +7,15 @@ import torch
 from gpu_tensors import error, random
 
 from headrace.ops import reference
-from headrace.ops.cuda_arch import Arch
+from headrace.ops.cuda.arch import Arch
 from headrace.ops.paged import KvScales
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from headrace.ops.cuda_even_heads import EvenHeads, HeadTargets
-from headrace.ops.cuda_even_linear import Squares
+from headrace.ops.cuda.products.even_heads import EvenHeads, HeadTargets
+from headrace.ops.cuda.products.even_linear import Squares
 
 GPU = torch.device("cuda")
 EPS = 1e-5

@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from headrace.ops.cuda_arch import Arch
-from headrace.ops.cuda_even_linear import EvenLinear, Squares
-from headrace.ops.cuda_linear import LinearScratch
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.products.even_linear import EvenLinear, Squares
+from headrace.ops.cuda.products.linear import LinearScratch
 
 GPU = torch.device("cuda")
 EPS = 1e-5

@@ -11,7 +11,7 @@ from headrace.ops import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from headrace.ops.cuda_fused import (
+from headrace.ops.cuda.fused import (
     DecodeInputs,
     add_rms_norm,
     norm_rope_write,

@@ -11,8 +11,8 @@ from headrace.ops import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from headrace.ops.cuda_linear import LinearScratch, Tiling, linear, linear_silu_mul
-from headrace.ops.cuda_vector import AddNorm, vector_linear
+from headrace.ops.cuda.products.linear import LinearScratch, Tiling, linear, linear_silu_mul
+from headrace.ops.cuda.products.vector import AddNorm, vector_linear
 
 GPU = torch.device("cuda")
 

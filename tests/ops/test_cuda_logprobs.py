@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 
-from headrace.ops.cpu_logprobs import logprobs as on_cpu
+from headrace.ops.cpu.logprobs import logprobs as on_cpu
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from headrace.ops.cuda_logprobs import HEAD, ListScratch, logprobs
+from headrace.ops.cuda.sampling.logprobs import HEAD, ListScratch, logprobs
 
 UNTOUCHED = -77
 

@@ -13,13 +13,13 @@ from headrace.ops import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from headrace.ops.cuda_alike import expand_alike, shrink_alike
-from headrace.ops.cuda_arch import Arch
-from headrace.ops.cuda_expand import expand, expand_add_norm, expand_silu_mul
-from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
-from headrace.ops.cuda_shrink import shrink
-from headrace.ops.cuda_vector_expand import Waiting, norm_shrink, vector_linear_expand
-from headrace.ops.cuda_vector_shrink import vector_linear_shrink
+from headrace.ops.cuda.adapters.alike import expand_alike, shrink_alike
+from headrace.ops.cuda.adapters.expand import expand, expand_add_norm, expand_silu_mul
+from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows
+from headrace.ops.cuda.adapters.shrink import shrink
+from headrace.ops.cuda.adapters.vector_expand import Waiting, norm_shrink, vector_linear_expand
+from headrace.ops.cuda.adapters.vector_shrink import vector_linear_shrink
+from headrace.ops.cuda.arch import Arch
 
 GPU = torch.device("cuda")
 EPS = 1e-5

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from headrace.ops.cuda_sample import SampleScratch, sample
+from headrace.ops.cuda.sampling.sample import SampleScratch, sample
 
 GPU = torch.device("cuda")
 

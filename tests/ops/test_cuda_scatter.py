@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from headrace.ops.cuda_scatter import Batch, Turns, apply_words, leave_ids, scatter_words
+from headrace.ops.cuda.memory.scatter import Batch, Turns, apply_words, leave_ids, scatter_words
 
 GPU = torch.device("cuda")
 

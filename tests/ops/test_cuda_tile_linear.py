@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from headrace.ops.cuda_arch import Arch
-from headrace.ops.cuda_tile_linear import TileLinear
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.products.tile_linear import TileLinear
 
 GPU = torch.device("cuda")
 if not Arch.of(GPU).has("wgmma"):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fake_toolkit import make_toolkit
 
-from headrace.ops import cuda_toolkit
-from headrace.ops.cuda_toolkit import CannotCompile, find_host_compilers, find_toolkit
+from headrace.ops.cuda.compiling import toolkit as cuda_toolkit
+from headrace.ops.cuda.compiling.toolkit import CannotCompile, find_host_compilers, find_toolkit
 
 NVIDIA_PACKAGES = cuda_toolkit._nvidia_packages
 

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from headrace.ops.cuda_unpack import Unpacker
+from headrace.ops.cuda.memory.unpack import Unpacker
 from headrace.ops.host_memory import PiecePool
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

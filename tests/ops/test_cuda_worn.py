@@ -12,11 +12,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from headrace.ops.cuda_arch import Arch
-from headrace.ops.cuda_even_heads import EvenHeads, HeadTargets
-from headrace.ops.cuda_even_linear import EvenLinear, Squares
-from headrace.ops.cuda_linear import LinearScratch
-from headrace.ops.cuda_lora import ALIKE, UNIT, LoraBatch, WornSite, group_rows, pick
+from headrace.ops.cuda.adapters.rows import ALIKE, UNIT, LoraBatch, WornSite, group_rows, pick
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.products.even_heads import EvenHeads, HeadTargets
+from headrace.ops.cuda.products.even_linear import EvenLinear, Squares
+from headrace.ops.cuda.products.linear import LinearScratch
 
 GPU = torch.device("cuda")
 EPS = 1e-5

@@ -62,10 +62,10 @@ class Chip:
     """The engine's operations on one GPU, with as little memory as it has."""
 
     def __init__(self, arch: str, model: Model, *, fp8: bool = False) -> None:
-        from headrace.ops.cuda import CudaOps
-        from headrace.ops.cuda_arch import Arch
-        from headrace.ops.cuda_attention import HeadShape
-        from headrace.ops.cuda_linear import LinearScratch
+        from headrace.ops.cuda.arch import Arch
+        from headrace.ops.cuda.attention.paged import HeadShape
+        from headrace.ops.cuda.block import CudaOps
+        from headrace.ops.cuda.products.linear import LinearScratch
 
         self.arch, self.model = Arch.named(arch), model
         shape = HeadShape(
@@ -87,7 +87,7 @@ class Chip:
         self.pdl = self.ops.pdl
 
     def inputs(self, rows: int) -> Any:
-        from headrace.ops.cuda_fused import DecodeInputs
+        from headrace.ops.cuda.fused import DecodeInputs
 
         slots = empty(rows, dtype=torch.int64)
         return DecodeInputs(words(rows), words(rows), slots, words(rows), words(rows, PAGES), words(rows))
@@ -95,9 +95,9 @@ class Chip:
 
 def decode(chip: Chip, rows: int) -> None:
     """A layer, as graphs run it: with the attention of few rows, whose other kernels are the same for all."""
-    from headrace.ops.cuda import DecodeStep
-    from headrace.ops.cuda_decode import FusedDecode
-    from headrace.ops.cuda_fused import prepare_decode
+    from headrace.ops.cuda.attention.decode import FusedDecode
+    from headrace.ops.cuda.block import DecodeStep
+    from headrace.ops.cuda.fused import prepare_decode
 
     ops, inputs = chip.ops, chip.inputs(rows)
     state = words(rows), words(9, POSITIONS), words(9), words(9, PAGES)
@@ -120,7 +120,7 @@ def layer(chip: Chip, x: torch.Tensor, total: torch.Tensor) -> None:
 
 def prefill(chip: Chip, tokens: int) -> None:
     """A layer of a prefill but its attention, which FlashInfer compiles, or csrc/."""
-    from headrace.ops.cuda import PrefillStep
+    from headrace.ops.cuda.block import PrefillStep
 
     class Attention:
         def run(self, *given: Any) -> None:
@@ -134,9 +134,9 @@ def prefill(chip: Chip, tokens: int) -> None:
 
 def choose(chip: Chip, rows: int) -> None:
     """From logits to tokens: shaped, filtered, drawn, reported."""
-    from headrace.ops import cuda_logprobs
-    from headrace.ops.cuda_sample import SampleScratch, sample
-    from headrace.ops.cuda_shape import ShapeArrays, count_chosen, count_known, shape
+    from headrace.ops.cuda.sampling import logprobs as cuda_logprobs
+    from headrace.ops.cuda.sampling.sample import SampleScratch, sample
+    from headrace.ops.cuda.sampling.shape import ShapeArrays, count_chosen, count_known, shape
 
     size = chip.model.vocabulary
     numbers, whole = [empty(9, dtype=torch.float32) for _ in range(3)], [words(9) for _ in range(3)]
@@ -159,7 +159,7 @@ def choose(chip: Chip, rows: int) -> None:
 
 def exchange(chip: Chip, rows: int) -> None:
     """What crosses between host and device within a step."""
-    from headrace.ops.cuda_scatter import Batch, Turns, apply_words, leave_ids, scatter_words
+    from headrace.ops.cuda.memory.scatter import Batch, Turns, apply_words, leave_ids, scatter_words
 
     turns = Turns(words(2), words(4, 64), words(4, 64))
     apply_words(words(512), turns)
@@ -170,8 +170,8 @@ def exchange(chip: Chip, rows: int) -> None:
 
 def adapted(chip: Chip, rows: int) -> None:
     """A layer whose rows use adapters: each its own, few among many, one for all, and in a prefill."""
-    from headrace.ops.cuda_adapters import CudaAdapterOps
-    from headrace.ops.cuda_lora import ALIKE, GROUP, SEGMENT, LoraBatch, LoraSite, group_rows, pick
+    from headrace.ops.cuda.adapters.products import CudaAdapterOps
+    from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, SEGMENT, LoraBatch, LoraSite, group_rows, pick
 
     model = chip.model
     width, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -216,7 +216,7 @@ def adapted(chip: Chip, rows: int) -> None:
 def unpack(chip: Chip, rows: int) -> None:
     """Adapters' files become blocks of the arena."""
     from headrace.adapters.stored import DTYPES
-    from headrace.ops.cuda_unpack import Unpacker
+    from headrace.ops.cuda.memory.unpack import Unpacker
 
     Unpacker(empty(1 << 20), DTYPES, 1 << 16)
 
@@ -262,11 +262,14 @@ SHAPES = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (8, 1, 128), (9, 3, 64), (14
 
 def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, int]]]:
     """The sources of csrc/ that an engine on `arch` may compile, with the values of their macros."""
-    from headrace.ops import cuda_even, cuda_source, cuda_tile_attention, cuda_tile_linear
-    from headrace.ops.cuda_arch import Arch
-    from headrace.ops.cuda_attention import HeadShape
-    from headrace.ops.cuda_even_heads import EvenHeads
-    from headrace.ops.cuda_even_linear import EvenLinear
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.attention import even as cuda_even
+    from headrace.ops.cuda.attention import tile as cuda_tile_attention
+    from headrace.ops.cuda.attention.paged import HeadShape
+    from headrace.ops.cuda.compiling import source as cuda_source
+    from headrace.ops.cuda.products import tile_linear as cuda_tile_linear
+    from headrace.ops.cuda.products.even_heads import EvenHeads
+    from headrace.ops.cuda.products.even_linear import EvenLinear
 
     asked: list[tuple[str, dict[str, int]]] = []
     chip = Arch.named(arch)
@@ -294,12 +297,12 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
 def test_kernels_of_csrc_compile_and_fit(arch: str, target: str, tmp_path: Path) -> None:
     """What shared memory a launch asks for is known to the launcher, which the sources check as they compile."""
     with compiling_for(arch, tmp_path):
-        from headrace.ops.cuda_arch import Arch
-        from headrace.ops.cuda_toolkit import find_toolkit
+        from headrace.ops.cuda.arch import Arch
+        from headrace.ops.cuda.compiling.toolkit import find_toolkit
 
         asked, chip = asked_of_nvcc(arch, everything=EVERYTHING), Arch.named(arch)
         toolkit = find_toolkit("13.0")
-        sources = Path(importlib.import_module("headrace.ops.cuda_source").__file__ or "").parent / "csrc"
+        sources = Path(importlib.import_module("headrace.ops.cuda.compiling.source").__file__ or "").parents[1] / "csrc"
     ffi = Path((importlib.util.find_spec("tvm_ffi") or pytest.fail("needs apache-tvm-ffi")).origin or "").parent
     includes = [f"-I{folder}" for folder in (*toolkit.includes, ffi / "include", ffi / "3rdparty/dlpack/include")]
     assert {name for name, _ in asked} >= ({"even_decode", "even_linear"} if arch == "sm_90" else {"even_decode"})

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.adapters.files import read_adapter
 from headrace.adapters.layout import ModelShape
-from headrace.engine.model.cpu_adapters import CpuBank
+from headrace.engine.model.cpu.adapters import CpuBank
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -30,7 +30,7 @@ import pytest
 from leftovers import settle
 from serving import CAPACITY, Process, Serving, check_error, events_of, scripted, serving, until
 
-from headrace.engine.fake_device import FakeEngine
+from headrace.engine.bench.host.fake_device import FakeEngine
 from headrace.engine.scheduling.plan import NON_FINITE, Capacity
 from headrace.engine.testing import ScriptedRunner
 from headrace.server import KeyLimits, ServerSettings
@@ -163,7 +163,7 @@ def _answer(sock: socket.socket) -> bool:
 
 def test_06_a_body_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request is answered by the head alone; what follows must end in time, and is thrown away up to a limit."""
-    monkeypatch.setattr("headrace.server.running._HEADER_TIMEOUT", 1.0)
+    monkeypatch.setattr("headrace.server.http.running._HEADER_TIMEOUT", 1.0)
     request = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with serving(scripted()) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as short:
@@ -250,7 +250,7 @@ def test_09_nobody_without_a_key(guarded: Serving, headers: Any) -> None:
 def test_09_every_route_needs_a_key_but_the_public_ones(guarded: Serving) -> None:
     from starlette.routing import Route
 
-    from headrace.server.gate import ADMIN_PATHS, PUBLIC_PATHS
+    from headrace.server.http.gate import ADMIN_PATHS, PUBLIC_PATHS
     from headrace.server.routes.page import ASSETS
 
     routes = [route for route in guarded.server.config.app.routes if isinstance(route, Route)]
@@ -1036,7 +1036,7 @@ import sys
 sys.modules["torch"] = None
 import anyio
 from headrace.engine import DeviceUnavailable, Engine, SamplingParams
-from headrace.engine.fake_device import FakeEngine
+from headrace.engine.bench.host.fake_device import FakeEngine
 from headrace.server import create_app
 async def main():
     async with FakeEngine() as engine:

@@ -11,7 +11,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from headrace.engine import Engine, EngineStopped
-from headrace.engine.fake_device import FAKE_LETTER, FakeEngine
+from headrace.engine.bench.host.fake_device import FAKE_LETTER, FakeEngine
 from headrace.server import ServerSettings, create_app
 
 SETTINGS = ServerSettings(

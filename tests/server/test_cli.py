@@ -28,11 +28,11 @@ from serving import speaking
 
 from headrace.engine import Engine, HeadraceError, SamplingParams
 from headrace.engine.config import EngineConfig
-from headrace.server.chat import _Chat
 from headrace.server.cli import main
+from headrace.server.commands.chat import _Chat
+from headrace.server.commands.serve import _adapters, _named
 from headrace.server.demo import _Chat as _DemoChat
 from headrace.server.demo import _panel, _run_chat
-from headrace.server.serve_cli import _adapters, _named
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, typed: str = "") -> int:
@@ -186,8 +186,8 @@ def test_chat_and_demo_take_the_options_of_serve(base_model: Path, monkeypatch: 
         seen.append(EngineConfig(model=model, **options))
         raise HeadraceError("seen")
 
-    for command in ("chat", "demo"):
-        monkeypatch.setattr(f"headrace.server.{command}.opened", opened)
+    for command, module in (("chat", "commands.chat"), ("demo", "demo")):
+        monkeypatch.setattr(f"headrace.server.{module}.opened", opened)
         flags = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "64", "--seed", "7", "--top-p", "0.5"]
         assert run(monkeypatch, command, str(base_model), *flags) == 1
     assert [(one.device, one.dtype, one.max_context, one.seed) for one in seen] == [("cpu", "float32", 64, 7)] * 2
@@ -292,7 +292,7 @@ def own_it() -> None:
 
 SLOW = """
 import sys, time
-from headrace.engine.life import Life
+from headrace.engine.life.lifespan import Life
 def slow(self):
     print("begun", file=sys.stderr, flush=True)
     time.sleep(60)
@@ -342,7 +342,7 @@ def test_two_keys_or_more_share_fairly_unless_told_otherwise(base_model: Path, m
     async def serve(model: str, options: dict[str, object], *_: object) -> None:
         seen.append(EngineConfig(model=model, **options).policy)
 
-    monkeypatch.setattr("headrace.server.serve_cli._serve", serve)
+    monkeypatch.setattr("headrace.server.commands.serve._serve", serve)
     one, two = ["--api-key", "ann=secret-of-ann"], ["--api-key", "bob=secret-of-bob"]
     admin = ["--admin-api-key", "root=secret-of-root"]
     for arguments in (

@@ -13,8 +13,8 @@ import tiny_models
 from serving import CAPACITY, Serving, check_error, logged, scripted, serving, until
 
 from headrace.engine import Engine
-from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.testing import ByteTokenizer
+from headrace.engine.tokens.chat_template import ChatTemplate
 from headrace.server import ServerSettings
 
 CHAT = "/v1/chat/completions"

@@ -10,9 +10,9 @@ import pytest
 from serving import events_of, serving, speaking
 
 from headrace.engine import Token, Usage
-from headrace.engine.chat_template import ChatTemplate
-from headrace.engine.messages import checked_messages
+from headrace.engine.intake.messages import checked_messages
 from headrace.engine.testing import ByteTokenizer
+from headrace.engine.tokens.chat_template import ChatTemplate
 from headrace.engine.tools import Tool, ToolChoice, call_structure, collect, make_parser, parser_class
 from headrace.server.protocol.answers import Header, Piece
 from headrace.server.protocol.blocks import BlockReader

@@ -16,8 +16,8 @@ from starlette.routing import Route
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.engine import Engine
-from headrace.engine.messages import Message
-from headrace.engine.opened import Opened
+from headrace.engine.intake.messages import Message
+from headrace.engine.life.opened import Opened
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine
 
 

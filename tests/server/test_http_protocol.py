@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import Serving, logged, until
 
-from headrace.server.http_protocol import _BoundedConnection
+from headrace.server.http.h11_protocol import _BoundedConnection
 
 HEADERS = st.sampled_from(([], [("Content-Length", "{size}")], [("Transfer-Encoding", "chunked")]))
 

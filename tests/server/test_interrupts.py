@@ -15,8 +15,8 @@ OPENING = """
 import sys, threading
 from pathlib import Path
 from rich.console import Console
-from headrace.ops.cuda_compile import compile_library
-from headrace.server.interrupts import ending_at_once
+from headrace.ops.cuda.compiling.library import compile_library
+from headrace.server.commands.interrupts import ending_at_once
 
 folder, sources = Path(sys.argv[1]), [["sh", str(Path(sys.argv[1], "nvcc"))]] * 8
 with ending_at_once("opening it", Console()):

@@ -16,8 +16,8 @@ from headrace.engine import InvalidParams
 from headrace.server import KeyLimits, ServerSettings
 from headrace.server.auth import Caller, Keyring
 from headrace.server.errors import ApiError
+from headrace.server.http.pacing import Pacer
 from headrace.server.limits import Limits, Permit
-from headrace.server.pacing import Pacer
 
 
 class Clock:

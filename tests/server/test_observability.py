@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import CAPACITY, Serving, check_error, events_of, scripted, serving, until
 from starlette.testclient import TestClient
 
-from headrace.engine.fake_device import FakeEngine
+from headrace.engine.bench.host.fake_device import FakeEngine
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import Meter
 from headrace.engine.testing import ScriptedRunner
@@ -550,7 +550,7 @@ def test_without_opentelemetry_everything_works() -> None:
 import sys
 sys.modules["opentelemetry"] = None
 from starlette.testclient import TestClient
-from headrace.engine.fake_device import FakeEngine
+from headrace.engine.bench.host.fake_device import FakeEngine
 from headrace.server import create_app
 with TestClient(create_app(FakeEngine()), base_url="http://localhost") as client:
     answer = client.post("/v1/completions", json={"model": "fake", "prompt": "x"}, headers={"traceparent": "x"})

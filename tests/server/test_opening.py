@@ -10,7 +10,7 @@ import anyio
 import pytest
 from rich.console import Console
 
-from headrace.server.opening import opened
+from headrace.server.commands.opening import opened
 
 
 class Loading:
@@ -31,7 +31,7 @@ class Loading:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_shows_what_loads_and_how_far_it_is(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.opening.Engine", Loading)
+    monkeypatch.setattr("headrace.server.commands.opening.Engine", Loading)
     logger, shown = logging.getLogger("headrace.engine"), io.StringIO()
     before = logger.level, logger.handlers[:]
 
@@ -53,7 +53,7 @@ def test_brackets_are_shown_as_they_are(line: str, monkeypatch: pytest.MonkeyPat
             await anyio.sleep(0.3)
             return self
 
-    monkeypatch.setattr("headrace.server.opening.Engine", Telling)
+    monkeypatch.setattr("headrace.server.commands.opening.Engine", Telling)
     shown = io.StringIO()
 
     async def run() -> None:

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
 from serving import CAPACITY, Serving, check_error, scripted, serving, speaking, unhurried, until
 
-from headrace.engine.opened import Opened
+from headrace.engine.life.opened import Opened
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine, ScriptedRunner
 from headrace.server.routes.generation import ask_chat
 from headrace.server.routes.responses import ask_response

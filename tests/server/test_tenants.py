@@ -10,8 +10,9 @@ import httpx2
 import pytest
 from serving import CAPACITY, Serving, serving, until
 
-from headrace.engine import grammar_trials, grammars
-from headrace.engine.opened import Opened
+from headrace.engine.grammar import compiler as grammars
+from headrace.engine.grammar import trials as grammar_trials
+from headrace.engine.life.opened import Opened
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine
 from headrace.server import KeyLimits, ServerSettings
 

@@ -19,7 +19,7 @@ from starlette.websockets import WebSocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from headrace.engine.fake_device import FakeEngine
+from headrace.engine.bench.host.fake_device import FakeEngine
 from headrace.engine.testing import ScriptedRunner
 from headrace.server import ServerSettings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.server.wrapping import WordWrap
+from headrace.server.commands.wrapping import WordWrap
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from headrace.engine.scheduling.background import BackgroundLast
+from headrace.engine.scheduling.order.background import BackgroundLast
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.policies import Ageing, Deadlines, FairShare, SizeClasses
 from headrace.engine.scheduling.request import Request, State

@@ -21,9 +21,9 @@ from simulation.grammar import FORMATS
 from simulation.machine import Machine
 from simulation.told import Told, values_of
 
+from headrace.engine.delivery.generation import Generation
 from headrace.engine.engine import Engine
 from headrace.engine.errors import EngineStopped, HeadraceError, HookFailed
-from headrace.engine.generation import Generation
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.scheduling.request import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.engine.model.late_rows import LateRows
+from headrace.engine.model.shared.late_rows import LateRows
 from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, Capacity, StepPlan, Work
 from headrace.engine.scheduling.shaping import ReportedTokens
 from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token

@@ -22,7 +22,7 @@ from simulation.machine import Machine
 
 from headrace.adapters.bank import AdapterDevice
 from headrace.engine.errors import AdapterRejected, EngineCrashed
-from headrace.engine.opened import Opened
+from headrace.engine.life.opened import Opened
 from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, NON_FINITE, Capacity, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report, ReportedTokens
 from headrace.engine.testing import ScriptedEngine, ScriptedStep, scripted_token

@@ -15,18 +15,18 @@ from simulation.engine_world import EngineWorld
 from simulation.mutations import replace
 
 from headrace.adapters.slots import AdapterVersion, Residency
-from headrace.engine import kv_events
-from headrace.engine.beams import BeamGeneration
-from headrace.engine.delivered import Delivered
-from headrace.engine.generation import Generation
-from headrace.engine.grammar_jobs import Claim, GrammarJob
-from headrace.engine.kv_events import KvEvents
-from headrace.engine.loop import StepLoop
-from headrace.engine.many import run_many
+from headrace.engine.delivery import kv_events
+from headrace.engine.delivery.beams import BeamGeneration
+from headrace.engine.delivery.delivered import Delivered
+from headrace.engine.delivery.generation import Generation
+from headrace.engine.delivery.kv_events import KvEvents
+from headrace.engine.grammar.jobs import Claim, GrammarJob
+from headrace.engine.many.generate import run_many
 from headrace.engine.params import SamplingParams
-from headrace.engine.scheduling.page_log import Medium, PageLog
+from headrace.engine.scheduling.memory.page_log import Medium, PageLog
 from headrace.engine.scheduling.plan import Emission, StepPlan
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.steps.loop import StepLoop
 
 __all__ = ["ENGINE_MUTATIONS"]
 

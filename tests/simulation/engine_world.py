@@ -29,7 +29,8 @@ from simulation.told import Told
 from simulation.watch import StepWatch
 from simulation.world import Broken
 
-from headrace.engine import kv_events, prompts
+from headrace.engine.delivery import kv_events
+from headrace.engine.delivery.generation import Generation
 from headrace.engine.errors import (
     DeviceUnavailable,
     EngineCrashed,
@@ -45,8 +46,8 @@ from headrace.engine.errors import (
     RequestFailed,
     UnknownAdapter,
 )
-from headrace.engine.generation import Generation
-from headrace.engine.loop import StepLoop
+from headrace.engine.intake import prompts
+from headrace.engine.steps.loop import StepLoop
 
 __all__ = ["EngineWorld", "live"]
 

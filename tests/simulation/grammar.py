@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from headrace.engine.compiled_grammar import CompiledGrammar
-from headrace.engine.grammar_jobs import GrammarJob
-from headrace.engine.grammars import Grammars
+from headrace.engine.grammar.compiled import CompiledGrammar
+from headrace.engine.grammar.compiler import Grammars
+from headrace.engine.grammar.jobs import GrammarJob
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.scheduling.plan import NOTHING_LEFT, Capacity
 from headrace.engine.scheduling.shaping import Grammar

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from headrace.engine.fair_queue import FairQueue
-from headrace.engine.fair_worker import FairWorker
-from headrace.engine.hooks import HookThread
-from headrace.engine.threads import Call, Outcome, Poster, Worker
+from headrace.engine.concurrency.fair_queue import FairQueue
+from headrace.engine.concurrency.fair_worker import FairWorker
+from headrace.engine.concurrency.threads import Call, Outcome, Poster, Worker
+from headrace.engine.steps.hooks import HookThread
 
 __all__ = ["Machine", "VirtualLoop"]
 

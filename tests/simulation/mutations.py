@@ -10,7 +10,7 @@ from typing import Any
 
 from simulation.rig import Rig
 
-from headrace.engine.scheduling.background import BackgroundLast
+from headrace.engine.scheduling.order.background import BackgroundLast
 from headrace.engine.scheduling.plan import LATE, StepPlan
 from headrace.engine.scheduling.policies import Ageing, Deadlines, FairShare, SizeClasses
 from headrace.engine.scheduling.policy import Policy

@@ -16,7 +16,7 @@ from simulation.device import RigRunner
 from simulation.watch import StepWatch
 
 from headrace.engine.errors import HeadraceError, OutOfMemory, RequestFailed
-from headrace.engine.scheduling.host_pages import HostPages
+from headrace.engine.scheduling.memory.host_pages import HostPages
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.pooling import Pooling

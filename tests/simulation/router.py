@@ -10,9 +10,9 @@ import random
 import anyio
 from simulation.machine import Machine
 
+from headrace.engine.delivery.kv_events import KvEvents, KvLoad, KvReset
 from headrace.engine.engine import Engine
-from headrace.engine.kv_events import KvEvents, KvLoad, KvReset
-from headrace.engine.scheduling.page_log import PageRemoved, PageStored
+from headrace.engine.scheduling.memory.page_log import PageRemoved, PageStored
 from headrace.engine.scheduling.scheduler import Scheduler
 
 __all__ = ["Pages", "Router"]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-from headrace.engine.scheduling.alone import CHUNK
+from headrace.engine.scheduling.order.alone import CHUNK
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.scheduler import Scheduler

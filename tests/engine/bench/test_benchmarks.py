@@ -13,10 +13,10 @@ import tiny_models
 from typer.testing import CliRunner
 
 from headrace.engine import InvalidParams
-from headrace.engine.bench import flood, latency, lora, options, startup, stream, throughput
-from headrace.engine.bench.latency import parse_params, parse_prefill
+from headrace.engine.bench.engine import flood, latency, lora, options, startup, stream, throughput
+from headrace.engine.bench.engine.latency import parse_params, parse_prefill
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
-from headrace.engine.text import Detokenizer
+from headrace.engine.tokens.text import Detokenizer
 from headrace.server.cli import app
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.bench import policies
-from headrace.engine.bench.policies import deadlines, fairness, sizes
+from headrace.engine.bench.host import policies
+from headrace.engine.bench.host.policies import deadlines, fairness, sizes
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ import torch
 from leftovers import Threads, settle
 
 from headrace.engine import DeviceUnavailable, Engine, InvalidParams, ModelRejected, SamplingParams
-from headrace.engine.build import open_engine
 from headrace.engine.config import EngineConfig
-from headrace.engine.model.memory import return_freed_memory
-from headrace.engine.opened import Opened
+from headrace.engine.life.build import open_engine
+from headrace.engine.life.opened import Opened
+from headrace.engine.model.shared.memory import return_freed_memory
 
 PAGE = tiny_models.PAGE_BYTES
 LAYER_ELEMENTS, HEAD_ELEMENTS = 15_520, 96 * 32
@@ -85,7 +85,7 @@ def test_options_that_do_not_fit_the_model_are_refused(
 
 
 def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: TINY_BYTES + 4 * PAGE - 4)
+    monkeypatch.setattr("headrace.engine.model.cpu.opening.free_host_bytes", lambda: TINY_BYTES + 4 * PAGE - 4)
     with pytest.raises(InvalidParams) as caught:
         opened(folder)
     assert caught.value.field == "kv_memory"
@@ -94,9 +94,9 @@ def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: 
 def test_more_than_the_machine_has_is_refused_before_the_weights_are_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: TINY_BYTES + 4 * PAGE)
+    monkeypatch.setattr("headrace.engine.model.cpu.opening.free_host_bytes", lambda: TINY_BYTES + 4 * PAGE)
     assert opened(folder, kv_memory=4 * PAGE).capacity.num_pages == 4
-    monkeypatch.delattr("headrace.engine.model.open_cpu.open_weights")
+    monkeypatch.delattr("headrace.engine.model.cpu.opening.open_weights")
     with pytest.raises(InvalidParams, match=str(4 * PAGE)) as caught:
         opened(folder, kv_memory=5 * PAGE)
     assert (caught.value.field, caught.value.value, caught.value.limit) == ("kv_memory", 5 * PAGE, 4 * PAGE)
@@ -112,17 +112,17 @@ def test_what_the_weights_take_is_no_memory_for_keys_and_values(
     copies = {(False, "bfloat16"): 3, (False, "float32"): 2, (True, "bfloat16"): 2}[tied, dtype]
     weights = (LAYER_ELEMENTS + copies * HEAD_ELEMENTS) * (2 if dtype == "bfloat16" else 4)
     monkeypatch.setattr(
-        "headrace.engine.model.open_cpu.free_host_bytes", lambda: weights + 8 * 3 * device.info.page_bytes
+        "headrace.engine.model.cpu.opening.free_host_bytes", lambda: weights + 8 * 3 * device.info.page_bytes
     )
     assert opened(folder, dtype=dtype).capacity.num_pages == 3
-    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: weights - 1)
+    monkeypatch.setattr("headrace.engine.model.cpu.opening.free_host_bytes", lambda: weights - 1)
     with pytest.raises(DeviceUnavailable, match=f"weights take {weights} bytes in {dtype}") as caught:
         opened(folder, dtype=dtype)
     assert (caught.value.field, caught.value.limit) == ("device", weights - 1)
 
 
 def test_memory_that_the_system_refuses_is_a_typed_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.model.open_cpu.free_host_bytes", lambda: 2**62)
+    monkeypatch.setattr("headrace.engine.model.cpu.opening.free_host_bytes", lambda: 2**62)
     with pytest.raises(DeviceUnavailable, match="too little memory") as caught:
         opened(folder, kv_memory=2**60)
     assert (caught.value.field, caught.value.__context__) == ("device", None)  # a cause would hold what was loaded
@@ -190,7 +190,7 @@ def test_a_gpu_that_is_not_there_is_no_matter_of_the_extra(
     def fail_to_start() -> None:
         raise RuntimeError("Found no NVIDIA driver on your system. Please check\nthat you have an NVIDIA GPU.")
 
-    monkeypatch.setitem(sys.modules, "headrace.engine.model.open_cuda", None)  # an import of it would fail
+    monkeypatch.setitem(sys.modules, "headrace.engine.model.cuda.opening", None)  # an import of it would fail
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "has no CUDA; install one that has" in refused()
@@ -206,7 +206,7 @@ def test_a_gpu_without_the_extra_asks_for_the_extra(folder: Path, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(DeviceUnavailable, match="torch finds 1 GPU, counted from cuda:0"):
         opened(folder, device="cuda:1")
-    monkeypatch.delitem(sys.modules, "headrace.engine.model.open_cuda", raising=False)
-    monkeypatch.setitem(sys.modules, "headrace.engine.model.cuda_runner", None)  # whose imports the extra installs
+    monkeypatch.delitem(sys.modules, "headrace.engine.model.cuda.opening", raising=False)
+    monkeypatch.setitem(sys.modules, "headrace.engine.model.cuda.runner", None)  # whose imports the extra installs
     with pytest.raises(DeviceUnavailable, match=r"^device: a GPU is there, but not what the extra headrace\[cuda\]"):
         opened(folder, device="cuda")

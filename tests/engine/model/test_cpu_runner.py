@@ -19,11 +19,11 @@ from leftovers import Threads
 from model_driver import request
 
 from headrace.engine import Engine, EngineStats, InvalidParams, RequestFailed, SamplingParams
-from headrace.engine.build import open_engine
 from headrace.engine.config import EngineConfig
-from headrace.engine.opened import Opened
+from headrace.engine.life.build import open_engine
+from headrace.engine.life.opened import Opened
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.ops.cpu import CpuOps
+from headrace.ops.cpu.block import CpuOps
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
 PROMPTS = [[index + 1 + at * at % 89 for at in range(length)] for index, length in enumerate((3, 40, 17, 1, 90))]

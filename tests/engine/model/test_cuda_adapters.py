@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 def test_each_of_a_batch_says_what_it_wears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = Zoo(tmp_path, "cuda").folder(BASE)
     with emulated() as gpu:
-        bank = importlib.import_module("headrace.engine.model.cuda_adapters")
+        bank = importlib.import_module("headrace.engine.model.cuda.adapters")
         for name in ("_MANY_ROWS", "_SHARED"):  # few rows share, too
             monkeypatch.setattr(bank, name, 3)
-        for module in (bank, importlib.import_module("headrace.ops.cuda_adapters")):  # and few are many
+        for module in (bank, importlib.import_module("headrace.ops.cuda.adapters.products")):  # and few are many
             monkeypatch.setattr(module, "MAX_ROWS", 8)
         check_batches(base, "cuda", "cpu", tmp_path)
     few = ("norm_shrink", "vector_expand", "vector_shrink", "shrink_alike", "expand_alike")

@@ -56,7 +56,7 @@ def test_a_lone_request_outgrows_few_tokens_where_there_is_no_xqa(zoo: Zoo, monk
             return await one_by_one(engine, [draw(38, 1)], 8)
 
     with emulated((8, 0)) as gpu:
-        graphs = importlib.import_module("headrace.engine.model.graphs")
+        graphs = importlib.import_module("headrace.engine.model.cuda.graphs")
         choose = graphs.choose
         monkeypatch.setattr(graphs, "choose", lambda rows, context, **can: choose(rows, 100 * context, **can))
         (output,) = anyio.run(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.model.cuda_decodes import Ordering
+from headrace.engine.model.cuda.decodes import Ordering
 
 
 @given(

@@ -17,8 +17,8 @@ import pytest
 from emulated_cuda import Gpu, emulated
 
 from headrace.engine import DeviceUnavailable
-from headrace.engine.build import open_engine
 from headrace.engine.config import EngineConfig
+from headrace.engine.life.build import open_engine
 from headrace.server.cli import main
 
 QWEN3 = {
@@ -56,8 +56,8 @@ def config(folder: Path, **options: Any) -> EngineConfig:
 def test_a_machine_without_a_compiler_is_told_what_to_install_before_weights_are_read(
     gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_cuda = importlib.import_module("headrace.engine.model.open_cuda")
-    cuda_cache = importlib.import_module("headrace.ops.cuda_cache")
+    open_cuda = importlib.import_module("headrace.engine.model.cuda.opening")
+    cuda_cache = importlib.import_module("headrace.ops.cuda.compiling.cache")
     monkeypatch.setattr(open_cuda, "check_compilers", cuda_cache.check_compilers)
     monkeypatch.setattr(open_cuda, "load_weights", None)
     monkeypatch.setenv("PATH", str(folder))
@@ -74,9 +74,9 @@ def test_a_kernel_that_fails_while_an_engine_opens_is_a_typed_error(
     message = "compiling xqa failed: error: no such thing (the whole log is x.log)"
 
     def fail(*values: Any, **options: Any) -> None:
-        raise importlib.import_module("headrace.ops.cuda_toolkit").CannotCompile(message)
+        raise importlib.import_module("headrace.ops.cuda.compiling.toolkit").CannotCompile(message)
 
-    monkeypatch.setattr(importlib.import_module("headrace.engine.model.prefills"), "_attention", fail)
+    monkeypatch.setattr(importlib.import_module("headrace.engine.model.cuda.prefills"), "_attention", fail)
     with pytest.raises(DeviceUnavailable) as caught:
         open_engine(config(folder))
     assert str(caught.value) == f"device: {message}"
@@ -85,8 +85,8 @@ def test_a_kernel_that_fails_while_an_engine_opens_is_a_typed_error(
 def test_kernels_of_several_models_become_one_wheel(
     gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cuda_cache = importlib.import_module("headrace.ops.cuda_cache")
-    runner = importlib.import_module("headrace.engine.model.cuda_runner").CudaRunner
+    cuda_cache = importlib.import_module("headrace.ops.cuda.compiling.cache")
+    runner = importlib.import_module("headrace.engine.model.cuda.runner").CudaRunner
     warm_up, warmed = runner.warm_up, []
 
     def keep_one(self: Any, *, everything: bool = False) -> None:

@@ -44,7 +44,7 @@ from headrace.engine import (
     ResponseFormat,
     SamplingParams,
 )
-from headrace.engine.compiled_grammar import CompiledGrammar
+from headrace.engine.grammar.compiled import CompiledGrammar
 from headrace.engine.scheduling.plan import Capacity, PageEntry, StepPlan
 from headrace.engine.scheduling.request import Sampling
 
@@ -142,7 +142,7 @@ def test_long_prefills_take_the_activation_into_the_product(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of 65 tokens or more here."""
-    monkeypatch.setattr(importlib.import_module("headrace.ops.cuda_tile_linear"), "_FEWEST_ROWS", 65)
+    monkeypatch.setattr(importlib.import_module("headrace.ops.cuda.products.tile_linear"), "_FEWEST_ROWS", 65)
 
     async def run() -> list[Output]:
         async with engine_on(zoo, "qwen3") as engine:
@@ -160,7 +160,7 @@ def test_choices_of_one_prompt_copy_the_page_that_they_share(
     Copying waits for the device, so the event loop's thread must not do it.
     """
     judge = judges("qwen3")
-    ops = importlib.import_module("headrace.ops.cuda").CudaOps
+    ops = importlib.import_module("headrace.ops.cuda.block").CudaOps
     copy, copied_in = ops.copy_pages, set()
 
     def copy_pages(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -192,7 +192,7 @@ def test_choices_of_one_prompt_copy_the_page_that_they_share(
 
 def test_engines_of_one_process_open_one_after_another(zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each measures what the other has left, and captures graphs while nobody else opens."""
-    module = importlib.import_module("headrace.engine.model.open_cuda")
+    module = importlib.import_module("headrace.engine.model.cuda.opening")
     opens, inside, most = module._open, list[int](), 0
 
     def counted(*args: Any) -> object:
@@ -232,13 +232,13 @@ def test_sampled_tokens_are_those_of_the_cpu(
     zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
 ) -> None:
     """With filters or without, through little pinned memory, while the way of attention changes with the context."""
-    rows = importlib.import_module("headrace.engine.model.cuda_rows")
-    graphs = importlib.import_module("headrace.engine.model.graphs")
+    rows = importlib.import_module("headrace.engine.model.cuda.rows")
+    graphs = importlib.import_module("headrace.engine.model.cuda.graphs")
     monkeypatch.setattr(rows, "MOST_PAIRS", 8)
     monkeypatch.setattr(rows, "_MOST_SENT", 20)
-    for name in ("engine.model.cuda_rows", "engine.model.prefills", "ops.cuda_attention"):
+    for name in ("engine.model.cuda.rows", "engine.model.cuda.prefills", "ops.cuda.attention.paged"):
         monkeypatch.setattr(importlib.import_module(f"headrace.{name}"), "_RING", 1)
-    monkeypatch.setattr(importlib.import_module("headrace.engine.model.cuda_exchange"), "_TURNS", launch_ahead)
+    monkeypatch.setattr(importlib.import_module("headrace.engine.model.cuda.exchange"), "_TURNS", launch_ahead)
     choice = graphs.choose
     monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8, even, xqa: choice(rows, 20 * context, fp8=fp8))
     generator = random.Random(launch_ahead)
@@ -345,7 +345,7 @@ def test_a_step_waits_for_no_page_on_its_way_out_but_those_it_writes(gpu: Gpu, m
     stream = torch.cuda.Stream(device)
     kv = torch.arange(2 * 40 * 8, dtype=torch.float32).view(2, 40, 8)
     was = kv.clone()
-    moves = importlib.import_module("headrace.engine.model.cuda_moves").PageMoves(kv, stream, device)
+    moves = importlib.import_module("headrace.engine.model.cuda.moves").PageMoves(kv, stream, device)
     moves.open(20, 40, lambda: None)
     monkeypatch.setattr(stream, "wait_stream", lambda other: waits.append("all"), raising=False)
     monkeypatch.setattr(stream, "wait_event", lambda event: waits.append("those that leave"), raising=False)
@@ -379,7 +379,7 @@ def test_streams_go_on_after_memory_went_and_came_back(zoo: Zoo, gpu: Gpu) -> No
 
 
 def test_weights_come_back_to_where_they_were_or_not_at_all(gpu: Gpu) -> None:
-    memory = importlib.import_module("headrace.ops.cuda_weights").WeightMemory(torch.device("cuda", 0))
+    memory = importlib.import_module("headrace.ops.cuda.memory.weights").WeightMemory(torch.device("cuda", 0))
     shapes = [(3, 5), (1,), (300, 700), (8, 8)]
 
     def make() -> list[torch.Tensor]:
@@ -429,7 +429,7 @@ def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
 
     wanted, _ = anyio.run(lambda: run(device="cpu"))
     with emulated() as gpu:
-        monkeypatch.setattr(importlib.import_module("headrace.engine.model.prefills"), "MOST_POSITIONS", 16)
+        monkeypatch.setattr(importlib.import_module("headrace.engine.model.cuda.prefills"), "MOST_POSITIONS", 16)
         found, preemptions = anyio.run(lambda: run(device="cuda", launch_ahead=launch_ahead, **cramped))
     check_same(found, wanted)
     assert preemptions or room == "room"
@@ -442,8 +442,8 @@ def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
 def test_logits_leave_the_head_in_float32(gpu: Gpu, rows: int) -> None:
     """Two logits that are closer than a step of bfloat16 stay apart in every kernel that multiplies by the head."""
     cuda, arch, attention, linear, even = (
-        importlib.import_module(f"headrace.ops.cuda{name}")
-        for name in ("", "_arch", "_attention", "_linear", "_even_linear")
+        importlib.import_module(f"headrace.ops.cuda.{name}")
+        for name in ("block", "arch", "attention.paged", "products.linear", "products.even_linear")
     )
     scratch = linear.LinearScratch("cpu")
     shape = attention.HeadShape(heads=2, kv_heads=1, head_dim=64)
@@ -566,7 +566,7 @@ def test_shaping_without_memory_costs_the_requests_of_its_step(
     zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """And the rows that they had, whose options were perhaps half written, serve others as ever."""
-    shaping = importlib.import_module("headrace.engine.model.cuda_shaping")
+    shaping = importlib.import_module("headrace.engine.model.cuda.shaping")
     arrays, tried = shaping.ShapeArrays, []
 
     def allocate(*sizes: Any) -> Any:
@@ -614,7 +614,7 @@ def test_every_variant_is_captured_where_kernels_are_built(zoo: Zoo, gpu: Gpu) -
 
 def test_more_entries_than_one_send_holds(gpu: Gpu) -> None:
     """And places that are set twice: the last one holds."""
-    rows_module = importlib.import_module("headrace.engine.model.cuda_rows")
+    rows_module = importlib.import_module("headrace.engine.model.cuda.rows")
     size = Capacity(
         num_pages=5000, page_size=16, max_rows=64, max_batched_tokens=64, max_context=1 << 15, vocab_size=512
     )
@@ -643,7 +643,7 @@ def reuse_too_early() -> None:
 
 def set_twice() -> None:
     """Send one word twice."""
-    words = importlib.import_module("headrace.ops.cuda_scatter")
+    words = importlib.import_module("headrace.ops.cuda.memory.scatter")
     words.scatter_words(torch.zeros(8, dtype=torch.int32), torch.tensor([0, 5, 1, 5, 2], dtype=torch.int32), 2)
 
 
@@ -767,7 +767,7 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without(
     def fail(*values: Any, **options: Any) -> None:
         raise RuntimeError("Could not find nvcc")
 
-    source = importlib.import_module("headrace.ops.cuda_source")
+    source = importlib.import_module("headrace.ops.cuda.compiling.source")
     monkeypatch.setattr(source, "gen_jit_spec", fail)
     source.compiled.cache_clear()
 
@@ -787,8 +787,8 @@ def test_a_plan_that_was_made_for_nothing_serves_no_batch(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FA2's plans share memory on the device: a graph that cannot be set up may have left its plan there."""
-    graphs = importlib.import_module("headrace.engine.model.graphs")
-    runner = importlib.import_module("headrace.engine.model.cuda_runner")
+    graphs = importlib.import_module("headrace.engine.model.cuda.graphs")
+    runner = importlib.import_module("headrace.engine.model.cuda.runner")
     monkeypatch.setattr(
         graphs, "choose", lambda rows, context, fp8, even, xqa: "fa2" if rows > 4 or context > 60 else "fused"
     )

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from leftovers import settle
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.gguf import GgufFile
-from headrace.engine.model.reread import rereading
-from headrace.engine.model.weights import DecoderWeights, load_weights
-from headrace.ops.linear import GroupQuantised
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.reread import rereading
+from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
+from headrace.ops.cpu.linear import GroupQuantised
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 4, 2, 64, 512, 40
 SHAPES = {

@@ -15,11 +15,11 @@ from leftovers import Threads
 from safetensors.torch import load_file, save_file
 
 from headrace.engine import ModelRejected
-from headrace.engine.model.load_threads import load_threads
+from headrace.engine.life.progress import LoggedProgress, weights_read
+from headrace.engine.model.checkpoint.weights import LayerWeights, load_weights, open_weights
+from headrace.engine.model.shared.load_threads import load_threads
 from headrace.engine.model.spec import from_hf, read_hf_config
-from headrace.engine.model.weights import LayerWeights, load_weights, open_weights
-from headrace.engine.progress import LoggedProgress, weights_read
-from headrace.ops.linear import GROUP, GroupQuantised, linear
+from headrace.ops.cpu.linear import GROUP, GroupQuantised, linear
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -131,7 +131,7 @@ def test_a_long_load_tells_the_log_now_and_then(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("headrace.engine.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("headrace.engine.life.progress.time.monotonic", lambda: now)
     progress = LoggedProgress(weights_read, seconds=3.0)
     with caplog.at_level(logging.INFO, "headrace.engine"):
         for step in range(101):  # ten seconds

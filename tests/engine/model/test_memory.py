@@ -9,7 +9,7 @@ import psutil
 import pytest
 from leftovers import settle
 
-from headrace.engine.model import memory
+from headrace.engine.model.shared import memory
 
 
 def test_free_memory_is_what_the_system_has_to_give() -> None:

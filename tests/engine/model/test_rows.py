@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_driver import capacity, request
 
-from headrace.engine.model.rows import CpuRows, StepBatch
+from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.scheduling.plan import NewRow, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
-from headrace.ops.cpu_sample import Choosing
+from headrace.ops.cpu.sample import Choosing
 
 SIZE = 4
 CAPACITY = capacity(1000, num_pages=400, page_size=SIZE, max_context=100)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.gguf_spec import from_gguf
+from headrace.engine.model.checkpoint.gguf_spec import from_gguf
 from headrace.engine.model.spec import DecoderSpec, Rope, from_hf
 
 SIZES = {
@@ -264,5 +264,8 @@ def test_unknown_gguf_architectures_and_splits_are_refused() -> None:
 
 
 def test_reading_a_spec_needs_no_torch() -> None:
-    code = "import sys, headrace.engine.model.spec, headrace.engine.model.gguf_spec; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, headrace.engine.model.spec, headrace.engine.model.checkpoint.gguf_spec\n"
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.safetensors_files import SafetensorsFolder
+from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
-from headrace.engine.model.weights import DecoderWeights, load_weights
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

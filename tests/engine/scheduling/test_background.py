@@ -9,7 +9,7 @@ from simulation.rig import Rig, capacity
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
-from headrace.engine.scheduling.background import BackgroundLast
+from headrace.engine.scheduling.order.background import BackgroundLast
 from headrace.engine.scheduling.policies import policy_of
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.adapters.slots import AdapterVersion, Move, Residency, SlotTable
-from headrace.engine.scheduling.overtaking import Overtaking
+from headrace.engine.scheduling.order.overtaking import Overtaking
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.scheduling.request import Request, Sampling, State
 from headrace.engine.scheduling.scheduler import Scheduler

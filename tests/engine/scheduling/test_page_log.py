@@ -9,7 +9,7 @@ import pytest
 from simulation.rig import Rig, capacity
 
 from headrace.engine.errors import PromptTooLong
-from headrace.engine.scheduling.page_log import PageRemoved, PageStored
+from headrace.engine.scheduling.memory.page_log import PageRemoved, PageStored
 
 
 @pytest.mark.parametrize("places", [0, 6, 40])

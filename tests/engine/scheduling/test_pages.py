@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from headrace.engine.scheduling.pages import PagePool
+from headrace.engine.scheduling.memory.pages import PagePool
 
 SIZE = 2
 ROOTS = (b"", b"a", b"b", b"ab")

@@ -13,7 +13,7 @@ from scripted import capacity as device
 from simulation.rig import Rig, capacity
 
 from headrace.engine import Engine, InvalidParams, Overloaded
-from headrace.engine.scheduling.pace import Pace
+from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.policies import POLICIES, Ageing, Deadlines, SizeClasses
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.request import Request, Sampling, State

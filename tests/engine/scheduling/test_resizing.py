@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simulation.rig import Rig, capacity, reference
 
 from headrace.engine.errors import PromptTooLong
-from headrace.engine.scheduling import resizing
+from headrace.engine.scheduling.memory import resizing
 from headrace.engine.scheduling.request import State
 
 VOCAB = 97

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.scheduling.order.waiting import Waiting
 from headrace.engine.scheduling.policies import Deadlines
 from headrace.engine.scheduling.policy import FirstCome
 from headrace.engine.scheduling.request import Request, Sampling
-from headrace.engine.scheduling.waiting import Waiting
 
 
 class Served(FirstCome):
@@ -75,7 +75,7 @@ def test_tokens_before_a_request_are_those_of_its_lane_with_lower_places(
     waiting = Waiting(policy)
     queued: list[Request] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.engine.scheduling.waiting._CHUNK", 2)
+        patch.setattr("headrace.engine.scheduling.order.waiting._CHUNK", 2)
         for name, (deadline, length, leaves) in enumerate(entries):
             request = Request(
                 tokens=[1] * length, prompt_len=length, limit=100, sampling=Sampling(),

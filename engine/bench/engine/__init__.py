@@ -1,0 +1,1 @@
+"""Benchmarks of an engine over a real device; never imports a server."""

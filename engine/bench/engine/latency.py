@@ -1,0 +1,281 @@
+"""`headrace bench latency`: time of a decode step for each batch size, and the rate of prompts, beside their floors.
+
+A step's time is the interval between commits while every row decodes: no prefill, no start, no end. Prompts are shorter
+than the context asked for by half of what they grow, so that the mean step has that context; each repeat has fresh
+random ones. A peer's step is the difference of a long and a short run, divided by the tokens between them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean, median
+from typing import Any
+
+import anyio
+from rich.progress import Progress, TaskID
+
+from headrace.engine import Engine, InvalidParams, SamplingParams
+from headrace.engine.bench.engine.peers import Peer, open_peer
+from headrace.engine.bench.opening import BenchmarkFailed, Subject, Target, opened, require_room
+from headrace.engine.bench.profile import steady_intervals, watching
+from headrace.engine.bench.profiled import WINDOW, profile_work
+from headrace.engine.bench.report import percentile, save, show, spread, table
+from headrace.engine.bench.workload import random_prompts
+
+__all__ = ["decode", "parse_params", "parse_prefill", "reached_tokens", "run"]
+
+_SKIP = 16  # steps after the last prefill before intervals count
+
+
+def run(
+    target: Target,
+    *,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    prefill: str | None,
+    repeats: int,
+    peer: str | None,
+    profile: bool,
+    json_path: str | None,
+    params: str | None = None,
+) -> None:
+    """Measure and print.
+
+    Raises:
+        BenchmarkFailed: Some option is not of its form, or says what a peer is not asked.
+    """
+    shape = parse_prefill(prefill) if prefill else None
+    asked = parse_params(params) if params else {}
+    if asked and peer is not None:
+        raise BenchmarkFailed(f"--params {params}: a peer's rows are greedy; leave out one of the two")
+    anyio.run(_run, target, batches, (context, steps), shape, repeats, peer, profile, json_path, asked)
+
+
+def parse_params(text: str) -> dict[str, Any]:
+    """Fields of `SamplingParams` from a JSON object.
+
+    Raises:
+        BenchmarkFailed: It is none, or they cannot be asked for.
+    """
+    try:
+        asked: dict[str, Any] = json.loads(text)
+        _params(1, asked)
+    except (ValueError, TypeError, InvalidParams) as error:
+        raise BenchmarkFailed(f'--params {text}: give fields such as {{"top_k": 40}}; {error}') from error
+    return asked
+
+
+def parse_prefill(text: str) -> tuple[int, int]:
+    """ "32x2048" as (prompts, tokens of each).
+
+    Raises:
+        BenchmarkFailed: It is not of that form.
+    """
+    count, separator, tokens = text.partition("x")
+    if not (separator and count.isdecimal() and tokens.isdecimal() and int(count) and int(tokens)):
+        raise BenchmarkFailed(f"--prefill {text}: give prompts and tokens of each, such as 32x2048")
+    return int(count), int(tokens)
+
+
+async def _run(
+    target: Target,
+    batches: Sequence[int],
+    lengths: tuple[int, int],
+    prefill: tuple[int, int] | None,
+    repeats: int,
+    peer: str | None,
+    profile: bool,
+    json_path: str | None,
+    asked: Mapping[str, Any],
+) -> None:
+    context, steps = lengths
+    needed = max([*batches, prefill[0] if prefill else 1])
+    async with opened(target, rows=needed) as subject:
+        for batch in batches:
+            require_room(subject.engine, [reached_tokens(subject.engine, batch, context, steps)] * batch)
+        if prefill is not None:
+            require_room(subject.engine, [prefill[1] + 1] * prefill[0])
+        with open_peer(peer, subject, target) as other, Progress(transient=True) as progress:
+            rounds = len(batches) * (2 if other else 1) + (1 if prefill else 0)
+            task = progress.add_task("measuring", total=rounds * (repeats + 1))
+            measure = _Measure(subject, other, repeats, asked, progress, task)
+            figures = [await measure.batch(batch, context, steps) for batch in batches]
+            rates = await measure.prefill(*prefill) if prefill else []
+        data: dict[str, Any] = {
+            "conditions": subject.conditions(target, context=context, steps=steps, repeats=repeats, **asked),
+            "decode": figures,
+        }
+        if other is not None:
+            data["conditions"][other.name] = other.version
+        if prefill is not None:
+            floor = prefill[0] * prefill[1] / subject.cost.prefill_seconds([prefill[1]] * prefill[0], subject.speed)
+            data["prefill"] = {"shape": prefill, "tokens_per_second": rates, "floor_tokens_per_second": floor}
+            _print_prefill(data["prefill"])
+        columns = _COLUMNS if other is None else (*_COLUMNS, other.name, "ratio")
+        show("decode step, ms", columns, [_row(each) for each in figures], data, json_path)
+        if profile:
+            data["profile"] = {each["batch"]: await _profiled(subject, each, context, steps, asked) for each in figures}
+            save(data, json_path)
+
+
+_COLUMNS = ("batch", "median", "p10 to p90", "tok/s", "floor", "% of floor")
+
+
+def _print_prefill(figures: dict[str, Any]) -> None:
+    (count, tokens), rates, floor = figures["shape"], figures["tokens_per_second"], figures["floor_tokens_per_second"]
+    cells = [f"{count} x {tokens}", spread(rates, ",.0f"), f"{floor:,.0f}", f"{100 * median(rates) / floor:.0f}"]
+    table("prefill, tok/s", ("prompts", "median (lowest to highest)", "floor", "% of floor"), [cells])
+
+
+def _row(figure: dict[str, Any]) -> list[str]:
+    step, floor = figure["step_ms"]["p50"], figure["floor_ms"]
+    cells = [
+        str(figure["batch"]),
+        f"{step:.3f}",
+        f"{figure['step_ms']['p10']:.3f} to {figure['step_ms']['p90']:.3f}",
+        f"{1000 * figure['batch'] / step:,.0f}",
+        f"{floor:.3f}",
+        f"{100 * floor / step:.0f}",
+    ]
+    if "peer_step_ms" in figure:
+        theirs = figure["peer_step_ms"]
+        ratios = [its / ours for its, ours in zip(theirs, figure["medians_ms"], strict=True)]
+        cells += [spread(theirs, ".3f"), spread(ratios, ".2f")]
+    return cells
+
+
+class _Measure:
+    """Repeats over one open engine and, in turn, a peer; each round's first repeat warms up."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        other: Peer | None,
+        repeats: int,
+        asked: Mapping[str, Any],
+        progress: Progress,
+        task: TaskID,
+    ) -> None:
+        self._subject = subject
+        self._asked = asked
+        self._other = other
+        self._repeats = repeats
+        self._progress = progress
+        self._task = task
+        self._seeds: Iterator[int] = iter(range(1 << 30))
+
+    def _prompts(self, count: int, tokens: int) -> list[list[int]]:
+        vocab_size = self._subject.engine.info.vocab_size
+        return random_prompts(count, tokens, vocab_size=vocab_size, seed=next(self._seeds))
+
+    async def batch(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        """Figures of one batch size, in milliseconds."""
+        subject = self._subject
+        prompt = _prompt(subject.engine, batch, context, steps)
+        ours: list[list[float]] = []
+        theirs: list[float] = []
+        for _ in range(self._repeats + 1):
+            intervals = await decode(subject.engine, self._prompts(batch, prompt), steps, self._asked)
+            ours.append([1000 * interval for interval in intervals])
+            self._progress.advance(self._task)
+            if self._other is not None:
+                theirs.append(1000 * self._peer_step(self._other, batch, prompt, steps))
+                self._progress.advance(self._task)
+        pooled = [interval for each in ours[1:] for interval in each]
+        reached = prompt + _growth(subject.engine, batch, context, steps)
+        figure = {
+            "batch": batch,
+            "step_ms": {"p10": percentile(pooled, 0.1), "p50": median(pooled), "p90": percentile(pooled, 0.9)},
+            "mean_ms": mean(pooled),
+            "medians_ms": [median(each) for each in ours[1:]],
+            "intervals": len(pooled),
+            "mean_context": reached,
+            "floor_ms": 1000 * subject.cost.decode_seconds([reached] * batch, subject.speed),
+        }
+        return figure | ({"peer_step_ms": theirs[1:]} if self._other else {})
+
+    def _peer_step(self, other: Peer, batch: int, context: int, steps: int) -> float:
+        """Seconds of the peer's decode step: what `steps` more tokens add, shared out."""
+        short, long = (
+            other.run(self._prompts(batch, context), [_params(count)] * batch) for count in (_SKIP, _SKIP + steps)
+        )
+        return (long - short) / steps
+
+    async def prefill(self, count: int, tokens: int) -> list[float]:
+        """Prompt tokens a second, from the first request to the last first token."""
+        rates = []
+        for _ in range(self._repeats + 1):
+            prompts = self._prompts(count, tokens)
+            started = time.perf_counter()
+            await _generate(self._subject.engine, prompts, _params(1))
+            rates.append(count * tokens / (time.perf_counter() - started))
+            self._progress.advance(self._task)
+        return rates[1:]
+
+
+async def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, asked: Mapping[str, Any]) -> list[float]:
+    """Seconds of each of `steps` decode steps in which every prompt has a row that wants what is `asked`.
+
+    Raises:
+        BenchmarkFailed: The rows never decoded together for so long.
+    """
+    with watching(engine, 0) as watch:
+        tokens = _output(engine, len(prompts), len(prompts[0]), steps)
+        await _generate(engine, prompts, _params(tokens, asked))
+    intervals = steady_intervals(watch.commits, len(prompts), _SKIP)
+    if len(intervals) < steps // 2:
+        raise BenchmarkFailed(f"only {len(intervals)} of {steps} steps had all {len(prompts)} rows decoding")
+    return intervals[:steps]
+
+
+def reached_tokens(engine: Engine, batch: int, context: int, steps: int) -> int:
+    """What rows of `context` tokens may have grown to once `steps` steps of all of them were measured."""
+    return context + _SKIP + steps + _joining(engine, batch, context)
+
+
+def _joining(engine: Engine, batch: int, context: int) -> int:
+    """Steps until every row decodes, at most; the rows that start first decode meanwhile."""
+    return -(-batch * context // max(1, engine.info.max_batched_tokens - batch))
+
+
+def _growth(engine: Engine, batch: int, context: int, steps: int) -> int:
+    """Tokens that a row has grown by in the middle of the steps that count."""
+    return _SKIP + steps // 2 + _joining(engine, batch, context) // 2
+
+
+def _prompt(engine: Engine, batch: int, context: int, steps: int) -> int:
+    return max(1, context - _growth(engine, batch, context, steps))
+
+
+def _output(engine: Engine, batch: int, context: int, steps: int) -> int:
+    """Tokens that each row must generate so that all decode together for long enough."""
+    return _joining(engine, batch, context) + _SKIP + steps
+
+
+async def _profiled(
+    subject: Subject, figure: dict[str, Any], context: int, steps: int, asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    batch = figure["batch"]
+    prompt = _prompt(subject.engine, batch, context, steps)
+    prompts = random_prompts(batch, prompt, vocab_size=subject.engine.info.vocab_size, seed=batch << 32)
+    lasting = max(steps, round(2000 * WINDOW / figure["step_ms"]["p50"]))
+    return await profile_work(
+        subject,
+        lambda: decode(subject.engine, prompts, steps, asked),
+        f"batch {batch}",
+        rows=batch,
+        traced=lambda: decode(subject.engine, prompts, lasting, asked),
+    )
+
+
+async def _generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+    async with anyio.create_task_group() as tasks:
+        for prompt in prompts:
+            tasks.start_soon(engine.generate, prompt, params)
+
+
+def _params(tokens: int, asked: Mapping[str, Any] | None = None) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **(asked or {}), "max_tokens": tokens})

@@ -1,0 +1,1 @@
+"""Benchmarks of the host's side: scheduler, policies and event loop; never times a kernel."""

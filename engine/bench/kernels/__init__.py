@@ -1,0 +1,1 @@
+"""CUDA kernels alone and in chains of layers, against the memory's bandwidth; never opens an engine."""

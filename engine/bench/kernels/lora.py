@@ -1,0 +1,248 @@
+"""Adapters in decode steps: all layers in one CUDA graph with and without, against the time to read the adapters."""
+
+# ruff: noqa: B023 - every lambda here is called before its loop goes on
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
+from headrace.engine.bench.kernels.timing import PAGE, SHAPES, Bench, Shape, decode_inputs, random
+from headrace.engine.model.cuda.adapters import sites_of, table_lines
+from headrace.engine.model.network.decoder import AdapterOps, PlainProducts
+from headrace.ops.cuda.adapters.expand import expand, expand_add_norm, expand_silu_mul
+from headrace.ops.cuda.adapters.inside import CudaWornOps
+from headrace.ops.cuda.adapters.products import CudaAdapterOps
+from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, LoraBatch, LoraSite, Tiling, group_rows, pick
+from headrace.ops.cuda.adapters.shrink import shrink
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.attention.decode import FusedDecode
+from headrace.ops.cuda.attention.even import EvenDecode
+from headrace.ops.cuda.attention.paged import HeadShape
+from headrace.ops.cuda.block import CudaOps, DecodeStep
+from headrace.ops.cuda.products.even_heads import EvenHeads
+from headrace.ops.cuda.products.even_linear import EvenLinear
+from headrace.ops.cuda.products.linear import MAX_ROWS, LinearScratch
+
+__all__ = ["lora", "lora_sweep"]
+
+_CONTEXT = 1000
+_EPS = 1e-6
+_KINDS = {"r8 q k v o": (8, MODULES[:4]), "r16 all": (16, MODULES)}
+
+
+class _Layer(NamedTuple):
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def _model_shape(s: Shape) -> ModelShape:
+    return ModelShape(s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, s.vocabulary)
+
+
+class _Adapters:
+    """Adapters of one kind, each in a block of its own."""
+
+    def __init__(self, s: Shape, kind: str, count: int) -> None:
+        rank, modules = _KINDS[kind]
+        shape = _model_shape(s)
+        layout = BlockLayout.of(shape, {(layer, module): rank for layer in range(s.layers) for module in modules})
+        self.bytes, self.rank, self.feeds = 2 * layout.elements, rank, "down" in modules
+        self.arena = torch.empty(count * layout.elements, dtype=torch.bfloat16, device="cuda").uniform_(-0.02, 0.02)
+        lines = [torch.from_numpy(table_lines(layout, place * layout.elements)) for place in range(count)]
+        self.table = torch.stack(lines).cuda()
+        self.own = torch.empty_like(self.table[0])
+        self.sites = sites_of(shape)
+
+    def batch(self, rows: int, group: int) -> LoraBatch:
+        """Room for a batch in entries of up to `group` rows."""
+        entries = torch.zeros(rows, 4, dtype=torch.int32, device="cuda")
+        order, slots = (torch.zeros(rows, dtype=torch.int32, device="cuda") for _ in range(2))
+        counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+        shared_bytes = Arch.of("cuda").shared_bytes
+        return LoraBatch(self.arena, self.table, entries, counts, order, slots, group, self.rank, shared_bytes)
+
+
+class _Layers:
+    """One model's layers at one batch size, computed as the engine does."""
+
+    def __init__(self, bench: Bench, s: Shape, rows: int) -> None:
+        self.shape, self.rows = s, rows
+        width = (s.heads + 2 * s.kv_heads) * s.head_dim
+        self.layers = [
+            _Layer(
+                random(width, s.hidden) / 32,
+                random(s.hidden, s.heads * s.head_dim) / 32,
+                random(2 * s.ffn, s.hidden) / 32,
+                random(s.hidden, s.ffn) / 32,
+            )
+            for _ in range(s.layers)
+        ]
+        head = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
+        table = torch.rand(2048, s.head_dim, device="cuda")
+        scratch = LinearScratch("cuda")
+        self.even = even = EvenLinear(scratch, eps=_EPS, pdl=True)
+        heads = EvenHeads(eps=_EPS, pdl=True)
+        self.ops = CudaOps(head, scratch.arch, eps=_EPS, cos_sin_PD=table, scratch=scratch, even=even, even_heads=heads)
+        used = rows * -(-_CONTEXT // PAGE)
+        self.kv = torch.zeros(s.layers, used + 1, 2, PAGE, s.kv_heads, s.head_dim, dtype=torch.bfloat16, device="cuda")
+        small = rows <= 8
+        attention = (
+            FusedDecode(head, bench.device, max_rows=rows)
+            if small
+            else EvenDecode(head, bench.device, max_rows=rows, pdl=True)
+        )
+        self.step = DecodeStep(decode_inputs(rows, _CONTEXT, used, 128), attention)
+        self.embedding, self.norm = random(1024, s.hidden), random(s.hidden)
+        self.tokens = torch.arange(rows, device="cuda")
+        self.batch_B = torch.arange(rows, dtype=torch.int32, device="cuda")
+
+    def adapter_ops(self, adapters: _Adapters, batch: LoraBatch) -> AdapterOps:
+        """What a step's products are computed with."""
+        if batch.rows == ALIKE:
+            return CudaWornOps(self.ops, self.even, batch, adapters.own, adapters.sites, feeds=adapters.feeds)
+        return CudaAdapterOps(
+            self.ops, batch, adapters.sites, self.shape.layers, feeds=adapters.feeds, side=torch.cuda.Stream()
+        )
+
+    def run(self, adapters: AdapterOps | None, prepare: Callable[[], None]) -> Tensor:
+        """Enqueue a step's layers."""
+        prepare()
+        if isinstance(self.step.attention, EvenDecode):
+            self.step.attention.deal(self.step.inputs)
+        x, residual = self._blocks(
+            self.embedding[self.tokens], PlainProducts(self.ops) if adapters is None else adapters
+        )
+        return self.ops.norm(x, residual, self.norm)
+
+    def _blocks(self, x: Tensor, products: AdapterOps | PlainProducts) -> tuple[Tensor, Any]:
+        ops, norm = self.ops, self.norm
+        residual: Any = None
+        for number, layer in enumerate(self.layers):
+            qkv, o, gate_up, down = (ops.pack(weight, None) for weight in layer)
+            after = norm if number + 1 < len(self.layers) else None
+            heads, total = products.norm_product(x, residual, norm, qkv, number, "qkv")
+            x = ops.attend(heads, None, None, self.step, self.kv, number)
+            x, residual = products.add_product(x, o, total, norm, number, "o")
+            x, total = products.norm_feed(x, residual, norm, gate_up, number, "gate_up")
+            x, residual = products.add_product(x, down, total, after, number, "down")
+        return x, residual
+
+
+def _read_speed(bench: Bench) -> float:
+    """Bytes a second of a large read."""
+    source = torch.randn(512 << 20, device="cuda")
+    return 4 * source.numel() / bench.time(lambda: torch.sum(source))[1] * 1e6
+
+
+def lora(bench: Bench) -> None:
+    """Decode layers of 1,000-token contexts with adapters, without embedding, head and sampler."""
+    speed = _read_speed(bench)
+    for rows in (1, 64, 256):
+        layers = _Layers(bench, SHAPES["8b"], rows)
+        base = bench.time(lambda: layers.run(None, lambda: None))
+        bench.add(f"lora 8b B={rows} none", base)
+        for kind, count in itertools.product(_KINDS, (1, 8, 64, 256)):
+            if count <= rows:
+                _worn(bench, layers, _Adapters(SHAPES["8b"], kind, count), f"{count} x {kind}", (base[1], speed))
+
+
+def _worn(bench: Bench, layers: _Layers, adapters: _Adapters, what: str, known: tuple[float, float]) -> None:
+    """A step whose rows wear `adapters` in turn, in entries of one row and of several, against one of none."""
+    (base, speed), rows, count = known, layers.rows, len(adapters.table)
+    slots = torch.arange(rows, dtype=torch.int32, device="cuda") % count
+    for group in _groups(rows, count):
+        batch = adapters.batch(rows, group)
+        ops = layers.adapter_ops(adapters, batch)
+
+        def prepare() -> None:
+            group_rows(slots, layers.batch_B, batch)
+            if group == ALIKE:
+                pick(batch, adapters.own)
+
+        timed = bench.time(lambda: layers.run(ops, prepare))
+        floor = count * adapters.bytes / speed * 1e6
+        over, least = timed[1] / base - 1, floor / base
+        note = f"+{over:.1%}, floor +{least:.1%}, over it {over - least:.1%}"
+        bench.add(f"lora 8b B={rows} {what}, {group} a group", timed, 0, note)
+
+
+def _groups(rows: int, count: int) -> list[int]:
+    """The ways in which rows may share what they wear."""
+    if rows == 1:
+        return [1]
+    return [1, GROUP] if count > 1 or rows > MAX_ROWS else [1, ALIKE]
+
+
+_SWEPT: dict[str, list[tuple[int, ...]]] = {
+    "shrink": [(16, 256, 4), (16, 256, 4, 2), (16, 256, 4, 4), (16, 128, 2, 4), (16, 512, 4, 2)],
+    "expand": [(8, 256, 1), (8, 512, 2), (8, 512, 2, 2), (8, 512, 2, 4), (8, 256, 1, 4), (8, 1024, 4, 2)],
+}
+"""Of rows that wear different adapters; and of rows that wear the same:"""
+_SWEPT_GROUPS: dict[str, list[tuple[int, ...]]] = {
+    "shrink": [(16, 128, 4, 2), (16, 256, 4), (16, 256, 4, 2), (16, 256, 4, 4), (16, 256, 8, 2)],
+    "expand": [(16, 64, 4), (16, 128, 4), (16, 128, 8), (16, 256, 8)],
+}
+
+
+def lora_sweep(bench: Bench) -> None:
+    """Tilings of each kernel, every adapter cold, in a chain over all layers."""
+    speed, s = _read_speed(bench), SHAPES["8b"]
+    for kind, (rows, count, group) in itertools.product(
+        _KINDS, ((1, 1, 1), (64, 64, 1), (64, 1, GROUP), (256, 256, 1))
+    ):
+        adapters = _Adapters(s, kind, count)
+        batch = adapters.batch(rows, group)
+        batch_B = torch.arange(rows, dtype=torch.int32, device="cuda")
+        group_rows(batch_B % count, batch_B, batch)
+        for site in ("qkv", "o", "gate_up", "down"):
+            if kind != "r16 all" and site in ("gate_up", "down"):
+                continue
+            places = [adapters.sites[layer, site] for layer in range(s.layers)]
+            where = f"{kind} {site} B={rows} x{count}"
+            rank = adapters.rank * len(places[0].sizes_out)
+            _sweep_shrink(bench, batch, places, where, (2 * count * rank * places[0].size_in, speed))
+            moved = 2 * count * adapters.rank * sum(places[0].sizes_out)
+            _sweep_expand(bench, batch, places, where, (moved, speed), site)
+
+
+def _sweep_shrink(bench: Bench, batch: LoraBatch, places: list[LoraSite], where: str, floor: tuple[int, float]) -> None:
+    x = random(len(batch.order_N), places[0].size_in)
+    for choice in (_SWEPT if batch.rows == 1 else _SWEPT_GROUPS)["shrink"]:
+        how = Tiling(*choice)
+        timed = bench.time(lambda: [shrink(x, batch, place, how=how, pdl=True) for place in places], len(places))
+        note = f"{tuple(how)}, over its bytes {timed[1] - floor[0] / floor[1] * 1e6:.2f} us"
+        bench.add(f"shrink {where}", timed, floor[0], note)
+
+
+def _sweep_expand(
+    bench: Bench, batch: LoraBatch, places: list[LoraSite], where: str, floor: tuple[int, float], site: str
+) -> None:
+    place = places[0]
+    low = shrink(random(len(batch.order_N), place.size_in), batch, place)
+    y = random(len(batch.order_N), sum(place.sizes_out))
+    out, residual, weight = random(len(y), place.sizes_out[0]), random(*y.shape), random(y.shape[1])
+
+    def one(each: LoraSite, how: Tiling | None) -> None:
+        if site == "gate_up":
+            expand_silu_mul(low, y, out, batch, each, how=how, pdl=True)
+        elif how is None:
+            expand_add_norm(low, y, residual, weight, _EPS, batch, each, pdl=True)
+        else:
+            expand(low, y, batch, each, how=how, pdl=True)
+
+    def all_of(how: Tiling | None) -> None:
+        for each in places:
+            one(each, how)
+
+    choices = [Tiling(*choice) for choice in (_SWEPT if batch.rows == 1 else _SWEPT_GROUPS)["expand"]]
+    for how in [*choices, *([None] if len(place.sizes_out) == 1 else [])]:
+        timed = bench.time(lambda: all_of(how), len(places))
+        note = f"{how and tuple(how)}, over its bytes {timed[1] - floor[0] / floor[1] * 1e6:.2f} us"
+        bench.add(f"expand {where}", timed, floor[0], note)

@@ -1,0 +1,158 @@
+"""`LLMStream` and `LLMAdapters`: a stream and the adapters of an `LLM`, for the threads that call it; own no thread.
+
+Next to read: host.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Self
+
+from headrace.engine.adapters import AdapterInfo
+from headrace.engine.blocking.host import Host
+from headrace.engine.engine import Engine, Prompt
+from headrace.engine.errors import EngineStopped
+from headrace.engine.events import Chunk, FinishReason, Token, Usage
+from headrace.engine.params import SamplingParams
+from headrace.engine.stream import TokenStream
+
+if TYPE_CHECKING:
+    from headrace.engine.offline import LLM
+
+__all__ = ["LLMAdapters", "LLMStream"]
+
+
+class LLMStream(Iterator[Token]):
+    """The tokens of one request, as they come: `for token in llm.stream(prompt)`.
+
+    `close`, the end of `with stream` and dropping the last reference cancel what still runs, and so does Ctrl-C while
+    a token is awaited. A reader that falls behind pauses the request, as with `Engine.stream`. One thread reads at a
+    time. Made by `LLM.stream`.
+    """
+
+    def __init__(self, llm: LLM, host: Host, stream: TokenStream) -> None:
+        """Read `stream`, which belongs to the event loop of `host`; keep `llm` open meanwhile."""
+        self._llm = llm
+        self._host = host
+        self._stream = stream
+        self._unread: list[Token] = []
+        """Tokens that were taken from the stream, the next one last."""
+
+    def __next__(self) -> Token:
+        """Wait for the next token of any choice and return it.
+
+        Raises:
+            Rejected: Before the first token, if the request can never run.
+            RequestFailed: The request ended early.
+            RuntimeError: It is called by a `stop_when` of the same `LLM`, which would wait for itself.
+            EngineStopped: The `LLM` is closed, or was closed meanwhile.
+        """
+        if not self._unread:
+            stream = self._stream
+
+            async def take(_: Engine) -> Chunk | None:
+                return await stream.next_chunk()
+
+            chunk = self._host.ask(take)
+            if chunk is None:
+                raise StopIteration
+            self._unread = chunk.tokens[::-1]
+        return self._unread.pop()
+
+    def send(
+        self,
+        added: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        deadline: float | None = None,
+        priority: int | None = None,
+    ) -> Self:
+        """Go on after all tokens so far with `added`, as the next turn; arguments and errors as `TokenStream.send`."""
+        stream = self._stream
+        self._host.ask(lambda _: stream.send(added, params, deadline=deadline, priority=priority))
+        self._unread = []
+        return self
+
+    def close(self) -> None:
+        """Cancel what still runs, and drop what was not read; may be called more than once, also on a closed `LLM`."""
+        self._unread = []
+        stream = self._stream
+        try:
+            self._host.look(lambda _: stream.cancel())
+        except EngineStopped:
+            pass  # which has cancelled it
+
+    def __enter__(self) -> Self:
+        """Return the stream itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cancel what still runs."""
+        self.close()
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far; complete once every choice has ended."""
+        return self._stream.usage
+
+    @property
+    def finish_reasons(self) -> list[FinishReason | None]:
+        """Why each choice ended, as far as that has come; None where it has not ended."""
+        return self._stream.finish_reasons
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as token ids; empty until the request is admitted."""
+        return self._stream.prompt_token_ids
+
+
+class LLMAdapters:
+    """The adapters of an `LLM`, as `llm.adapters`: the methods of `Engine.adapters`, each of which waits for its end.
+
+    Each raises `EngineStopped` where the `LLM` is closed.
+    """
+
+    def __init__(self, host: Host) -> None:
+        """Ask the engine of `host`."""
+        self._host = host
+
+    def load(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        root: str | os.PathLike[str] | None = None,
+        pinned: bool | None = None,
+    ) -> AdapterInfo:
+        """Load the PEFT folder at `path` under `name`; arguments, result and errors as `Engine.adapters.load`."""
+
+        async def load(engine: Engine) -> AdapterInfo:
+            return await engine.adapters.load(name, path, root=root, pinned=pinned)
+
+        return self._host.ask(load)
+
+    def unload(self, name: str) -> None:
+        """Forget `name`; requests that wear it finish, and then its memory goes.
+
+        Raises:
+            UnknownAdapter: None has that name.
+        """
+
+        async def unload(engine: Engine) -> None:
+            await engine.adapters.unload(name)
+
+        self._host.ask(unload)
+
+    def list(self) -> list[AdapterInfo]:
+        """Return all that are loaded, by name."""
+        return self._host.look(lambda engine: engine.adapters.list())
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keep an adapter on the device, or no longer.
+
+        Raises:
+            UnknownAdapter: None has that name.
+            InvalidParams: All slots but one are pinned.
+        """
+        self._host.look(lambda engine: engine.adapters.pin(name, pinned))

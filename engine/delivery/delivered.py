@@ -1,0 +1,127 @@
+"""`TokenMaker`: turns what the step loop delivers of each choice into the tokens that a caller sees; keeps no queue.
+
+Next to read: generation.py, which delivers, and stream.py, which hands tokens out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from headrace.engine.events import FinishReason, Logprob, Token, TokenLogprobs
+from headrace.engine.params import SamplingParams
+from headrace.engine.scheduling.shaping import Report
+from headrace.engine.tokens.text import Detokenizer, SpacedDetokenizer, TokenTable
+
+__all__ = ["Delivered", "TokenMaker", "detokenizer_of", "token_logprobs"]
+
+
+_new_token = Token.__new__
+
+
+class Delivered(NamedTuple):
+    """One committed token of one choice, on its way to the reader."""
+
+    choice: int
+    id: int | None
+    text: str | None
+    """None where the reader turns ids into text; requests with stop strings need it earlier."""
+    finish_reason: FinishReason | None
+    report: Report | None = None
+    """Log-probabilities, where they are wanted."""
+    stop_string: str | None = None
+    """What ended the choice, where a stop string did."""
+    token: Token | None = None
+    """What the reader sees, where a hook saw it before."""
+    score: float | None = None
+    """Score of a beam, with its last token."""
+
+
+class TokenMaker:
+    """Makes the tokens of one stream, each choice's in order."""
+
+    def __init__(self, table: TokenTable, params: SamplingParams, stop_ids: AbstractSet[int]) -> None:
+        """Turn ids into text by `table` as `params` want it; `stop_ids` end a choice."""
+        self.table = table
+        self._hidden: AbstractSet[int] = frozenset() if params.include_stop_str_in_output else stop_ids
+        self._detokenizers = [detokenizer_of(table, params) for _ in range(params.n)]
+        self._positions = [0] * params.n
+
+    def make(self, item: Delivered) -> Token:
+        """The token of a delivered item."""
+        choice, identity, text, reason, report, stop, _, score = item
+        if text is None:
+            hidden = identity is None or (reason == "stop" and identity in self._hidden)
+            text = "" if hidden or identity is None else self._detokenizers[choice].feed(identity)
+            if reason is not None:
+                text += self.flush(choice)
+        position = self._positions[choice]
+        self._positions[choice] = position + 1
+        token = _token(identity, text, choice, position, reason, stop)
+        if report is not None and identity is not None:
+            token.logprob = report.logprob
+            token.logprobs = token_logprobs(self.table, identity, report)
+        if score is not None:
+            token.score = score
+        return token
+
+    def skip(self, ids: Sequence[int]) -> None:
+        """Begin the only choice behind its first tokens, whose text has been shown."""
+        for token in ids:
+            self._detokenizers[0].feed(token)
+        self._positions[0] = len(ids)
+
+    def flush(self, choice: int) -> str:
+        """What is still held of a choice's text, which ends here."""
+        return self._detokenizers[choice].flush()
+
+
+def _token(
+    identity: int | None, text: str, choice: int, position: int, reason: FinishReason | None, stop: str | None
+) -> Token:
+    """What `Token`'s own constructor does, in a third of the time."""
+    token = _new_token(Token)
+    token.id = identity
+    token.text = text
+    token.index = choice
+    token.position = position
+    token.finish_reason = reason
+    token.stop_string = stop
+    token.logprob = token.logprobs = token.score = None
+    return token
+
+
+def detokenizer_of(table: TokenTable, params: SamplingParams) -> Detokenizer:
+    """What turns the ids of one choice into text as `params` want it."""
+    if params.spaces_between_special_tokens and not params.skip_special_tokens:
+        return SpacedDetokenizer(table)
+    return Detokenizer(table, params.skip_special_tokens)
+
+
+def token_logprobs(table: TokenTable, token: int, report: Report) -> TokenLogprobs:
+    """What is reported on a token, as a caller sees it."""
+    piece = _piece(table, token)
+    return TokenLogprobs(
+        id=token,
+        token=piece.decode(errors="replace"),
+        bytes=piece,
+        logprob=report.logprob,
+        rank=report.rank,
+        top_logprobs=_ranked(table, report.top),
+    )
+
+
+def _ranked(table: TokenTable, top: Sequence[tuple[int, float]]) -> list[Logprob]:
+    """Tokens in falling order of likelihood; equals share a rank."""
+    found: list[Logprob] = []
+    for place, (token, logprob) in enumerate(top):
+        equal = place and logprob == top[place - 1][1]
+        piece = _piece(table, token)
+        rank = found[-1].rank if equal else place + 1
+        found.append(Logprob(id=token, token=piece.decode(errors="replace"), bytes=piece, logprob=logprob, rank=rank))
+    return found
+
+
+def _piece(table: TokenTable, token: int) -> bytes:
+    return table.pieces[token] if token < len(table.pieces) else b""

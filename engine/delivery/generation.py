@@ -1,0 +1,322 @@
+"""`Generation`: the engine's side of one stream, from a choice's committed tokens to what its reader has not read.
+
+Owns the unread items and the stop strings of one caller's request; never talks to a device and never decides what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import anyio
+
+from headrace.engine.delivery.delivered import Delivered, TokenMaker
+from headrace.engine.delivery.mailbox import Mailbox
+from headrace.engine.errors import HeadraceError, HookFailed, OutOfMemory, RequestFailed
+from headrace.engine.events import FinishReason, Token, Usage
+from headrace.engine.scheduling.plan import Emission
+from headrace.engine.scheduling.request import Request
+from headrace.engine.steps.hooks import StopWhen, asks_to_stop
+from headrace.engine.tokens.text import Detokenizer, StopMatcher
+
+__all__ = ["Control", "Generation", "StopText", "StopWatch", "as_failure", "as_headrace"]
+
+# What its own constructor does, in half the time: every token passes here.
+_delivered = partial(tuple.__new__, Delivered)
+
+
+class Control(Protocol):
+    """What a generation may ask of the step loop."""
+
+    def finish(self, request: Request, reason: FinishReason) -> bool:
+        """End a request; False if it has ended."""
+        ...
+
+    def pause(self, request: Request) -> None:
+        """Stop planning a request."""
+        ...
+
+    def resume(self, request: Request) -> None:
+        """Plan a paused request again."""
+        ...
+
+    def let_go(self, request: Request) -> None:
+        """Note that one reader fewer may go on after a request."""
+        ...
+
+
+class StopText:
+    """Text of one choice that may be cut by a stop string."""
+
+    __slots__ = ("_detokenizer", "_matcher", "_stop_ids", "_unwatched")
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: tuple[str, ...],
+        stop_ids: frozenset[int],
+        include: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Watch for `stops` in the text of what follows the first `min_tokens`; ids in `stop_ids` end a choice.
+
+        Neither is shown, unless with `include`.
+        """
+        self._unwatched = min_tokens
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops, include)
+        self._stop_ids = frozenset() if include else stop_ids
+
+    def feed(self, token: int | None, *, last: bool) -> tuple[str, bool]:
+        """Text that may be shown after `token`, and whether a stop string was met; `last` releases what is held."""
+        text = "" if token is None or token in self._stop_ids else self._detokenizer.feed(token)
+        if token is not None and self._unwatched:
+            self._unwatched -= 1
+            return text + (self._detokenizer.flush() if last else ""), False
+        shown, matched = self._matcher.feed(text)
+        if last and not matched:
+            rest, matched = self._matcher.feed(self._detokenizer.flush())
+            shown += rest
+            if not matched:
+                shown += self._matcher.flush()
+                matched = self._matcher.matched
+        return shown, matched
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was met."""
+        return self._matcher.stop
+
+
+class StopWatch:
+    """The `stop_when` of one stream, which sees its tokens before their reader does."""
+
+    def __init__(self, stop_when: StopWhen, maker: TokenMaker, seconds: float) -> None:
+        """Call `stop_when` with what `maker` makes; each call has so many seconds."""
+        self.maker = maker
+        self._stop_when = stop_when
+        self._seconds = seconds
+
+    def stops(self, token: Token) -> bool:
+        """Whether the choice of `token` ends there.
+
+        Raises:
+            HookFailed: The hook did not do what it promised.
+        """
+        return asks_to_stop(self._stop_when, token, self._seconds)
+
+
+class Generation:
+    """All choices of one caller's request."""
+
+    def __init__(
+        self,
+        control: Control,
+        choices: int,
+        window: int,
+        stop_texts: Sequence[StopText] = (),
+        watch: StopWatch | None = None,
+    ) -> None:
+        """Start unadmitted.
+
+        Args:
+            control: The step loop.
+            choices: How many choices there will be.
+            window: Unread tokens after which the choices pause.
+            stop_texts: The stop-string state of each choice, if there are stop strings.
+            watch: The caller's `stop_when`, if there is one.
+        """
+        self.requests: Sequence[Request] = ()
+        self.prompt: list[int] = []
+        self.mailbox: Mailbox[Delivered] = Mailbox()
+        self.admitted = anyio.Event()
+        """Set once the scheduler has the request, or it was refused or cancelled before."""
+        self.held = 0
+        """Items that the stream has taken and its reader has not read."""
+        self.taken_up: float | None = None
+        """`time.perf_counter()` when the first step with it was launched."""
+        self.error: HeadraceError | None = None
+        self._control = control
+        self._window = window
+        self.paused = False
+        """Whether the choices wait for their reader."""
+        self._stop_texts = stop_texts
+        self._watch = watch
+        self._choice_of: dict[int, int] = {}
+        self._first: Request | None = None
+        self._unfinished = choices
+        self._stopped: set[int] = set()
+        """Ids of requests that had ended otherwise when their text was found to have ended before."""
+
+    def start(self, prompt: list[int], requests: Sequence[Request]) -> None:
+        """Take in the choices, which the scheduler has accepted."""
+        self.prompt = prompt
+        self.requests = requests
+        self._first = requests[0]
+        self._choice_of = {request.id: choice for choice, request in enumerate(requests)}
+        self.admitted.set()
+
+    def take_up(self, now: float) -> None:
+        """The first step with it was launched."""
+        self.taken_up = now
+
+    def skip(self, ids: Sequence[int]) -> None:
+        """Look for stop strings behind the first tokens of the only choice, which have been shown."""
+        for token in ids:
+            for stop_text in self._stop_texts:
+                stop_text.feed(token, last=False)
+
+    def share(self) -> None:
+        """Note that one more reader may go on after this generation."""
+        for request in self.requests:
+            request.keepers += 1
+
+    def let_go(self) -> None:
+        """Note that one reader fewer may go on after this generation; each reader says so once."""
+        for request in self.requests:
+            if request.keepers:
+                self._control.let_go(request)
+
+    @property
+    def finished(self) -> bool:
+        """Every choice has ended."""
+        return self._unfinished == 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far."""
+        completion = sum(len(request.tokens) - request.virtual_tokens - len(self.prompt) for request in self.requests)
+        return self._usage(completion)
+
+    def _usage(self, completion: int) -> Usage:
+        first = self._first
+        cached = 0 if first is None else max(0, first.cached - first.virtual_tokens)
+        return Usage(prompt_tokens=len(self.prompt), completion_tokens=completion, cached_tokens=cached)
+
+    def deliver_token(self, request: Request, token: int) -> None:
+        """Put a token, behind which its choice goes on, where the reader finds it."""
+        if self._stop_texts or self._watch is not None:
+            self.deliver(Emission(request, token, None))
+        else:
+            item = _delivered((self._choice_of[request.id], token, None, None, None, None, None, None))
+            self._await_reader(self.mailbox.put(item))
+
+    def deliver(self, emission: Emission) -> None:
+        """Put a commit's result where the reader finds it."""
+        if self.finished or emission.request.id in self._stopped:  # another choice failed in the same step, say
+            return
+        if emission.error is not None:
+            self.fail(emission.error)
+            return
+        choice = self._choice_of[emission.request.id]
+        reason = emission.finish_reason
+        text = stop = None
+        if self._stop_texts:
+            text, matched = self._stop_texts[choice].feed(emission.token, last=reason is not None)
+            if matched:
+                reason, stop = self._stop(emission.request), self._stop_texts[choice].stop
+        item = _delivered((choice, emission.token, text, reason, emission.report, stop, None, None))
+        if self._watch is None:
+            unread = self.mailbox.put(item)
+        else:
+            token = self._watch.maker.make(item)
+            unread = self.mailbox.put(
+                item._replace(token=token)
+            )  # before it is looked at: the hook may cancel the stream
+            if reason is None:
+                reason = self._asked(self._watch, token, emission.request)
+        if reason is not None:
+            self._count_end()
+        else:
+            self._await_reader(unread)
+
+    def _stop(self, request: Request) -> FinishReason:
+        """End a choice whose text is complete, even where its deadline passed, or a later step failed, meanwhile."""
+        if not self._control.finish(request, "stop"):
+            self._stopped.add(request.id)  # another end of it is on its way
+        return "stop"
+
+    def _await_reader(self, unread: int) -> None:
+        """Pause the choices if their reader is far behind."""
+        if unread + self.held >= self._window and not self.paused:
+            self.paused = True
+            for request in self.requests:
+                self._control.pause(request)
+
+    def _asked(self, watch: StopWatch, token: Token, request: Request) -> FinishReason | None:
+        """The end that the caller's hook puts to the choice of `token`."""
+        try:
+            stops = watch.stops(token)
+        except HookFailed as error:
+            self.fail(error)
+            return None
+        if not stops or request.finish_reason == "cancelled":  # by the hook itself
+            return None
+        self._stop(request)
+        text = self._stop_texts[token.index].feed(None, last=True)[0] if self._stop_texts else None
+        token.text += watch.maker.flush(token.index) if text is None else text
+        token.finish_reason = "stop"
+        return "stop"
+
+    def drained(self) -> None:
+        """The reader has taken all there was: paused choices run again."""
+        if self.paused:
+            self.paused = False
+            for request in self.requests:
+                self._control.resume(request)
+
+    def cancel(self) -> None:
+        """End every choice that still runs with `cancelled`; nothing happens to those that have ended."""
+        if self.finished:
+            return
+        if not self.admitted.is_set():
+            for choice in range(self._unfinished):
+                self._end_cancelled(choice)
+            self.admitted.set()
+        for choice, request in enumerate(self.requests):
+            if self._control.finish(request, "cancelled"):
+                self._end_cancelled(choice)
+
+    def _end_cancelled(self, choice: int) -> None:
+        text = self._stop_texts[choice].feed(None, last=True)[0] if self._stop_texts else None
+        self.mailbox.put(Delivered(choice, None, text, "cancelled"))
+        self._count_end()
+
+    def fail(self, error: HeadraceError) -> None:
+        """End the stream with `error`; choices that still run are dropped."""
+        self.abandon(error)
+        for request in self.requests:
+            self._control.finish(request, "cancelled")
+
+    def abandon(self, error: HeadraceError) -> None:
+        """End the stream with `error` without telling the step loop, which is dead or never knew of it."""
+        if not self.finished:
+            self.error = error
+            self._unfinished = 0
+            self.mailbox.close(error)
+            self.admitted.set()
+
+    def _count_end(self) -> None:
+        self._unfinished -= 1
+        if not self._unfinished:
+            self.mailbox.close()
+
+
+def as_headrace(error: BaseException | None, what: str) -> HeadraceError:
+    """`error`, or what it means to a caller where it is none of ours."""
+    if isinstance(error, HeadraceError):
+        return error
+    failure = HeadraceError(what)
+    failure.__cause__ = error
+    return failure
+
+
+def as_failure(error: Exception) -> RequestFailed:
+    """The typed error that a failed step means for its requests."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        failure: RequestFailed = OutOfMemory("the device had no memory for this step")
+    else:
+        failure = RequestFailed(f"the step failed: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,68 @@
+"""`Mailbox`: what one reader has not read yet; putting never waits, and reading takes all there is.
+
+Owns unread items only; never decides what happens to a slow reader.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from headrace.engine.concurrency.alarm import Alarm
+
+__all__ = ["Mailbox"]
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """A merging queue from the step loop to one reader, both on the event loop's thread."""
+
+    __slots__ = ("_alarm", "_closed", "_error", "_items")
+
+    def __init__(self) -> None:
+        """Start open and empty."""
+        self._items: list[T] = []
+        self._closed = False
+        self._error: BaseException | None = None
+        self._alarm = Alarm()
+
+    def __len__(self) -> int:
+        """Unread items."""
+        return len(self._items)
+
+    @property
+    def awaited(self) -> bool:
+        """A task waits for items."""
+        return self._alarm.sleeping is not None
+
+    def put(self, item: T) -> int:
+        """Add an item and wake the reader; how many are unread now."""
+        items = self._items
+        items.append(item)
+        if self._alarm.sleeping is not None:
+            self._alarm.ring()
+        return len(items)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the stream: the reader gets what is left, then `error` if there is one. Later calls change nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._error = error
+        self._alarm.ring()
+
+    async def take(self) -> list[T]:
+        """Wait until there is something, and take all of it; an empty list once closed and read to the end.
+
+        Raises:
+            RuntimeError: Another task is already waiting.
+            BaseException: What the mailbox was closed with, once everything before it was taken.
+        """
+        if self.awaited:
+            raise RuntimeError("two tasks read the same stream")
+        while not self._items and not self._closed:
+            await self._alarm.sleep()
+        items, self._items = self._items, []
+        if not items and self._error is not None:
+            raise self._error.with_traceback(None)  # raised again and again, it must not collect
+        return items

@@ -1,0 +1,171 @@
+"""`CompiledGrammar`: where rows stand in a response format and what may follow, for one of them or many at once.
+
+Owns the lexers that rows of one format share; starts no thread and compiles nothing by itself. Parsing and masks are
+llguidance's. Next to read: compiler.py, which makes these.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
+
+from headrace.engine.scheduling.shaping import GrammarState
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+__all__ = ["CompiledGrammar", "ManyRows"]
+
+_LEXERS: Final = 16  # of one format
+_ROWS_OF_LEXER: Final = 16  # which take turns with their masks
+_THREADS: Final = 12
+
+
+class CompiledGrammar:
+    """A grammar that any number of rows may begin, in any thread."""
+
+    def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, many: ManyRows) -> None:
+        """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one.
+
+        Args:
+            fresh: Compiles the grammar again.
+            matcher: What it gave.
+            many: Finds the masks of many rows at once.
+        """
+        self._fresh = fresh
+        self._many = many
+        self._lexers = [_Lexer(matcher)]
+        self._lock = threading.Lock()
+
+    def begin(self, tokens: Sequence[int]) -> _Matcher:
+        """The state after `tokens`."""
+        with self._lock:
+            lexers = self._lexers = [lexer for lexer in self._lexers if not lexer.spent]
+            lexer = min(lexers, key=lambda each: len(each.rows), default=None)
+            if lexer is None or (len(lexer.rows) >= _ROWS_OF_LEXER and len(lexers) < _LEXERS):
+                lexer = _Lexer(self._fresh())
+                lexers.append(lexer)
+            state = _Matcher(self, lexer)
+        state.begin(tokens)
+        return state
+
+    def fill(self, states: Sequence[tuple[GrammarState, Sequence[int], int]], masks: memoryview) -> None:
+        """Let many rows go on and write their masks, beside the interpreter."""
+        self._many.fill([(state, tokens, row) for state, tokens, row in states if isinstance(state, _Matcher)], masks)
+
+    def alone(self, lexer: _Lexer) -> LLMatcher:
+        """A matcher for the one row that found no room left for states in the lexer that it shares."""
+        lexer.spent = True
+        return self._fresh()
+
+
+class _Lexer:
+    """A matcher that consumes nothing, whose copies share their lexer's states; they lock it while they find a mask."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.spent = False
+        self.rows: WeakSet[_Matcher] = WeakSet()
+
+
+class _Matcher:
+    """Where one row stands in its grammar."""
+
+    def __init__(self, grammar: CompiledGrammar, lexer: _Lexer) -> None:
+        self._grammar: CompiledGrammar | None = grammar
+        self.lexer = lexer
+        self.matcher = lexer.matcher.deep_copy()
+        self._tokens: list[int] = []
+        lexer.rows.add(self)
+        self.known: list[int] | None = None
+        """What is forced; None until that has been found."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Go on from the start, all at once."""
+        self._tokens = list(tokens)
+        self.matcher.consume_tokens(self._tokens)
+
+    def advance(self, token: int) -> None:
+        self.note(token)
+        self.matcher.consume_token(token)
+
+    def note(self, token: int) -> None:
+        """Keep what follows from a token for all but the matcher."""
+        self._tokens.append(token)
+        self.known = self.known[1:] or None if self.known and self.known[0] == token else None
+
+    def forced(self) -> Sequence[int]:
+        if self.known is None:
+            self.known = [] if self.matcher.is_error() else self.matcher.compute_ff_tokens()
+        return self.known
+
+    def allowed(self) -> bytes:
+        if forced := self.forced():
+            return _only(forced[0])
+        mask = self.matcher.compute_bitmask()
+        if not self.matcher.is_error():  # asked now: finding the mask may be what fails
+            return mask
+        if self._grammar is None:
+            return b""
+        self.matcher, self._grammar, self.known = self._grammar.alone(self.lexer), None, None
+        self.matcher.consume_tokens(self._tokens)
+        return self.allowed()
+
+
+class ManyRows:
+    """What an engine does for the rows of many states at once, in threads that need no interpreter meanwhile."""
+
+    def __init__(self) -> None:
+        """Start no thread."""
+        self._lock = threading.Lock()
+        self._executor: LLExecutor | None = None
+
+    def fill(self, asked: Sequence[tuple[_Matcher, Sequence[int], int]], masks: memoryview) -> None:
+        """Go on and find masks; what fails is seen in them.
+
+        What is forced comes first: it is cut into tokens by Python, which a mask would otherwise call for each row, out
+        of threads that have no interpreter and would wait for it.
+        """
+        import numpy as np  # beside the first device that keeps masks, and not with this module
+
+        words_RW, executor = np.asarray(masks).view(np.uint32), self._threads()
+        asked = sorted(asked, key=lambda each: id(each[0].lexer))  # so that neighbours take turns, and threads need not
+        for state, tokens, _ in asked:
+            for token in tokens:
+                state.note(token)
+            if len(tokens) > 1:
+                state.matcher.consume_tokens(list(tokens))
+        if ones := [(state.matcher, tokens[0]) for state, tokens, _ in asked if len(tokens) == 1]:
+            executor.consume_token_par(ones)
+        if forced := [(row, tokens[0]) for state, _, row in asked if (tokens := state.forced())]:
+            rows, ids = np.array(forced).T
+            words_RW[rows] = 0
+            words_RW[rows, ids // 32] = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
+        unknown = [(state, row) for state, _, row in asked if not state.known]
+        if unknown:
+            pointer, line = words_RW.ctypes.data, words_RW.strides[0]
+            executor.unsafe_compute_mask_ptr(
+                [(state.matcher, row) for state, row in unknown], pointer, line, len(words_RW)
+            )
+            for state, row in unknown:
+                if state.matcher.is_error():
+                    words_RW[row] = np.frombuffer(state.allowed() or bytes(line), words_RW.dtype)
+
+    def _threads(self) -> LLExecutor:
+        with self._lock:
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                others = 2  # the event loop's, and one that launches steps
+                self._executor = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) - others)))
+            return self._executor
+
+
+def _only(token: int) -> bytes:
+    """The mask of one token; what is missing at its end is not allowed."""
+    mask = bytearray(4 * (token // 32 + 1))
+    mask[token // 8] = 1 << token % 8
+    return bytes(mask)

@@ -1,0 +1,179 @@
+"""`Asking`: who asks and for what, and what of it can be refused before a prompt is looked at; makes no request.
+
+Next to read: requests.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from headrace.engine.errors import InvalidParams
+from headrace.engine.intake.tokenizing import Charge, charge_nobody
+from headrace.engine.life.opened import Opened
+from headrace.engine.params import SamplingParams, shown
+from headrace.engine.scheduling.plan import Ability
+from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.shaping import LogitsProcessor
+from headrace.engine.steps.hooks import StopWhen, check_hook
+
+__all__ = ["Asking", "check_abilities", "check_asking", "check_generates", "check_hooks", "check_streamed"]
+
+_LONGEST = 1e9  # seconds: as good as for ever, and exact beside any clock
+_NEEDS: dict[str, Ability] = {
+    "presence_penalty": "shaping",
+    "frequency_penalty": "shaping",
+    "repetition_penalty": "shaping",
+    "logit_bias": "shaping",
+    "allowed_token_ids": "shaping",
+    "forbidden_token_ids": "shaping",
+    "bad_words": "shaping",
+    "min_tokens": "shaping",
+    "response_format": "grammar",
+    "best_of": "logprobs",
+    "beam_width": "logprobs",
+    "logprobs": "logprobs",
+    "prompt_logprobs": "logprobs",
+}
+"""What a runner must be able to do for a field that is not at its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Who asks and for what: the arguments of `Engine.stream` besides the prompt."""
+
+    params: SamplingParams
+    adapter: str | None
+    tenant: str | None
+    cache_salt: str | None
+    priority: int
+    stop_when: StopWhen | None = None
+    logits_processor: LogitsProcessor | None = None
+    deadline: float | None = None
+    """Seconds from `since`."""
+    since: float = 0.0
+    """When it was asked, on the step loop's clock."""
+    charge: Charge = charge_nobody
+    """Is told of work that was done for it besides its steps."""
+    before: Request | None = None
+    """The turn of the stream after which this one goes on."""
+
+    @property
+    def ends(self) -> float | None:
+        """When it ends at the latest, on the step loop's clock."""
+        return None if self.deadline is None else self.since + self.deadline
+
+    @property
+    def sharing(self) -> str | None:
+        """What requests have in common that may share prefix pages."""
+        return self.tenant if self.cache_salt is None else self.cache_salt
+
+    def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
+        """Token ids that end a choice."""
+        return frozenset((*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_ids)))
+
+
+def check_hooks(asking: Asking, abilities: AbstractSet[Ability]) -> None:
+    """Refuse a hook that the device cannot serve.
+
+    Raises:
+        InvalidParams: Names it.
+    """
+    if asking.logits_processor is not None and "hooks" not in abilities:
+        raise InvalidParams(
+            "logits_processor: this device cannot do it yet", field="logits_processor", value=asking.logits_processor
+        )
+
+
+def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> None:
+    """Refuse what the device cannot do.
+
+    Raises:
+        InvalidParams: Names the first field that needs more.
+    """
+    for field, ability in _NEEDS.items():
+        value = getattr(params, field)
+        if ability not in abilities and value != SamplingParams.model_fields[field].default:
+            raise InvalidParams(f"{field}: this device cannot do it yet, got {shown(value)}", field=field, value=value)
+
+
+def check_streamed(params: object) -> None:
+    """Refuse what no stream can do.
+
+    Raises:
+        InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`.
+    """
+    if not isinstance(params, SamplingParams):
+        raise InvalidParams(
+            f"params: must be SamplingParams, got {type(params).__name__}", field="params", value=params
+        )
+    if params.best_of is not None:
+        raise InvalidParams(
+            "best_of: is ranked when all is generated and cannot be streamed; use generate",
+            field="best_of",
+            value=params.best_of,
+        )
+
+
+def check_generates(opened: Opened) -> None:
+    """Refuse a generation where the model cannot choose tokens.
+
+    Raises:
+        InvalidParams: It only embeds or scores texts.
+    """
+    if not opened.generates:
+        name = opened.info.architecture
+        raise InvalidParams(f"model: {name} cannot generate; use embed or score", field="model", value=name)
+
+
+def _check_deadline(asking: Asking) -> None:
+    seconds = asking.deadline
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds <= _LONGEST:
+        raise InvalidParams(
+            f"deadline: must be more than 0 seconds and at most {_LONGEST:g}, got {shown(seconds)}",
+            field="deadline",
+            value=seconds,
+            limit={"gt": 0, "le": _LONGEST},
+        )
+    if asking.params.beam_width is not None:
+        raise InvalidParams("deadline: cannot go with beam_width", field="deadline", value=seconds)
+
+
+def check_asking(asking: Asking, vocab_size: int) -> None:
+    """Refuse what is of the wrong kind, or not in a vocabulary of this size.
+
+    Raises:
+        InvalidParams: Names the field.
+    """
+    if type(asking.priority) is not int:
+        raise InvalidParams(
+            f"priority: must be an int, got {asking.priority!r}", field="priority", value=asking.priority
+        )
+    named = {"adapter": asking.adapter, "tenant": asking.tenant, "cache_salt": asking.cache_salt}
+    for field, value in named.items():
+        if value is not None and not isinstance(value, str):
+            raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
+    params = asking.params
+    _check_deadline(asking)
+    for field in ("stop_when", "logits_processor"):
+        hook = getattr(asking, field)
+        check_hook(hook, field)
+        if params.beam_width is not None and hook is not None:
+            raise InvalidParams(f"{field}: cannot go with beam_width", field=field, value=hook)
+    listed = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "forbidden_token_ids": params.forbidden_token_ids,
+    }
+    for field, tokens in listed.items():
+        if tokens and (token := max(tokens)) >= vocab_size:
+            raise InvalidParams(
+                f"{field}: must be below the vocabulary's {vocab_size}, got {token}",
+                field=field,
+                value=token,
+                limit=vocab_size - 1,
+            )

@@ -1,0 +1,272 @@
+"""Turns what a caller gives as a prompt into token ids, or refuses it; never knows what happens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
+
+from headrace.engine.errors import InvalidParams, PromptTooLong, TokenizerFailed
+from headrace.engine.intake.messages import Message
+from headrace.engine.tokens.panics import typed
+from headrace.engine.tokens.text import TokenTable
+
+__all__ = [
+    "ChatEnd",
+    "TokenizerLike",
+    "check_fewest_tokens",
+    "check_text_size",
+    "check_token_ids",
+    "is_short",
+    "is_text",
+    "more_token_ids",
+    "to_token_ids",
+    "tokenizing_cost",
+]
+
+_SHORT = 2048  # characters that tokenise in about a millisecond: not worth a thread
+_MESSAGE = 32  # characters that tokenise in the time that the template takes for a message
+_COSTLY = 2**20  # characters beyond which a prompt is as costly as any
+_CHARACTER = 4  # bytes of UTF-8, at most
+
+
+ChatEnd: TypeAlias = Literal["answer", "closed", "open"]
+"""How the token ids of a chat end: where the assistant's next answer begins, with the end of the last message, or with
+the text of the last message, which the answer then continues."""
+
+
+class TokenizerLike(Protocol):
+    """What the engine needs of a tokenizer; `tokenizer.Tokenizer` and `testing.ByteTokenizer` are such."""
+
+    @property
+    def table(self) -> TokenTable:
+        """What each id stands for."""
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence."""
+        ...
+
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
+        """Return the ids of raw text; where `framed`, with the special tokens that go around every text."""
+        ...
+
+    @property
+    def chat_template(self) -> str:
+        """Text of the chat template; empty where there is none."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, Any]:
+        """Special tokens by the names that chat templates use for them."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        end: ChatEnd = "answer",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of a chat that may offer tools, ready for the answer or with another end.
+
+        Its template may read `template_kwargs` besides.
+        """
+        ...
+
+    def encode_more(self, text: str) -> list[int]:
+        """Ids of text that goes on after other text."""
+        ...
+
+    def encode_reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of what the chat template writes behind an answer: its end, the messages, the next one's beginning."""
+        ...
+
+    def close(self) -> None:
+        """Return what it holds besides memory."""
+        ...
+
+
+def is_short(prompt: object, table: TokenTable) -> bool:
+    """Return whether tokenising `prompt` is quick enough for the event loop; a chat waits for a process."""
+    return not _is_chat(prompt) and _text_size(prompt) <= (_SHORT if table.is_quick else 0)
+
+
+def is_text(prompt: object) -> bool:
+    """Return whether `prompt` is a text or a chat, of which tokens are made, and no token ids."""
+    return isinstance(prompt, str) or _is_chat(prompt)
+
+
+def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = None, most: int = _COSTLY) -> int:
+    """Roughly the characters of a prompt and of the tools it offers; counts no further than somewhat past `most`."""
+    if not _is_chat(prompt):
+        return _text_size(prompt)
+    cost, left = 0, [*prompt, *(tools or ())]
+    while left and cost <= most:
+        part = left.pop()
+        if isinstance(part, str):
+            cost += len(part)
+        elif isinstance(part, Mapping | Sequence):
+            cost += _MESSAGE * (1 + len(part) // 4)
+            left += part.values() if isinstance(part, Mapping) else part
+    return cost
+
+
+def check_text_size(prompt: object, table: TokenTable, max_context: int, name: str = "prompt") -> None:
+    """Refuse a text that has too many characters however it is tokenised; takes no time for a long one.
+
+    Args:
+        prompt: As `to_token_ids` takes it; token ids pass.
+        table: What the model's ids stand for.
+        max_context: Tokens of a prompt and its answer, at most.
+        name: What errors call it.
+
+    Raises:
+        PromptTooLong: It has more characters than the context has bytes, were every token the longest.
+    """
+    if not table.longest:  # a model without a tokenizer, which refuses text by itself
+        return
+    size, most = _text_size(prompt), table.longest * max_context
+    if size > most:
+        error = PromptTooLong(
+            f"{name}: {size} characters are more than the context of {max_context} tokens can hold, "
+            f"which is {most} with tokens of at most {table.longest} bytes",
+            field=name,
+            value=size,
+            limit=most,
+        )
+        error.context = max_context
+        raise error
+
+
+def check_fewest_tokens(prompt: object, table: TokenTable, max_context: int, name: str = "prompt") -> None:
+    """Refuse a text whose bytes no few enough tokens can write; reads some of it, so a long one is for a thread.
+
+    A chat passes, whose template may leave some of it out, and so do token ids. Arguments as for `check_text_size`.
+
+    Raises:
+        PromptTooLong: It is at least so many tokens.
+    """
+    if isinstance(prompt, str) and len(prompt) * _CHARACTER > max_context:
+        fewest = table.fewest_tokens(prompt, max_context)
+        if fewest > max_context:
+            error = PromptTooLong(
+                f"{name}: its {len(prompt)} characters are at least {fewest} tokens, "
+                f"more than the context of {max_context}",
+                field=name,
+                value=fewest,
+                limit=max_context,
+            )
+            error.context = max_context
+            raise error
+
+
+def _text_size(prompt: object) -> int:
+    """Characters of a text, or of the texts of a chat's messages; token ids have none."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    size = 0
+    for message in prompt if _is_chat(prompt) else ():
+        if isinstance(message, Mapping):
+            size += sum(len(value) for value in message.values() if isinstance(value, str))
+    return size
+
+
+def _is_chat(prompt: object) -> TypeGuard[Sequence[Any]]:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping)
+    )
+
+
+def to_token_ids(
+    prompt: Any,
+    tokenizer: TokenizerLike,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    end: ChatEnd = "answer",
+    template_kwargs: Mapping[str, Any] | None = None,
+    framed: bool = True,
+) -> list[int]:
+    """Return the token ids of raw text, of a chat, or of ids themselves.
+
+    `framed` is the argument of `encode`, the others are those of `encode_chat`.
+
+    Raises:
+        InvalidParams: The prompt is empty, of another kind, or malformed; names the part.
+        TokenizerFailed: The tokenizer cannot handle it.
+    """
+    if isinstance(prompt, str):
+        ids = _guarded(partial(tokenizer.encode, prompt, framed=framed)) if prompt else []  # never a BOS alone
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise InvalidParams(
+            f"prompt: must be a str, a list of token ids or a list of messages, got {type(prompt).__name__}",
+            field="prompt",
+            value=prompt,
+        )
+    elif prompt and (isinstance(prompt[0], Mapping) or hasattr(prompt[0], "model_dump")):  # refused as a message
+        ids = _guarded(partial(tokenizer.encode_chat, prompt, tools, end, template_kwargs))
+    else:
+        ids = list(prompt)
+    if not ids:
+        raise InvalidParams("prompt: is empty, at least one token is needed", field="prompt", value=prompt, limit=1)
+    return ids
+
+
+def more_token_ids(
+    added: Any,
+    tokenizer: TokenizerLike,
+    known: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of what is added to `known`: text or ids as they stand, or messages in the chat template for `tools`.
+
+    The template may read `template_kwargs` besides.
+
+    Raises:
+        InvalidParams: It is of another kind, or malformed; names the part.
+        TokenizerFailed: The tokenizer cannot handle it.
+    """
+    if isinstance(added, str):
+        return _guarded(partial(tokenizer.encode_more, added)) if added else []
+    if not _is_chat(added):
+        return to_token_ids(added, tokenizer) if added != [] else []
+    ids = _guarded(partial(tokenizer.encode_reply, added, tools, template_kwargs))
+    if known[-1] not in tokenizer.eos_ids:
+        return ids
+    for place, token in enumerate(ids):  # the answer ended itself: the template's own end of it, if there is one, goes
+        if token in tokenizer.eos_ids:
+            return ids[place + 1 :]
+        if tokenizer.table.pieces[token].strip():
+            break
+    return ids
+
+
+def _guarded(encode: Callable[[], list[int]]) -> list[int]:
+    """Return what a tokenizer gives; whatever it raises that is not typed concerns this request alone."""
+    with typed(lambda problem: TokenizerFailed(f"the tokenizer failed: {problem}")):
+        return encode()
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse what is not an id below the width of the logits.
+
+    Raises:
+        InvalidParams: Names the first offending place.
+    """
+    for place, value in enumerate(ids):
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise InvalidParams(
+                f"prompt[{place}]: must be a token id from 0 to {vocab_size - 1}, got {value!r}",
+                field=f"prompt[{place}]",
+                value=value,
+                limit=vocab_size - 1,
+            )

@@ -1,0 +1,304 @@
+"""Makes the scheduler's requests from what a caller asks, as far as the model can do it; never queues them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from headrace.adapters.slots import AdapterVersion
+from headrace.engine.config import EngineConfig
+from headrace.engine.delivery.beams import BeamControl, BeamGeneration
+from headrace.engine.delivery.delivered import TokenMaker, detokenizer_of
+from headrace.engine.delivery.generation import Generation, StopText, StopWatch
+from headrace.engine.errors import InvalidParams
+from headrace.engine.intake.asking import Asking, check_asking
+from headrace.engine.intake.prompts import TokenizerLike
+from headrace.engine.intake.wearing import dressed, root_of, worn_by
+from headrace.engine.params import SamplingParams
+from headrace.engine.scheduling.beams import BeamSearch
+from headrace.engine.scheduling.pooling import Pooling
+from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, LogitsProcessor, Reporting, Shaping
+
+__all__ = ["make_generation", "make_pooling_request", "make_requests"]
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
+_UNLIMITED = 2**62
+_COLDEST, _HOTTEST = 1e-6, 1e30  # temperatures that float32 can divide by: the likeliest token alone, and all alike
+_NO_ADAPTERS: Mapping[str, AdapterVersion] = {}
+_MAX_PROMPT_REPORTS = 2**16
+"""Log-probabilities of one prompt: more of them would hold up the event loop when they are read."""
+
+
+def make_requests(
+    ids: Sequence[int],
+    asking: Asking,
+    tokenizer: TokenizerLike,
+    vocab_size: int,
+    random_seeds: random.Random,
+    grammar: Grammar | None = None,
+    adapters: Mapping[str, AdapterVersion] = _NO_ADAPTERS,
+) -> list[Request]:
+    """One request for each of the `n` choices of a prompt; the others fork the first one's pages.
+
+    Args:
+        ids: The prompt.
+        asking: What is asked.
+        tokenizer: The model's.
+        vocab_size: Width of the logits.
+        random_seeds: Where seeds come from that are not given.
+        grammar: `response_format`, compiled.
+        adapters: What the names of adapters stand for.
+
+    Raises:
+        InvalidParams: A token is not in the vocabulary, or the masks leave none.
+        UnknownAdapter: No adapter is loaded under that name.
+    """
+    params = asking.params
+    check_asking(asking, vocab_size)
+    worn, ids = dressed(asking.adapter, ids, params, adapters)
+    if params.beam_width is not None:
+        return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size, worn)]
+    seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
+    stop_ids = asking.stop_ids(tokenizer.eos_ids)
+    shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
+    requests: list[Request] = []
+    for choice in range(params.n):
+        requests.append(
+            Request(
+                tokens=list(ids),
+                prompt_len=len(ids),
+                limit=len(ids) + (_UNLIMITED if params.max_tokens is None else params.max_tokens),
+                sampling=_sampling(params, seed + choice * _GOLDEN),
+                shaping=shaping,
+                reporting=_reporting(params, choice, len(ids)),
+                grammar=grammar,
+                alone=params.deterministic,
+                jumps=grammar is not None and shaping is None and _takes_runs(asking),
+                processor=_processor(asking, worn),
+                stop_ids=stop_ids,
+                wears=worn,
+                root=root_of(worn, asking.sharing),
+                priority=asking.priority,
+                tenant=asking.tenant,
+                adapter=asking.adapter,
+                deadline=asking.ends,
+                leader=requests[0] if requests else None,
+                forked=params.n > 1 or asking.before is not None,
+                before=asking.before,
+                keepers=int(params.n == 1),
+            )
+        )
+    return requests
+
+
+def _processor(asking: Asking, worn: AdapterVersion | None) -> LogitsProcessor | None:
+    """The caller's hook, which is not told of the ids under which virtual tokens stand."""
+    given = asking.logits_processor
+    if given is None or worn is None or not worn.virtual_tokens:
+        return given
+    virtual = worn.virtual_tokens
+    return lambda tokens, logits_V: given(tokens[virtual:], logits_V)
+
+
+def _takes_runs(asking: Asking) -> bool:
+    """Whether several tokens may come at once: nothing is asked of each by itself."""
+    params = asking.params
+    looks = params.stop or params.deterministic or asking.stop_when is not None or asking.logits_processor is not None
+    return params.logprobs is None and not looks
+
+
+def make_pooling_request(
+    ids: Sequence[int],
+    asking: Asking,
+    pooling: Pooling,
+    vocab_size: int,
+    adapters: Mapping[str, AdapterVersion] = _NO_ADAPTERS,
+) -> Request:
+    """A request that generates nothing; arguments as `make_requests`.
+
+    Raises:
+        InvalidParams: A keyword is of the wrong kind.
+        UnknownAdapter: No adapter is loaded under that name.
+    """
+    check_asking(asking, vocab_size)
+    worn = worn_by(asking.adapter, adapters)
+    if worn is not None and worn.virtual_tokens:
+        raise InvalidParams(
+            "adapter: one with virtual tokens cannot be pooled", field="adapter", value=asking.adapter, limit=0
+        )
+    return Request(
+        tokens=list(ids),
+        prompt_len=len(ids),
+        limit=len(ids) + 1,
+        sampling=Sampling(),
+        pooling=pooling,
+        wears=worn,
+        root=root_of(worn, asking.sharing),
+        priority=asking.priority,
+        tenant=asking.tenant,
+        adapter=asking.adapter,
+    )
+
+
+def _reporting(params: SamplingParams, choice: int, prompt_len: int) -> Reporting | None:
+    """What a choice reports; the first one alone reports on the prompt, which is the same for all."""
+    _check_prompt_logprobs(params, prompt_len)
+    reporting = Reporting(params.logprobs, params.prompt_logprobs if choice == 0 else None)
+    return None if reporting == Reporting() else reporting
+
+
+def _sampling(params: SamplingParams, seed: int) -> Sampling:
+    return Sampling(
+        temperature=min(max(params.temperature, _COLDEST), _HOTTEST) if params.temperature else 0.0,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seed & _MASK,
+    )
+
+
+def make_generation(
+    asking: Asking, control: BeamControl, tokenizer: TokenizerLike, maker: TokenMaker, config: EngineConfig
+) -> Generation:
+    """The engine's side of the stream that is asked for, whose tokens `maker` makes."""
+    params = asking.params
+    if params.beam_width is not None:
+        return BeamGeneration(control, _search(asking, tokenizer), params.n)
+    watch = None if asking.stop_when is None else StopWatch(asking.stop_when, maker, config.hook_seconds)
+    return Generation(control, params.n, config.max_unread_tokens, _stop_texts(asking, tokenizer), watch)
+
+
+def _search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
+    """A beam search that has just begun."""
+    params = asking.params
+    return BeamSearch(
+        width=params.beam_width or 1,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        stop_ids=asking.stop_ids(tokenizer.eos_ids),
+        limit=_UNLIMITED if params.max_tokens is None else params.max_tokens,
+    )
+
+
+def _first_beam(
+    ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int, worn: AdapterVersion | None
+) -> Request:
+    """The request whose likeliest tokens begin a beam search.
+
+    Raises:
+        InvalidParams: The vocabulary is too small to go on with so many.
+    """
+    if search.candidates > vocab_size:
+        raise InvalidParams(
+            f"beam_width: {search.width} beams look at {search.candidates} tokens of a vocabulary of {vocab_size}",
+            field="beam_width",
+            value=search.width,
+            limit=vocab_size,
+        )
+    return Request(
+        tokens=list(ids),
+        prompt_len=len(ids),
+        limit=len(ids) + 1,
+        sampling=Sampling(),
+        reporting=Reporting(completion=search.candidates),
+        wears=worn,
+        root=root_of(worn, asking.sharing),
+        priority=asking.priority,
+        tenant=asking.tenant,
+        adapter=asking.adapter,
+        holds=True,
+    )
+
+
+def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
+    """The stop-string state of each choice; none where there are no stop strings."""
+    params = asking.params
+    if not params.stop:
+        return []
+    stop_ids = asking.stop_ids(tokenizer.eos_ids)
+    return [
+        StopText(
+            detokenizer_of(tokenizer.table, params),
+            params.stop,
+            stop_ids,
+            params.include_stop_str_in_output,
+            params.min_tokens,
+        )
+        for _ in range(params.n)
+    ]
+
+
+def _shaping(
+    params: SamplingParams, prompt_len: int, stop_ids: AbstractSet[int], tokenizer: TokenizerLike, vocab_size: int
+) -> Shaping | None:
+    """What `params` ask of the logits; None where they ask nothing.
+
+    Raises:
+        InvalidParams: The masks leave no token.
+    """
+    words = _word_ids(params.bad_words, tokenizer, vocab_size)
+    forbidden = {*params.forbidden_token_ids, *(word[0] for word in words if len(word) == 1)}
+    stops = tuple(sorted(token for token in stop_ids if token < vocab_size)) if params.min_tokens else ()
+    shaping = Shaping(
+        bias=params.logit_bias,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        allowed=params.allowed_token_ids,
+        forbidden=tuple(sorted(forbidden)),
+        min_length=prompt_len + params.min_tokens if stops else 0,
+        stops=stops,
+        bad_words=tuple(sorted(word for word in words if len(word) > 1)),
+    )
+    allowed = range(vocab_size) if shaping.allowed is None else shaping.allowed
+    if forbidden.issuperset(allowed) or forbidden.union(stops).issuperset(allowed):
+        field = "forbidden_token_ids" if shaping.allowed is None else "allowed_token_ids"
+        raise InvalidParams(
+            f"{field}: with bad_words and min_tokens they leave no token to choose",
+            field=field,
+            value=getattr(params, field),
+        )
+    return None if shaping == Shaping() else shaping
+
+
+def _word_ids(words: Sequence[str], tokenizer: TokenizerLike, vocab_size: int) -> set[tuple[int, ...]]:
+    """The token ids of each word as it stands in a text, after a space and without one.
+
+    Raises:
+        InvalidParams: The tokenizer has no tokens for one, or too many for all.
+    """
+    frame = set(tokenizer.encode("")) if words else set()  # what begins or ends any text
+    found = set()
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,):
+            ids = tokenizer.encode(text)
+            first, last = ids[:1], ids[1:][-1:]
+            ids = ids[len(frame.intersection(first)) : len(ids) - len(frame.intersection(last))]
+            if not ids:
+                raise InvalidParams(f"bad_words: {word!r} has no tokens", field="bad_words", value=word)
+            if max(ids) < vocab_size:
+                found.add(tuple(ids))
+    if (total := sum(map(len, found))) > MOST_WORD_TOKENS:
+        raise InvalidParams(
+            f"bad_words: together at most {MOST_WORD_TOKENS} tokens, with a space before each and without, got {total}",
+            field="bad_words",
+            value=words,
+            limit=MOST_WORD_TOKENS,
+        )
+    return found
+
+
+def _check_prompt_logprobs(params: SamplingParams, prompt_len: int) -> None:
+    if params.prompt_logprobs is None:
+        return
+    most = _MAX_PROMPT_REPORTS // (1 + params.prompt_logprobs)
+    if prompt_len > most:
+        raise InvalidParams(
+            f"prompt_logprobs: {params.prompt_logprobs} are for prompts of up to {most} tokens, got {prompt_len}",
+            field="prompt_logprobs",
+            value=params.prompt_logprobs,
+            limit=most,
+        )

@@ -1,0 +1,181 @@
+"""`open_engine`: turns a configuration into a loaded model behind a runner; the one place that sees every ring.
+
+Runs in a thread and never on the event loop. Nothing imports it before an engine opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import InvalidParams
+from headrace.engine.intake.messages import Message
+from headrace.engine.life.generation_defaults import from_generation_config, from_gguf_metadata
+from headrace.engine.life.model_files import find_model
+from headrace.engine.life.opened import CrossEncoder, Opened
+from headrace.engine.model.checkpoint.embedding import read_embedding
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.weights import Source
+from headrace.engine.model.cpu.opening import open_cpu
+from headrace.engine.model.encoder.opening import open_encoder
+from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
+from headrace.engine.model.shared.device import Device
+from headrace.engine.model.shared.find_gpu import find_gpu
+from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
+from headrace.engine.scheduling.pooling import Embedding
+from headrace.engine.stats import EngineInfo
+from headrace.engine.tokens.folder import generation_config
+from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.tokenizer import Tokenizer
+
+__all__ = ["build_kernels", "open_engine"]
+
+
+class _NoTokenizer:
+    """Stands in where a model has none (`load_format="random"`): ids pass, text is refused, ids have no text."""
+
+    eos_ids = ()
+    chat_template = ""
+    special_tokens: Mapping[str, Any] = {}
+
+    def __init__(self) -> None:
+        self.table = TokenTable([], frozenset())
+
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
+        raise InvalidParams(
+            "prompt: this model was opened without a tokenizer; give token ids", field="prompt", value=text
+        )
+
+    def encode_chat(self, messages: Sequence[Message], *options: Any, **named: Any) -> list[int]:
+        raise InvalidParams(
+            "prompt: this model was opened without a tokenizer; give token ids", field="prompt", value=messages
+        )
+
+    encode_more, encode_reply = encode, encode_chat
+
+    def start(self, max_context: int) -> None:
+        """There is nothing to start."""
+
+    def close(self) -> None:
+        """There is nothing to return."""
+
+
+def open_engine(config: EngineConfig) -> Opened:
+    """Load the model that `config` names and make its runner.
+
+    Raises:
+        ModelRejected: The model's files cannot be used.
+        DeviceUnavailable: The device is not there.
+        InvalidParams: An option does not fit the model or the device.
+    """
+    path, name = find_model(config)
+    if path.is_dir() and is_encoder(read_hf_config(path)):
+        return _open_encoder(config, path, name)
+    with ExitStack() as files:
+        tokenizer: Tokenizer | _NoTokenizer
+        source: Source
+        if config.load_format == "random":
+            spec, tokenizer, source = from_hf(read_hf_config(path)), _NoTokenizer(), "random"
+        elif path.suffix == ".gguf":
+            source = files.enter_context(GgufFile(path))
+            spec, tokenizer = source.spec(), Tokenizer.from_gguf(source.metadata)
+        else:
+            spec, tokenizer = from_hf(read_hf_config(path)), Tokenizer.from_folder(path)
+            source = path
+        recommended = _recommended(config, source)
+        device = _open_device(config, spec, source)
+    embedding = None
+    if "pooling" in device.abilities:
+        embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
+    info = replace(_info(device, name, spec.architecture, embedding), generation_defaults=recommended)
+    tokenizer.start(device.capacity.max_context)
+    return Opened(
+        device.runner,
+        tokenizer,
+        device.capacity,
+        info,
+        device.abilities,
+        embedding,
+        adapters=device.adapters,
+        generates=spec.has_head,
+    )
+
+
+def _open_encoder(config: EngineConfig, path: Path, name: str) -> Opened:
+    """Open an encoder, which embeds texts or scores pairs of them, as `open_engine` opens other models."""
+    spec, tokenizer = encoder_from_hf(read_hf_config(path)), Tokenizer.from_folder(path, is_exact=False)
+    device = open_encoder(config, spec, path)
+    embedding = scoring = None
+    if spec.head is None:
+        embedding = read_embedding(path, spec.hidden_size, ("mean", "cls", "last"), default="mean")
+    else:
+        scoring = CrossEncoder(tokenizer.encode_pair, spec.has_sigmoid)
+    info = _info(device, name, spec.architecture, embedding)
+    tokenizer.start(device.capacity.max_context)
+    return Opened(
+        device.runner,
+        tokenizer,
+        device.capacity,
+        info,
+        device.abilities,
+        embedding,
+        scoring,
+        generates=False,
+        has_pages=False,
+    )
+
+
+def _recommended(config: EngineConfig, source: Source) -> Mapping[str, float]:
+    """What the model's files recommend for sampling, where that is wanted."""
+    if config.generation_defaults == "none" or source == "random":
+        return {}
+    if isinstance(source, GgufFile):
+        return from_gguf_metadata(source.metadata)
+    return from_generation_config(generation_config(Path(source)))
+
+
+def _info(device: Device, model: str, architecture: str, embedding: Embedding | None) -> EngineInfo:
+    return EngineInfo.of(
+        device.capacity,
+        model=model,
+        architecture=architecture,
+        dtype=device.dtype,
+        device=device.name,
+        page_bytes=device.page_bytes,
+        embedding_size=0 if embedding is None else embedding.size,
+    )
+
+
+def build_kernels(config: EngineConfig) -> tuple[Path, int]:
+    """Compile the GPU kernels of the model that `config` names, without loading it.
+
+    Returns:
+        The folder that keeps them, in `config.kernel_cache`, and how many kernels it holds.
+
+    Raises:
+        ModelRejected: The model's description cannot be used.
+        DeviceUnavailable: There is no such GPU, or a kernel cannot be compiled.
+    """
+    gpu = find_gpu(config.device)
+    from headrace.engine.model.cuda.opening import build_kernels
+
+    path, _ = find_model(config)
+    if path.suffix != ".gguf":
+        return build_kernels(config, from_hf(read_hf_config(path)), gpu)
+    with GgufFile(path) as gguf:
+        return build_kernels(config, gguf.spec(), gpu)
+
+
+def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return open_cpu(config, spec, source)
+    gpu = find_gpu(config.device)  # before its extra is missed, which takes several GB and needs a GPU to be of use
+    from headrace.engine.model.cuda.opening import open_cuda  # needs what only machines with a GPU have installed
+
+    return open_cuda(config, spec, source, gpu)

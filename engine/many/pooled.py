@@ -1,0 +1,323 @@
+"""The way of one text through the step loop where nothing is generated: a request that is prefilled and pooled.
+
+Owns the wait for its end; never plans a step and never touches a tensor. embeddings.py and scoring.py stand on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
+
+import anyio
+
+from headrace.engine.adapters import Adapters
+from headrace.engine.concurrency.fair_worker import FairWorker
+from headrace.engine.delivery.generation import Control, Generation
+from headrace.engine.errors import EngineStopped, InvalidParams, PromptTooLong
+from headrace.engine.events import Usage
+from headrace.engine.intake.asking import Asking
+from headrace.engine.intake.prompts import (
+    TokenizerLike,
+    check_fewest_tokens,
+    check_text_size,
+    check_token_ids,
+    is_short,
+    is_text,
+    to_token_ids,
+    tokenizing_cost,
+)
+from headrace.engine.intake.requests import make_pooling_request
+from headrace.engine.intake.tokenizing import Charge, Tokenizing, charge_nobody
+from headrace.engine.life.opened import Opened
+from headrace.engine.params import SamplingParams
+from headrace.engine.scheduling.plan import Emission
+from headrace.engine.scheduling.pooling import Pooling
+from headrace.engine.steps.loop import StepLoop
+from headrace.engine.tokens.text import TokenTable
+
+__all__ = ["Pair", "PoolingIntake", "Text", "Who"]
+
+_NO_PARAMS = SamplingParams()
+_SPACE: Final = re.compile(r"[ \t\n\r]{2,}")
+_SPARSE: Final = 32
+
+
+class Who(NamedTuple):
+    """On whose behalf something is asked: arguments of `Engine.stream`."""
+
+    adapter: str | None = None
+    tenant: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    charge: Charge = charge_nobody
+
+
+class Pooled(NamedTuple):
+    """What a text comes to as token ids."""
+
+    ids: list[int]
+    pooling: Pooling
+    made: int
+    """Tokens that were made of text, those that are cut off included."""
+
+
+class _Asked(Protocol):
+    """A text, or several that make one."""
+
+    def is_short(self, table: TokenTable) -> bool:
+        """Return whether tokenising it is quick enough for the event loop's own thread."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """The work of tokenising, in characters, roughly."""
+        ...
+
+    def check(self, opened: Opened) -> None:
+        """Refuse what is too long however it is tokenised."""
+        ...
+
+    def tokenize(self, opened: Opened) -> Pooled:
+        """Return the token ids and how they are pooled."""
+        ...
+
+
+class Text(NamedTuple):
+    """One prompt."""
+
+    prompt: Any
+    pooling: Pooling
+    truncate: bool = False
+
+    def is_short(self, table: TokenTable) -> bool:
+        """Whether tokenising is quick enough for the event loop's own thread."""
+        return is_short(self.prompt, table)
+
+    @property
+    def cost(self) -> float:
+        """The work of tokenising, in characters, roughly."""
+        return tokenizing_cost(self.prompt)
+
+    def check(self, opened: Opened) -> None:
+        """Refuse what is too long however it is tokenised.
+
+        Raises:
+            PromptTooLong: It has too many characters, or its bytes are too many tokens.
+        """
+        if not self.truncate:
+            _check(self.prompt, opened)
+
+    def tokenize(self, opened: Opened) -> Pooled:
+        """Return the token ids and how they are pooled.
+
+        Raises:
+            InvalidParams: It is malformed.
+            PromptTooLong: As much of it as the tokenizer takes at once does not fill the context.
+        """
+        prompt, tokenizer, most = self.prompt, opened.tokenizer, opened.info.max_context
+        if self.truncate and isinstance(prompt, str):
+            prompt = _cut(prompt, opened)
+        ids = to_token_ids(prompt, tokenizer)
+        made = len(ids) if is_text(prompt) else 0
+        if self.truncate:
+            _check_cut(self.prompt, prompt, len(ids), opened)
+            ids = _truncated(ids, tokenizer, most)
+        return Pooled(ids, self.pooling, made)
+
+
+class Pair(NamedTuple):
+    """A query and a document, for a model that reads them together."""
+
+    query: str
+    document: str
+    truncate: bool = False
+
+    def is_short(self, table: TokenTable) -> bool:
+        """Whether tokenising is quick enough for the event loop's own thread."""
+        return is_short(self.query, table) and is_short(self.document, table)
+
+    @property
+    def cost(self) -> float:
+        """The work of tokenising, in characters, roughly."""
+        return tokenizing_cost(self.query) + tokenizing_cost(self.document)
+
+    def check(self, opened: Opened) -> None:
+        """Refuse what is too long however it is tokenised.
+
+        Raises:
+            PromptTooLong: One of both has too many characters, or its bytes are too many tokens.
+        """
+        _check(self.query, opened, "query")
+        if not self.truncate:
+            _check(self.document, opened)
+
+    def tokenize(self, opened: Opened) -> Pooled:
+        """Return the token ids and how they are pooled; what is too long is cut at the end of the document.
+
+        Raises:
+            InvalidParams: One of both is no text that UTF-8 can express.
+            PromptTooLong: The query leaves no room for the document, or as much of both as the tokenizer takes at once
+                does not fill the context.
+        """
+        assert opened.scoring is not None
+        most = opened.info.max_context
+        document = _cut(self.document, opened, len(self.query)) if self.truncate else self.document
+        found = opened.scoring.encode_pair(self.query, document)
+        ids, made = found.ids, len(found.ids)
+        if self.truncate:
+            _check_cut(self.document, document, made, opened)
+        if self.truncate and len(ids) > most:
+            ids = _truncated(ids, opened.tokenizer, most)
+            if found.document >= most - 1:
+                raise PromptTooLong(
+                    f"query: its {found.document} tokens leave no room for a document in the context of {most}",
+                    field="query",
+                    value=found.document,
+                    limit=most,
+                )
+        return Pooled(ids, Pooling("score", found.second), made)
+
+
+def _check(prompt: Any, opened: Opened, name: str = "prompt") -> None:
+    """Refuse a prompt that is too long however it is tokenised."""
+    table, most = opened.tokenizer.table, opened.info.max_context
+    dense = _dense(prompt, opened)
+    check_text_size(dense, table, most, name)
+    check_fewest_tokens(dense, table, most, name)
+
+
+def _enough(opened: Opened) -> int | None:
+    """Characters that are more than the context can hold; None where nobody knows."""
+    longest = opened.tokenizer.table.longest
+    return longest * opened.info.max_context if longest else None
+
+
+def _cut(text: str, opened: Opened, beside: int = 0) -> str:
+    """Return the start of a text, as much as is sure to fill the context or as the tokenizer takes at once.
+
+    Args:
+        text: The text.
+        opened: The model.
+        beside: Characters that are tokenised together with it.
+    """
+    dense, most = _dense(text, opened), opened.tokenizer.table.most_characters
+    cut: str = dense[: _enough(opened)]
+    return cut if most is None else cut[: max(most - beside, 0)]
+
+
+def _check_cut(whole: Any, cut: Any, tokens: int, opened: Opened) -> None:
+    """Refuse a text of which so many tokens would leave out what the context still has room for."""
+    most, table = opened.info.max_context, opened.tokenizer.table
+    if tokens >= most or not isinstance(whole, str) or table.most_characters is None:
+        return
+    if len(cut) < len(_dense(whole, opened)[: _enough(opened)]):
+        raise PromptTooLong(
+            f"prompt: its tokenizer takes {table.most_characters} characters at once, which do not fill the context "
+            f"of {most} tokens, and it has {len(whole)}",
+            field="prompt",
+            value=len(whole),
+            limit=table.most_characters,
+        )
+
+
+def _dense(prompt: Any, opened: Opened) -> Any:
+    """Return a text with one white character for several, where it may seem too long and the model sees no more."""
+    enough = _enough(opened)
+    if not isinstance(prompt, str) or enough is None or len(prompt) <= enough or not opened.tokenizer.table.joins_space:
+        return prompt
+    looked_at = _SPARSE * enough
+    return _SPACE.sub(" ", prompt[:looked_at]) + prompt[looked_at:]
+
+
+def _truncated(ids: list[int], tokenizer: TokenizerLike, most: int) -> list[int]:
+    """The first `most` of `ids`, of which the last are what the tokenizer ends every text with."""
+    if len(ids) <= most:
+        return ids
+    frame = tokenizer.encode("") if tokenizer.table.longest else []  # a model without a tokenizer frames nothing
+    ending = next((frame[start:] for start in range(len(frame)) if ids[start - len(frame) :] == frame[start:]), [])
+    return ids[: max(most - len(ending), 0)] + ending[:most]
+
+
+class _Pooling(Generation):
+    """A request that is pooled: one choice without a token, and what came of its hidden states."""
+
+    def __init__(self, control: Control, started: anyio.Event | None) -> None:
+        """Raises `InvalidParams` for what is no event, which the step loop would find out too late."""
+        if not isinstance(started, anyio.Event | None):
+            kind = type(started).__name__
+            raise InvalidParams(f"started: must be an anyio.Event, got {kind}", field="started", value=started)
+        super().__init__(control, 1, window=1)
+        self.value: Any = None
+        self._started = started
+
+    def take_up(self, now: float) -> None:
+        """Say so to whoever wants to know."""
+        super().take_up(now)
+        if self._started is not None:
+            self._started.set()
+
+    def deliver(self, emission: Emission) -> None:
+        """Keep what came."""
+        self.value = emission.pooled
+        super().deliver(emission)
+
+    async def result(self) -> tuple[Any, Usage]:
+        """Wait for the end: what came, and the tokens it took.
+
+        Raises:
+            RequestFailed: The request ended early.
+            EngineStopped: The engine closed meanwhile.
+            EngineCrashed: The step loop died.
+        """
+        (end,) = await self.mailbox.take()
+        if end.finish_reason != "stop":
+            raise EngineStopped("the engine closed before the request was done")
+        return self.value, self.usage
+
+
+class PoolingIntake(NamedTuple):
+    """What it takes to get a text pooled."""
+
+    serving: Callable[[], tuple[StepLoop, Opened]]
+    """Raises where the engine takes nothing more in."""
+    helper: FairWorker
+    """Tokenises long texts, in turns by tenant."""
+    adapters: Adapters
+    """What prompts may wear."""
+    started: anyio.Event | None = None
+    """Set when a step takes up the first text."""
+
+    async def pool(self, asked: _Asked, who: Who) -> tuple[Any, Usage]:
+        """Prefill a text: what came of its hidden states, and the tokens it took.
+
+        Raises:
+            Rejected: The request can never run, or `started` is no event.
+            RequestFailed: It ended early.
+            EngineStopped: The engine is not open, or closed meanwhile.
+            EngineCrashed: Its step loop died.
+        """
+        loop, opened = self.serving()
+        generation = _Pooling(loop, self.started)
+        loop.expect(generation)
+        try:
+            tokenizing = Tokenizing(
+                partial(asked.tokenize, opened),
+                lambda pooled: pooled.made,
+                check=partial(asked.check, opened),
+                here=asked.is_short(opened.tokenizer.table),
+                cost=asked.cost,
+                tenant=who.tenant,
+                charge=who.charge,
+            )
+            ids, pooling, _ = await tokenizing.ask(self.helper)
+            loop, opened = self.serving()
+            loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
+            check_token_ids(ids, opened.info.vocab_size)
+            asking = Asking(_NO_PARAMS, *who[:4])
+            named = self.adapters.known_to(asking.adapter)
+            loop.submit(generation, ids, [make_pooling_request(ids, asking, pooling, opened.info.vocab_size, named)])
+            return await generation.result()
+        finally:
+            generation.cancel()

@@ -1,0 +1,1 @@
+"""Model files: their headers, names and weights; never a runner and never what runs a model."""

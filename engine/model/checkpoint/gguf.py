@@ -1,0 +1,381 @@
+"""Reads GGUF files: checks a possibly hostile header, then hands out metadata and tensors; never builds a model.
+
+The whole header is parsed and checked here, once, before anything is read by its word, so no count, length or offset
+in the file decides an allocation or a seek on its own. The `gguf` package supplies the block formats. Tensors are read
+with plain reads, not a mapping: a file that shrinks under us is an error instead of a bus fault, and closing is final.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from headrace.adapters.untrusted import open_file
+from headrace.engine.errors import ModelRejected
+from headrace.engine.model.checkpoint.gguf_spec import from_gguf
+from headrace.engine.model.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["GgufFile", "GgufTensor"]
+
+_KINDS = (
+    Kind.F32,
+    Kind.F16,
+    Kind.BF16,
+    Kind.Q8_0,
+    Kind.Q4_0,
+    Kind.Q4_1,
+    Kind.Q5_0,
+    Kind.Q5_1,
+    Kind.Q4_K,
+    Kind.Q5_K,
+    Kind.Q6_K,
+)
+_GROUPED = (Kind.Q4_0, Kind.Q4_1)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_LENGTH = struct.Struct("<Q")
+_MAX_TENSORS = 1 << 16
+_MAX_KEYS = 1 << 16
+_MAX_NAME_BYTES = 1 << 10
+_MAX_STRING_BYTES = 16 << 20
+_MAX_METADATA_BYTES = 256 << 20
+_MAX_VALUES = 1 << 21
+"""All array elements of the metadata together: the largest vocabularies with their merges need about a million."""
+_MAX_DIMS = 4
+_MAX_ALIGNMENT = 1 << 16
+_BLOCK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies in its file and how it is encoded."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    """Outer size first, as torch has it; the file stores the inner size first."""
+    offset: int
+    """Bytes from the start of the file."""
+    nbytes: int
+
+
+class _Header:
+    """A cursor over the header that refuses to read past the end or beyond a limit."""
+
+    def __init__(self, data: mmap.mmap, name: str) -> None:
+        self.data = data
+        self.name = name
+        self.at = 0
+        self.values_left = _MAX_VALUES
+
+    def refuse(self, field: str, value: object, limit: object) -> NoReturn:
+        shown = f"{value!r}"[:200]
+        raise ModelRejected(f"{self.name}: {field} is {shown}; allowed: {limit}", field=field, value=value, limit=limit)
+
+    def skip(self, count: int, field: str) -> int:
+        """Move past `count` bytes and return where they start."""
+        start = self.at
+        if count > min(len(self.data), _MAX_METADATA_BYTES) - start:
+            self.refuse(f"the end of {field}", start + count, f"{min(len(self.data), _MAX_METADATA_BYTES)} bytes")
+        self.at = start + count
+        return start
+
+    def scalar(self, code: str, field: str) -> Any:
+        start = self.skip(struct.calcsize("<" + code), field)
+        if code == "?" and self.data[start] > 1:
+            self.refuse(field, self.data[start], "0 or 1")
+        return struct.unpack_from("<" + code, self.data, start)[0]
+
+    def count(self, code: str, field: str, limit: int) -> int:
+        value: int = self.scalar(code, field)
+        if value > limit:
+            self.refuse(field, value, f"at most {limit}")
+        return value
+
+    def text(self, field: str, limit: int) -> str:
+        length = self.count("Q", f"the length of {field}", limit)
+        start = self.skip(length, field)
+        try:
+            return str(self.data[start : start + length], "utf-8")
+        except UnicodeDecodeError as error:
+            self.refuse(field, self.data[start : start + min(length, 50)], f"UTF-8 ({error.reason})")
+
+    def value(self, kind: int, field: str) -> object:
+        if kind == _STRING:
+            return self.text(field, _MAX_STRING_BYTES)
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind], field)
+        if kind != _ARRAY:
+            self.refuse(f"the type of {field}", kind, "0 to 12")
+        return self._array(field)
+
+    def _array(self, field: str) -> list[Any]:
+        kind: int = self.scalar("I", f"the element type of {field}")
+        if kind != _STRING and kind not in _SCALARS:
+            self.refuse(f"the element type of {field}", kind, "a number, a bool or a string (no nested arrays)")
+        count = self.count("Q", f"the length of {field}", self.values_left)
+        self.values_left -= count
+        if kind == _STRING:
+            return self._texts(count, field)
+        form = f"<{count}{_SCALARS[kind]}"
+        start = self.skip(struct.calcsize(form), field)
+        return list(struct.unpack_from(form, self.data, start))
+
+    def _texts(self, count: int, field: str) -> list[str]:
+        """Read strings as `text` does, which is left to refuse the first that is not as it should be."""
+        data, at = self.data, self.at
+        end = min(len(data), _MAX_METADATA_BYTES)
+        found: list[str] = []
+        length_at, add = _LENGTH.unpack_from, found.append  # a vocabulary has a hundred thousand and more
+        with contextlib.suppress(struct.error, UnicodeDecodeError):
+            for _ in range(count):
+                start = at + 8
+                stop = start + length_at(data, at)[0]
+                if stop > end or stop - start > _MAX_STRING_BYTES:
+                    break
+                add(data[start:stop].decode())
+                at = stop
+        self.at = at
+        return found + [self.text(field, _MAX_STRING_BYTES) for _ in range(count - len(found))]
+
+
+def _metadata(header: _Header, count: int) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for index in range(count):
+        key = header.text(f"metadata key {index}", _MAX_NAME_BYTES)
+        if key in found:
+            header.refuse("metadata key", key, "each key once")
+        found[key] = header.value(header.scalar("I", f"the type of {key}"), key)
+    return found
+
+
+def _tensor(header: _Header, name: str) -> GgufTensor:
+    """Read one tensor's entry; its offset still counts from the start of the data."""
+    dims = header.count("I", f"the dimensions of {name}", _MAX_DIMS)
+    sizes = [header.count("Q", f"a size of {name}", len(header.data) * 8) for _ in range(dims)]
+    if not sizes or min(sizes) < 1:
+        header.refuse(f"the shape of {name}", sizes, f"1 to {_MAX_DIMS} sizes of at least 1")
+    number: int = header.scalar("I", f"the type of {name}")
+    kind = next((known for known in Kind if known == number), None)
+    if kind not in _KINDS:
+        shown = kind.name if kind is not None else number
+        header.refuse(f"the type of {name}", shown, ", ".join(known.name for known in _KINDS))
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    if sizes[0] % block:
+        header.refuse(f"the inner size of {name}", sizes[0], f"a multiple of {block} for {kind.name}")
+    nbytes = math.prod(sizes) // block * block_bytes
+    return GgufTensor(kind, tuple(reversed(sizes)), header.scalar("Q", f"the offset of {name}"), nbytes)
+
+
+def _tensors(header: _Header, count: int) -> dict[str, GgufTensor]:
+    found: dict[str, GgufTensor] = {}
+    for index in range(count):
+        name = header.text(f"the name of tensor {index}", _MAX_NAME_BYTES)
+        if name in found:
+            header.refuse("tensor", name, "each name once")
+        found[name] = _tensor(header, name)
+    return found
+
+
+def _placed(header: _Header, tensors: dict[str, GgufTensor], alignment: int) -> dict[str, GgufTensor]:
+    """Return the tensors with offsets from the start of the file, once each lies in the file and in no other."""
+    base = -(-header.at // alignment) * alignment
+    placed: dict[str, GgufTensor] = {}
+    end = base
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        start = base + tensor.offset
+        if tensor.offset % alignment or start < end:
+            header.refuse(f"the offset of {name}", tensor.offset, f"a multiple of {alignment} past the tensor before")
+        end = start + tensor.nbytes
+        if end > len(header.data):
+            header.refuse(f"the end of {name}", end, f"the file's size, {len(header.data)} (truncated?)")
+        placed[name] = GgufTensor(tensor.kind, tensor.shape, start, tensor.nbytes)
+    return placed
+
+
+def _parse(data: mmap.mmap, name: str) -> tuple[dict[str, object], dict[str, GgufTensor]]:
+    header = _Header(data, name)
+    magic = header.scalar("I", "the magic number")
+    if magic != gguf.GGUF_MAGIC:
+        header.refuse("the magic number", magic.to_bytes(4, "little"), "b'GGUF'")
+    version = header.scalar("I", "the version")
+    if version not in (2, 3):
+        header.refuse("the version", version, "2 or 3, little-endian")
+    tensor_count = header.count("Q", "the number of tensors", _MAX_TENSORS)
+    metadata = _metadata(header, header.count("Q", "the number of metadata keys", _MAX_KEYS))
+    alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        header.refuse("general.alignment", alignment, f"a power of two up to {_MAX_ALIGNMENT}")
+    return metadata, _placed(header, _tensors(header, tensor_count), alignment)
+
+
+class GgufFile:
+    """An open GGUF file whose header has been checked: `metadata` as plain Python values, tensors on demand.
+
+    Close it, or leave its `with` block, when the weights are loaded; the metadata stays readable. Several threads may
+    read tensors at a time.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open `path` and check its header.
+
+        Raises:
+            ModelRejected: The file is missing, truncated or hostile, or holds a tensor type that is not supported.
+        """
+        self.path = Path(path)
+        self.name = self.path.name
+        try:
+            self._file = open_file(self.path)
+        except OSError as error:
+            raise ModelRejected(f"{self.name}: cannot be read ({error.strerror})", field=self.name) from error
+        try:
+            if os.fstat(self._file.fileno()).st_size == 0:
+                raise ModelRejected(f"{self.name}: the file is empty", field=self.name)
+            with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                self.metadata, self.tensors = _parse(data, self.name)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        """Return the file itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Release the file; idempotent."""
+        self._file.close()
+
+    def spec(self) -> DecoderSpec:
+        """Return the spec that the metadata and the tensors' names and shapes describe.
+
+        Raises:
+            ModelRejected: The model is of a kind that headrace does not know, or contradicts itself.
+        """
+        divisors = None
+        freqs = self.tensors.get("rope_freqs.weight")
+        if freqs is not None:
+            if math.prod(freqs.shape) > 1024:
+                raise ModelRejected(
+                    f"{self.name}: rope_freqs.weight has shape {list(freqs.shape)}; allowed: at most 1024 values",
+                    field="rope_freqs.weight",
+                    value=freqs.shape,
+                    limit=1024,
+                )
+            divisors = tuple(value for _, rows in self.blocks("rope_freqs.weight") for value in rows.flatten().tolist())
+        return from_gguf(self.metadata, self.shapes, divisors, self.name)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape by its name, outer size first."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def nbytes(self, name: str) -> int:
+        """Return how many bytes of the file the tensor takes."""
+        return self.tensors[name].nbytes
+
+    def has_groups(self, name: str) -> bool:
+        """Return whether `groups` can hand the tensor out."""
+        return self.tensors[name].kind in _GROUPED and len(self.tensors[name].shape) == 2
+
+    def blocks(self, name: str, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield a tensor's rows in order, dequantised, as (first row, float32 [rows, inner] or [elements]).
+
+        Args:
+            name: A key of `tensors`.
+            elements: About how many elements a block has; vectors come whole.
+
+        Raises:
+            ModelRejected: The file has shrunk since it was opened.
+        """
+        tensor = self.tensors[name]
+        for first, raw in self._raw_blocks(name, tensor, elements):
+            values = _dequantised(raw, tensor.kind)
+            yield first, values.reshape(-1) if len(tensor.shape) == 1 else values
+
+    def groups(
+        self, name: str, elements: int = _BLOCK_ELEMENTS
+    ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        """Yield the rows of a Q4_0 or Q4_1 matrix in order as (first row, (quants, scales, minima)).
+
+        They are uint8 [rows, in] from 0 to 15, float32 [rows, in / 32] and float32 [rows, in / 32], and
+        `quant * scale + minimum` is the weight.
+
+        Raises:
+            ModelRejected: The file has shrunk since it was opened.
+        """
+        tensor = self.tensors[name]
+        for first, raw in self._raw_blocks(name, tensor, elements):
+            quants, scale, minimum = _nibbles(raw, tensor.kind)
+            yield first, (quants.flatten(1), scale, minimum)
+
+    def _raw_blocks(self, name: str, tensor: GgufTensor, elements: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first row, uint8 [rows, bytes of a row])."""
+        columns = tensor.shape[-1]
+        rows = math.prod(tensor.shape[:-1])
+        row_bytes = tensor.nbytes // rows
+        step = max(elements // columns, 1)
+        for first in range(0, rows, step):
+            data = bytearray(min(step, rows - first) * row_bytes)
+            view = memoryview(data)
+            start, done = tensor.offset + first * row_bytes, 0
+            while done < len(view):
+                got = os.preadv(self._file.fileno(), [view[done:]], start + done)
+                if not got:
+                    raise ModelRejected(f"{self.name}: the file ends inside {name}", field=name)
+                done += got
+            yield first, torch.frombuffer(data, dtype=torch.uint8).view(-1, row_bytes)
+
+
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F
+
+
+def _nibbles(raw: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split rows of Q4_0 or Q4_1 blocks into quants [rows, groups, 32], scales and minima [rows, groups]."""
+    head = 2 if kind == Kind.Q4_0 else 4
+    blocks = raw.view(raw.shape[0], -1, head + 16)
+    eights = blocks[..., head:].contiguous().view(torch.int64)  # eight bytes at a time
+    values = torch.stack((eights & _LOW_HALVES, (eights >> 4) & _LOW_HALVES), dim=2).view(torch.uint8).flatten(2)
+    constants = blocks[..., :head].contiguous().view(torch.float16).float()
+    scale = constants[..., 0]
+    # Q4_0 stores a signed quant plus 8; the products are exact in float32, so this equals (quant - 8) * scale.
+    minimum = constants[..., 1] if kind == Kind.Q4_1 else scale * -8
+    return values, scale, minimum
+
+
+def _dequantised(raw: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Return float32 [rows, inner] of rows of blocks; the common kinds without the package's slower general path."""
+    if kind == Kind.F32:
+        return raw.view(torch.float32)
+    if kind == Kind.F16:
+        return raw.view(torch.float16).float()
+    if kind == Kind.BF16:
+        return raw.view(torch.bfloat16).float()
+    if kind in _GROUPED:
+        quants, scale, minimum = _nibbles(raw, kind)
+        return quants.float().mul_(scale.unsqueeze(-1)).add_(minimum.unsqueeze(-1)).flatten(1)
+    if kind == Kind.Q8_0:
+        blocks = raw.view(raw.shape[0], -1, 34)
+        scale = blocks[..., :2].contiguous().view(torch.float16).float()
+        return blocks[..., 2:].contiguous().view(torch.int8).float().mul_(scale).flatten(1)
+    packed: NDArray[np.uint8] = raw.numpy()
+    with np.errstate(all="ignore"):  # hostile scales may overflow; the loader refuses the infinities by name
+        return torch.from_numpy(gguf.quants.dequantize(packed, kind))

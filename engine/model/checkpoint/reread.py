@@ -1,0 +1,65 @@
+"""`rereading`: what gives a model's files for reading once more, and refuses them if they describe another model.
+
+A device that slept without its weights reads them again, and the tokenizer, the sizes and the kernels of the model that
+was opened stay in use. Files that say anything else about these would give tokens that mean something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+
+from headrace.adapters.untrusted import read_bytes
+from headrace.engine.errors import ModelRejected
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.weights import Source
+from headrace.engine.tokens.folder import TOKENIZER_FILES
+
+__all__ = ["rereading"]
+
+
+def rereading(source: Source) -> Callable[[], Source]:
+    """Return a function that gives the source of the same model's weights again, when `source` has been closed.
+
+    The function raises `ModelRejected` where a file, or a key of a GGUF file's metadata, is not as it is now.
+
+    Raises:
+        ModelRejected: A file cannot be read.
+    """
+    if isinstance(source, str) and source == "random":
+        return lambda: source
+    path = source.path if isinstance(source, GgufFile) else Path(source)
+    before = _described(source) if isinstance(source, GgufFile) else _digests(path)
+
+    def again() -> Source:
+        now = _digests(path)
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                raise ModelRejected(
+                    f"{path.name}: {name} is not what it was when the model was opened; open the model anew",
+                    field=name,
+                    limit="files that describe the same model",
+                )
+        return path
+
+    return again
+
+
+def _digests(path: Path) -> Mapping[str, bytes]:
+    """Return a digest for each file of a folder, or key of a GGUF file, that says what the weights and ids mean."""
+    if path.suffix == ".gguf":
+        with GgufFile(path) as file:
+            return _described(file)
+    return {
+        name: blake2b(read_bytes(path / name, limit)).digest()
+        for name, limit in TOKENIZER_FILES.items()
+        if (path / name).exists()
+    }
+
+
+def _described(file: GgufFile) -> Mapping[str, bytes]:
+    """Return a digest for each key of an open GGUF file, without those that only describe the file itself."""
+    said = {key: value for key, value in file.metadata.items() if not key.startswith("general.")}
+    said["the model's shape"] = file.spec()
+    return {key: blake2b(repr(value).encode(errors="backslashreplace")).digest() for key, value in said.items()}

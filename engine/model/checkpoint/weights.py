@@ -1,0 +1,217 @@
+"""Loads a checkpoint into the decoder's fused parameters, or invents them; never decides what a model looks like.
+
+Whoever packs the layers of a model reads them one by one, so the host never holds a second copy of all. Next to read:
+parameters.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.parameters import Empty, FileMaker, Progress, Weight
+from headrace.engine.model.checkpoint.plan import Fused, layer_plan, top_plan
+from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.paged import KvScales
+
+__all__ = ["DecoderWeights", "LayerWeights", "Layers", "Source", "Weight", "load_weights", "open_weights"]
+
+Source: TypeAlias = str | os.PathLike[str] | GgufFile | Literal["random"]
+"""A Hugging Face folder with safetensors, a GGUF file (its path, or open: then it stays open), or `"random"`."""
+_INIT_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One block's parameters; matrices are [out, in]. Biases and head norms are None where the spec has none."""
+
+    input_norm_E: Tensor
+    qkv: Weight
+    """Rows: H * D of queries, K * D of keys, K * D of values."""
+    qkv_bias: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    o: Weight
+    o_bias: Tensor | None
+    post_norm_E: Tensor
+    gate_up: Weight
+    """Rows: F of the gate, F of the up projection."""
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+
+
+class Layers(Protocol):
+    """The parameters of each layer, by its number."""
+
+    def __getitem__(self, layer: int, /) -> LayerWeights: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All parameters of a decoder."""
+
+    embedding_VE: Tensor
+    layers: Layers
+    final_norm_E: Tensor
+    head: Weight
+    """[V, E]; the very object `embedding_VE` where the spec ties them."""
+    kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
+    """Of the layers for which the checkpoint has scales of an 8-bit cache."""
+
+
+class _Maker(Protocol):
+    """Makes one parameter: always a tensor, or packed where that is wanted and possible."""
+
+    def dense(self, fused: Fused) -> Tensor: ...
+
+    def linear(self, fused: Fused) -> Weight: ...
+
+
+class _UnreadLayers:
+    """Reads a layer each time it is asked for, in whichever thread asks."""
+
+    def __init__(self, spec: DecoderSpec, maker: _Maker) -> None:
+        self._spec, self._maker = spec, maker
+
+    def __getitem__(self, layer: int, /) -> LayerWeights:
+        return _layer(self._spec, self._maker, layer)
+
+    def __len__(self) -> int:
+        return self._spec.num_layers
+
+
+def _assemble(spec: DecoderSpec, maker: _Maker, layers: Layers | None = None) -> DecoderWeights:
+    """Make all parameters, but for those of `layers` where they are given."""
+    top = top_plan(spec)
+    embedding_VE = maker.dense(top["embedding_VE"])
+    if layers is None:
+        layers = tuple(_layer(spec, maker, layer) for layer in range(spec.num_layers))
+    final_norm_E = maker.dense(top["final_norm_E"])
+    head = maker.linear(top["head"]) if "head" in top else embedding_VE
+    return DecoderWeights(embedding_VE, layers, final_norm_E, head)
+
+
+def _layer(spec: DecoderSpec, maker: _Maker, layer: int) -> LayerWeights:
+    plan = layer_plan(spec, layer)
+    vectors = {
+        field: maker.dense(plan[field]) if field in plan else None
+        for field in ("qkv_bias", "q_norm_D", "k_norm_D", "o_bias", "gate_up_bias", "down_bias")
+    }
+    return LayerWeights(
+        input_norm_E=maker.dense(plan["input_norm_E"]),
+        qkv=maker.linear(plan["qkv"]),
+        o=maker.linear(plan["o"]),
+        post_norm_E=maker.dense(plan["post_norm_E"]),
+        gate_up=maker.linear(plan["gate_up"]),
+        down=maker.linear(plan["down"]),
+        **vectors,
+    )
+
+
+class _Random:
+    """Makes random parameters that depend on the seed alone."""
+
+    def __init__(self, empty: Empty, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.empty = empty
+        self.dtype = dtype
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+
+    def dense(self, fused: Fused) -> Tensor:
+        out = self.empty(fused.shape, self.dtype)
+        return out.fill_(1.0) if fused.is_norm else out.normal_(0.0, _INIT_STD, generator=self.generator)
+
+    def linear(self, fused: Fused) -> Weight:
+        return self.dense(fused)
+
+
+@contextmanager
+def open_weights(
+    source: Source,
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype,
+    keep_packed: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Iterator[DecoderWeights]:
+    """Yield a model's parameters on the CPU, of which layers are read when they are asked for, until the block ends.
+
+    Several threads may ask for layers. Arguments and errors are those of `load_weights`; asking for a layer raises
+    them, too. Random layers are there at once.
+    """
+    device = torch.device("cpu")
+    with ExitStack() as files:
+        if source == "random":
+            yield load_weights(source, spec, dtype=dtype, device=device, seed=seed)
+            return
+        maker = FileMaker(_open(source, files), spec, partial(_empty, device), dtype, device, keep_packed, progress)
+        yield _load(maker, spec, _UnreadLayers(spec, maker))
+
+
+def load_weights(
+    source: Source,
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    keep_packed: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+    empty: Empty | None = None,
+) -> DecoderWeights:
+    """Return a model's parameters in `dtype` on `device`.
+
+    Args:
+        source: Where they are; `"random"` draws N(0, 0.02), and norms of 1.
+        spec: What the model looks like.
+        dtype: A floating-point dtype for every tensor that is not kept packed.
+        device: Where the parameters go.
+        keep_packed: Whether products whose parts are all Q4_0 or Q4_1 stay in their 4 bits.
+        seed: What `"random"` draws from.
+        progress: Called after each tensor with the bytes done and the bytes in all.
+        empty: Makes the tensors that are not kept packed, always in the same order; None is torch's.
+
+    Raises:
+        ModelRejected: A tensor is missing, left over, of another shape or not finite, or a file is damaged.
+    """
+    device = torch.device(device)
+    empty = empty or partial(_empty, device)
+    with ExitStack() as files:
+        if source == "random":
+            return _assemble(spec, _Random(empty, dtype, device, seed))
+        return _load(FileMaker(_open(source, files), spec, empty, dtype, device, keep_packed, progress), spec)
+
+
+def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _open(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> SafetensorsFolder | GgufFile:
+    """Return the files of `source`, which `files` will close unless they were open."""
+    if isinstance(source, GgufFile):
+        return source
+    path = Path(source)
+    if path.suffix == ".gguf":
+        return files.enter_context(GgufFile(path))
+    return files.enter_context(SafetensorsFolder(path))
+
+
+def _load(maker: FileMaker, spec: DecoderSpec, layers: Layers | None = None) -> DecoderWeights:
+    if spec.tied_head:
+        maker.check_tied(maker.names.of(top_plan(spec)["embedding_VE"].parts[0]))
+    weights = _assemble(spec, maker, layers)
+    maker.check_finite()
+    return replace(weights, kv_scales=maker.kv_scales(spec.num_layers))

@@ -1,0 +1,195 @@
+"""`CpuRows`: what each row of a CPU engine holds - tokens, page table, sampling - and the tensors of one step from it.
+
+Owns the row table, which only the plans change; never runs the model. Next to read: runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.cpu.options import CpuOptions, PromptSpan
+from headrace.engine.model.shared.host_choice import HostChoices
+from headrace.engine.model.shared.pools import Pools, PoolSpan
+from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.request import Sampling
+from headrace.ops.cpu.lora import Wearers
+from headrace.ops.cpu.sample import Choosing
+from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+
+__all__ = ["CpuRows", "StepBatch"]
+
+_LONGEST = 2  # rows of one decode group differ at most by this factor in pages, so that little of it is padding
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The tensors of one step."""
+
+    tokens_N: Tensor
+    """int64 token ids."""
+    paged: PagedBatch
+    samplers: list[int]
+    """Indices of the plan's works that sample."""
+    last_S: Tensor
+    """int64: for each of them, which of the N tokens is its last."""
+    choosing: list[Choosing]
+    prompts: list[PromptSpan]
+    """Where log-probabilities of a prompt are wanted."""
+    pooled: list[PoolSpan]
+    """Where hidden states are wanted."""
+    wearers: list[Wearers]
+    """Those of the N tokens that wear adapters."""
+    wearing_samplers: list[Wearers]
+    """Those of the S sampled positions that do."""
+
+
+class CpuRows:
+    """The row table of a CPU engine."""
+
+    def __init__(self, capacity: Capacity, bank: CpuBank | None = None) -> None:
+        """Start with empty rows, which wear what `bank` holds."""
+        self._bank = bank
+        self._size = capacity.page_size
+        max_pages = -(-capacity.max_context // capacity.page_size)
+        self._tokens: NDArray[np.int64] = np.zeros((capacity.max_rows, capacity.max_context + 1), np.int64)
+        self._tables: NDArray[np.int64] = np.zeros((capacity.max_rows, max_pages), np.int64)
+        self._sampling = [Sampling()] * capacity.max_rows
+        self._stop_ids: list[frozenset[int]] = [frozenset()] * capacity.max_rows
+        self._stopped = [False] * capacity.max_rows
+        """Whether the token sampled last is one of the row's stop ids: what is planned for it will be dropped."""
+        self.options = CpuOptions(capacity.vocab_size)
+        self.pools = Pools()
+        self.hosts = HostChoices(capacity)
+
+    def update(self, plan: StepPlan) -> None:
+        """Take in the plan's new rows, given tokens and page entries."""
+        plan = self.hosts.take(plan)
+        for given in self.options.late.take(plan):
+            self._tokens[given.row, given.start : given.start + len(given.tokens)] = given.tokens
+            self.options.give(given)
+            self._stopped[given.row] = False
+        for row, start, tokens, sampling, _, stop_ids in plan.new_rows:
+            self._tokens[row, start : start + len(tokens)] = tokens
+            self._sampling[row] = sampling
+            self._stop_ids[row], self._stopped[row] = stop_ids, False
+        if self._bank is not None:
+            self._bank.update(plan.new_rows)
+        for options in plan.options:  # bad words may begin in what the cache holds
+            self._tokens[options.row, : len(options.tokens)] = options.tokens
+        self.options.update(plan)
+        self.pools.update(plan)
+        for row, place, page in plan.entries:
+            self._tables[row, place] = page
+
+    def all_stopped(self, works: Sequence[Work]) -> bool:
+        """Whether nothing of `works` is worth computing."""
+        return all(map(self._is_left_out, works))
+
+    def batch(self, works: Sequence[Work]) -> StepBatch:
+        """Gather the tensors for `works`: decodes first, those of like context length side by side, then prefills.
+
+        Rows that have stopped, or were late, are left out; some row has not.
+        """
+        going = [index for index, work in enumerate(works) if not self._is_left_out(work)]
+        decodes = sorted((index for index in going if works[index].num_tokens == 1), key=lambda at: works[at].start)
+        order = decodes + [index for index in going if works[index].num_tokens > 1]
+        rows = np.repeat([works[index].row for index in order], [works[index].num_tokens for index in order])
+        positions = np.concatenate(
+            [np.arange(works[index].start, works[index].start + works[index].num_tokens) for index in order]
+        )
+        slots = self._tables[rows, positions // self._size] * self._size + positions % self._size
+        samplers, last, choosing, prompts, pooled = [], [], [], [], []
+        end = 0
+        for index in order:
+            work = works[index]
+            span = self.options.prompt_span(index, work, end)
+            if span is not None:
+                prompts.append(span)
+            wanted = self.pools.span(index, work, end)
+            if wanted is not None:
+                pooled.append(wanted)
+            end += work.num_tokens
+            if work.samples:
+                samplers.append(index)
+                last.append(end - 1)
+                choosing.append(self._choosing(work))
+        paged = PagedBatch(
+            positions_N=torch.from_numpy(positions),
+            slots_N=torch.from_numpy(slots),
+            decodes=self._groups([works[index] for index in decodes]),
+            prefills=self._prefills([works[index] for index in order[len(decodes) :]], len(decodes)),
+            given=() if self._bank is None else self._bank.given(rows, positions),
+        )
+        tokens_N = torch.from_numpy(self._tokens[rows, positions])
+        last_S = torch.tensor(last, dtype=torch.int64)
+        wearers = self._wearers(rows, positions)
+        wearing_samplers = self._wearers(rows[last], positions[last]) if wearers and last else []
+        return StepBatch(tokens_N, paged, samplers, last_S, choosing, prompts, pooled, wearers, wearing_samplers)
+
+    def row_wearers(self, row: int, count: int) -> list[Wearers]:
+        """The wearers among `count` tokens of one row."""
+        return self._wearers(np.full(count, row), np.zeros(count, np.int64))
+
+    def _wearers(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Wearers]:
+        return [] if self._bank is None else self._bank.wearers(rows, positions)
+
+    def known(self, work: Work) -> NDArray[np.int64]:
+        """The tokens of a work's row up to its end."""
+        return self._tokens[work.row, : work.start + work.num_tokens]
+
+    def append(self, works: Sequence[Work], samplers: Sequence[int], tokens: Sequence[int]) -> None:
+        """Keep the tokens just sampled: the next step reads them here."""
+        for index, token in zip(samplers, tokens, strict=True):
+            work = works[index]
+            self._tokens[work.row, work.start + work.num_tokens] = max(token, 0)
+            self._stopped[work.row] = token in self._stop_ids[work.row]
+
+    def _is_left_out(self, work: Work) -> bool:
+        return self._stopped[work.row] or work.row in self.options.late
+
+    def _choosing(self, work: Work) -> Choosing:
+        sampling = self._sampling[work.row]
+        return Choosing(
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed,
+            work.start + work.num_tokens,
+        )
+
+    def _pages(self, length: int) -> int:
+        return -(-length // self._size)
+
+    def _groups(self, works: Sequence[Work]) -> tuple[DecodeGroup, ...]:
+        groups = []
+        start = 0
+        while start < len(works):
+            most = self._pages(works[start].start + 1) * _LONGEST + 2
+            end = start
+            while end < len(works) and self._pages(works[end].start + 1) <= most:
+                end += 1
+            group = works[start:end]
+            width = self._pages(group[-1].start + 1)
+            pages = self._tables[[work.row for work in group], :width]
+            lengths = torch.tensor([work.start + 1 for work in group], dtype=torch.int64)
+            inside = np.arange(width) * self._size < lengths.numpy()[:, None]
+            groups.append(DecodeGroup(start, torch.from_numpy(np.where(inside, pages, 0)), lengths))
+            start = end
+        return tuple(groups)
+
+    def _prefills(self, works: Sequence[Work], start: int) -> tuple[PrefillRow, ...]:
+        prefills = []
+        for work in works:
+            length = work.start + work.num_tokens
+            pages_P = torch.from_numpy(self._tables[work.row, : self._pages(length)].copy())
+            prefills.append(PrefillRow(start, work.num_tokens, pages_P, length))
+            start += work.num_tokens
+        return tuple(prefills)

@@ -1,0 +1,194 @@
+"""`CpuRunner`: carries out plans on the CPU in a thread of its own, which releases the GIL inside every operation.
+
+Owns the model and the paged cache; never decides what runs. Sampled tokens stay with the rows, so the next
+step can be launched before this one is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.cpu.options import prompt_places
+from headrace.engine.model.cpu.rows import CpuRows, StepBatch
+from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.shared.host_pool import HostPool
+from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
+from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
+from headrace.engine.model.shared.pools import settle
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.scheduling.plan import CHOSEN_LATER, Ability, Capacity, StepPlan
+from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
+from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.lora import CpuAdapterOps, Wearers
+
+__all__ = ["CpuRunner", "cpu_ops"]
+
+# Measured with oneDNN 3.12 on a CPU with AMX: bfloat16 products of more than 32 rows all sum in one order, and those of
+# fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).
+_ALIKE_ROWS = 40
+
+
+def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype) -> dict[int | None, CpuOps]:
+    """The operations of each kind of layer that `spec` has: one for each attention window."""
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim)))
+    cos, sin = angles.cos(), angles.sin()
+    return {
+        window: CpuOps(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=page_size,
+            eps=spec.norm_eps,
+            cos=cos,
+            sin=sin,
+            dtype=dtype,
+            window=window,
+        )
+        for window in dict.fromkeys(spec.windows)
+    }
+
+
+class CpuRunner:
+    """The device protocol on the CPU."""
+
+    abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
+
+    def __init__(
+        self,
+        load: Callable[[], Decoder],
+        ops: Mapping[int | None, CpuOps],
+        capacity: Capacity,
+        threads: int,
+        bank: CpuBank | None = None,
+    ) -> None:
+        """Load the model, allocate the paged cache and start the thread.
+
+        Args:
+            load: Reads the model, now and after a sleep without weights.
+            ops: The operations it is made with, for each attention window.
+            capacity: Pages, rows and tokens.
+            threads: Threads of one operation.
+            bank: What rows may wear; None where they wear nothing.
+        """
+        decoder = load()
+        self._load: Callable[[], Decoder] | None = load
+        self._decoder: Decoder | None = decoder
+        self._ops = ops
+        self._any = ops[decoder.spec.windows[0]]  # all share one cache layout
+        self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
+        self._rows = CpuRows(capacity, bank)
+        self._host: HostPool | None = None
+        self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
+
+    def launch(self, plan: StepPlan) -> PlanStep:
+        """Queue `plan` behind the steps launched before it."""
+        return self._thread.launch(plan)
+
+    @property
+    def most_pages(self) -> int:
+        """That `resize` may be asked for: as many as free memory can hold beside the present ones."""
+        pages_LPsKTD = self._kv.pages_LPsKTD
+        return max(pages_LPsKTD.shape[1], free_host_bytes() // (pages_LPsKTD[:, :1].nbytes))
+
+    def resize(self, num_pages: int) -> None:
+        """Have room for so many pages; for as long as this takes, the present ones hold their memory, too."""
+        self._kv = self._any.resized(self._kv, num_pages)
+        return_freed_memory()
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the memory of the pages, and that of the weights unless they are kept where they are."""
+        self._kv = self._any.resized(self._kv, 1)
+        if not keep_weights:
+            self._decoder = None
+        return_freed_memory()
+
+    def wake(self, num_pages: int) -> None:
+        """Have the weights, and so many pages."""
+        if self._decoder is None:
+            assert self._load is not None
+            self._decoder = self._load()
+        self._kv = self._any.allocate_kv(self._decoder.spec.num_layers, num_pages)
+
+    def open_host_pool(self, places: int) -> float:
+        """Have room for so many pages beside the cache; seconds that moving one takes."""
+        self._host = HostPool(self._kv.pages_LPsKTD, places, pinned=False)
+        return self._host.measure(self._kv.pages_LPsKTD, self._kv.pages_LPsKTD.shape[1], lambda: None)
+
+    def close(self) -> None:
+        """Join the thread and drop the model and the cache."""
+        self._thread.close()
+        self._rows.options.close()
+        self._decoder = self._host = self._load = None
+        del self._kv, self._ops, self._any
+        return_freed_memory()
+
+    def _carry_out(self, plan: StepPlan) -> Sequence[int]:
+        decoder = self._decoder
+        assert decoder is not None
+        if plan.spills and self._host is not None:
+            self._host.spill(self._kv.pages_LPsKTD, plan.spills)
+        self._rows.update(plan)
+        self._any.copy_pages(self._kv, plan.copies)
+        if plan.fetches and self._host is not None:
+            self._host.fetch(self._kv.pages_LPsKTD, plan.fetches)
+        tokens = [0] * len(plan.works)
+        if self._rows.all_stopped(plan.works):
+            return tokens
+        batch = self._rows.batch(plan.works)
+        steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
+        last_S = batch.last_S
+        if batch.prompts:
+            last_S = torch.cat((last_S, prompt_places(batch.prompts)))
+        if batch.pooled:
+            last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
+        hidden_SE = decoder.hidden(self._padded(batch), steps, self._kv, last_S, self._adapters(batch.wearers))
+        reports: dict[int, Report] = {}
+        choices: dict[int, Choice] = {}
+        forced: dict[int, Sequence[int]] = {}
+        hosts = self._rows.hosts
+        count = len(batch.samplers)
+        if count:
+            sampling = [plan.works[index] for index in batch.samplers]
+            logits_SV = decoder.logits(hidden_SE[:count], self._adapters(batch.wearing_samplers))
+            chosen, found, runs = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
+            self._rows.append(plan.works, batch.samplers, chosen)
+            for place, (index, token) in enumerate(zip(batch.samplers, chosen, strict=True)):
+                tokens[index] = token
+                work = plan.works[index]
+                if hosts.asks[work.row]:
+                    tokens[index] = CHOSEN_LATER
+                    choices[index] = hosts.choice(work.row, logits_SV[place].float().numpy())
+            reports = {batch.samplers[place]: report for place, report in found.items()}
+            forced = {batch.samplers[place]: rest for place, rest in runs.items()}
+        if not (reports or choices or forced or batch.prompts or batch.pooled):
+            return tokens
+        first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
+
+        def logits(hidden_PE: Tensor, work: int) -> Tensor:
+            wearers = self._rows.row_wearers(plan.works[work].row, len(hidden_PE))
+            return decoder.logits(hidden_PE, self._adapters(wearers))
+
+        prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], logits)
+        pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
+        return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens), choices, forced)
+
+    def _adapters(self, wearers: Sequence[Wearers]) -> CpuAdapterOps | None:
+        return CpuAdapterOps(self._any, wearers) if wearers else None
+
+    def _padded(self, batch: StepBatch) -> Tensor:
+        """Return the step's tokens, with zeros behind them where a whole prompt would have had more.
+
+        The end of a prompt behind a cached prefix then gives the bits that it has where all of it is computed at once.
+        """
+        longest = max((row.length for row in batch.paged.prefills), default=0)
+        missing = min(longest, _ALIKE_ROWS) - len(batch.tokens_N)
+        if missing <= 0 or self._any.dtype is not torch.bfloat16:
+            return batch.tokens_N
+        return functional.pad(batch.tokens_N, (0, missing))

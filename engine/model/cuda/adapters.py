@@ -1,0 +1,314 @@
+"""`CudaBank`: the adapters on a GPU, slot by slot, and what a step's kernels must know of who wears them.
+
+Owns the arena in which adapters' blocks lie, the tables that say where, and the stream on which they arrive beside the
+steps; never decides who wears what, and never reads a file. Next to read: ops/cuda/adapters/products.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, ModelShape, module_row
+from headrace.adapters.loaded import LoadedAdapter
+from headrace.adapters.stored import DTYPES, PIECE_BYTES, Stored
+from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.network.decoder import AdapterOps
+from headrace.engine.model.shared.memory import borrow_stream, return_stream
+from headrace.engine.scheduling.plan import Work
+from headrace.ops.cuda.adapters.inside import CudaWornOps
+from headrace.ops.cuda.adapters.products import CudaAdapterOps, VirtualRows
+from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows, pick
+from headrace.ops.cuda.block import CudaOps, GivenRows
+from headrace.ops.cuda.compiling.source import WORN_RANK
+from headrace.ops.cuda.memory.unpack import Unpacker
+from headrace.ops.cuda.products.even_heads import EvenHeads
+from headrace.ops.cuda.products.even_linear import EvenLinear
+from headrace.ops.cuda.products.linear import MAX_ROWS
+from headrace.ops.host_memory import PiecePool
+
+__all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
+
+# Measured on an H200: reading an adapter once for several rows pays where many rows wear few, or all wear one.
+_MANY_ROWS = 128
+_SHARED = 16
+_RANKS = (16, 64, 256)
+_FEED = MODULES.index("gate")
+
+
+class Worn(NamedTuple):
+    """What the rows of a batch wear, as far as other kernels serve it."""
+
+    group: int
+    """Rows that share one reading of an adapter; 0 where nobody wears any."""
+    rank: int
+    """No less than any rank that is worn: one of few, so that few graphs serve all."""
+    feeds: bool
+    """An adapter updates gate, up or down."""
+    ends: bool
+    """An adapter updates the embeddings or the output head."""
+
+
+BARE: Final = Worn(0, 0, feeds=False, ends=False)
+
+
+class CudaBank:
+    """The device's side of adapters on a GPU."""
+
+    granule_bytes: Final = 2 << 20
+    most_granules: Final = (UNIT << 31) // (1 << 20)
+    """Of 16-bit elements, as many as a table can tell apart."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        ops: CudaOps,
+        *,
+        slots: int,
+        granules: int,
+        max_rows: int,
+        max_tokens: int,
+        host: PiecePool,
+        biased: bool = False,
+    ) -> None:
+        """Allocate room for adapters on the device of `ops`.
+
+        Args:
+            shape: The model's sizes.
+            ops: Of any attention window.
+            slots: Adapters at a time.
+            granules: Memory for their low-rank updates, in `granule_bytes`.
+            max_rows: Rows of a step.
+            max_tokens: Tokens of a step.
+            host: Memory of pieces of `PIECE_BYTES` that adapters are read into.
+            biased: Whether any product of a layer has a bias.
+        """
+        dtype = ops.shape.dtype
+        self._ops, self._layers = ops, shape.num_layers
+        self._elements = self.granule_bytes // dtype.itemsize
+        device = self._device = ops.device
+        self._stream: torch.cuda.Stream | None = None
+        self._side: torch.cuda.Stream | None = None
+        self._arena = torch.empty(granules * self._elements, dtype=dtype, device=device)
+        self._table = torch.zeros(slots, len(MODULES) * shape.num_layers + 2, 4, dtype=torch.int32, device=device)
+        self._sites = sites_of(shape)
+        self._even = None if biased else _products(shape, ops)
+        self._own = torch.zeros_like(self._table[0])
+        self._virtual: list[Tensor | None] = [None] * slots
+        self._prefixes: list[Tensor | None] = [None] * slots
+        self._ranks: NDArray[np.int64] = np.zeros((slots, self._table.shape[1]), np.int64)
+        self._entries = torch.zeros(max_rows, 4, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(2, dtype=torch.int32, device=device)
+        self._order, self._slots = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(2))
+        self._count = torch.arange(max(max_rows, max_tokens), dtype=torch.int32, device=device)
+        self._unpack = Unpacker(self._arena, DTYPES, PIECE_BYTES)
+        self._host = host
+
+    def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
+        """Make `adapter` what the rows of `slot` wear, in the granules from `start` on; blocks until it is there."""
+        if self._stream is None:
+            self._stream = borrow_stream(self._device)
+        first, block = start * self._elements, adapter.block
+        with torch.inference_mode(), torch.cuda.stream(self._stream):  # whose copies wait for themselves alone
+            if isinstance(block, Stored):
+                given = first + block.recipe.elements
+                if block.recipe.is_padded:
+                    self._arena[first:given].zero_()
+                self._unpack(block.pieces, block.recipe.parts, block.recipe.scales, first)
+            else:
+                given = first + len(block)
+                self._arena[first:given].copy_(block)
+            self._table[slot].copy_(torch.from_numpy(table_lines(adapter.layout, first)))
+            self._virtual[slot] = self._placed(given, adapter.virtual_PE)
+            prefix_LPsD = self._placed(given, adapter.prefix_LPsD)
+            self._prefixes[slot] = None if prefix_LPsD is None else prefix_LPsD.flatten(2)
+            self._stream.synchronize()
+        self._ranks[slot] = adapter.layout.ranks
+
+    def memory(self, nbytes: int) -> Sequence[Tensor]:
+        """As `TakePieces`."""
+        return self._host.take(nbytes)
+
+    def take(self, slot: int) -> None:
+        """Let go of what `slot` holds; nobody wears it now."""
+        self._virtual[slot] = self._prefixes[slot] = None
+        self._ranks[slot] = 0
+
+    def close(self) -> None:
+        """Return the device's memory; no step that used it may be running."""
+        for stream in (self._stream, self._side):
+            if stream is not None:
+                stream.synchronize()
+                return_stream(stream)
+        held = "_arena _table _own _even _entries _counts _order _slots _count _virtual _prefixes _unpack _host"
+        for name in held.split():
+            delattr(self, name)
+
+    def worn(self, slots_B: NDArray[np.int32]) -> Worn:
+        """What rows in these slots, -1 for none, wear together."""
+        worn = slots_B[slots_B >= 0]
+        if not len(worn):
+            return BARE
+        different = np.unique(worn)
+        ranks = self._ranks[different]
+        rank = next(rank for rank in _RANKS if rank >= ranks.max())
+        feeds = bool(ranks[:, :EMBED].reshape(len(ranks), -1, len(MODULES))[:, :, _FEED:].any())
+        ends = bool(ranks[:, EMBED:].any())
+        group = 1
+        inside = self._even is not None and rank <= WORN_RANK
+        if 1 < len(slots_B) <= MAX_ROWS and len(different) == 1 and (feeds or inside) and not ends:
+            group = ALIKE
+        elif len(worn) >= max(_MANY_ROWS, _SHARED * len(different)):
+            group = GROUP
+        return Worn(group, rank, feeds, ends)
+
+    def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn, *, rotated: bool) -> AdapterOps | None:
+        """Enqueue what a decode step's products need, nothing if nobody wears any; capturable.
+
+        Args:
+            slots_R: int32: what each row wears.
+            batch_B: int32: the rows of the batch.
+            worn: What `worn` said of them.
+            rotated: Whether attention takes queries that are rotated, and keys and values that are stored.
+        """
+        if worn == BARE:
+            return None
+        if self._side is None:
+            self._side = borrow_stream(self._device)
+        rows = len(batch_B)
+        entries = self._entries[:rows]
+        batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group, worn.rank)
+        group_rows(slots_R, batch_B, batch)
+        inside = rotated and worn.group == ALIKE and worn.rank <= WORN_RANK and 1 < rows <= MAX_ROWS
+        if inside and self._even is not None:
+            pick(batch, self._own)
+            return CudaWornOps(self._ops, self._even, batch, self._own, self._sites, feeds=worn.feeds)
+        return self._wear(batch, worn, side=self._side)
+
+    def prefill_words(self, slots_W: NDArray[np.int32], counts_W: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What the device must know of a prefill's tokens: the slot of each, then its entries, flat.
+
+        Args:
+            slots_W: What each work's row wears.
+            counts_W: The tokens of each, side by side.
+        """
+        ends = counts_W.cumsum()
+        entries = [
+            (slot, first, min(SEGMENT, end - first), first)
+            for slot, count, end in zip(slots_W.tolist(), counts_W.tolist(), ends.tolist(), strict=True)
+            for first in range(end - count, end, SEGMENT)
+        ]
+        return np.concatenate((slots_W.repeat(counts_W), np.array(entries).ravel()))
+
+    def prefill(
+        self, words: Tensor, tokens: int, worn: Worn, works: Sequence[Work], slots_W: NDArray[np.int32]
+    ) -> CudaAdapterOps:
+        """The products of a prefill of `tokens` tokens, of which `words` are the `prefill_words` on the device."""
+        slots_N, entries = words[:tokens].int(), words[tokens:].int().view(-1, 4)
+        virtual = []
+        for first, count, work, slot in _beginnings(works, slots_W):
+            given_PE = self._virtual[slot]
+            if given_PE is not None and work.start < len(given_PE):
+                virtual.append(VirtualRows(first, given_PE[work.start : work.start + count]))
+        counts = torch.full((2,), len(entries), dtype=torch.int32, device=self._device)
+        batch = self._batch(entries, counts, self._count[:tokens], slots_N, SEGMENT, worn.rank)
+        return self._wear(batch, worn, virtual)
+
+    def given(self, works: Sequence[Work], slots_W: NDArray[np.int32]) -> tuple[GivenRows, ...]:
+        """The virtual tokens of a prefill whose keys and values are not computed."""
+        found = []
+        for first, count, work, slot in _beginnings(works, slots_W):
+            given_LPX = self._prefixes[slot]
+            if given_LPX is not None and work.start < given_LPX.shape[1]:
+                found.append(GivenRows(first, given_LPX[:, work.start : work.start + count]))
+        return tuple(found)
+
+    def single(self, slots_S: Tensor, worn: Worn) -> CudaAdapterOps:
+        """The products of single tokens that wear the adapters in `slots_S`: int32, on the device."""
+        count = self._count[: len(slots_S)]
+        entries = torch.stack((slots_S, count, torch.ones_like(count), count), 1)
+        return self._wear(self._batch(entries, self._counts, count, slots_S, 1, worn.rank), worn)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _batch(
+        self, entries: Tensor, counts: Tensor, order: Tensor, slots: Tensor, rows: int, max_rank: int
+    ) -> LoraBatch:
+        shared_bytes = self._ops.arch.shared_bytes
+        return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, max_rank, shared_bytes)
+
+    def _wear(
+        self,
+        batch: LoraBatch,
+        worn: Worn,
+        virtual: Sequence[VirtualRows] = (),
+        side: torch.cuda.Stream | None = None,
+    ) -> CudaAdapterOps:
+        return CudaAdapterOps(
+            self._ops, batch, self._sites, self._layers,
+            feeds=worn.feeds, ends=worn.ends, virtual=virtual, side=side,
+        )  # fmt: skip
+
+    def _placed(self, start: int, given: Tensor | None) -> Tensor | None:
+        """`given` in the arena from an element on; an adapter has one such tensor at most."""
+        if given is None:
+            return None
+        place = self._arena[start : start + given.numel()].view(given.shape)
+        return place.copy_(given)
+
+
+def _products(shape: ModelShape, ops: CudaOps) -> EvenLinear | None:
+    """Products with updates inside, where all of a layer can be computed so."""
+    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    products = (
+        (heads + 2 * keys, shape.hidden_size), (shape.hidden_size, heads),
+        (2 * shape.ffn_size, shape.hidden_size), (shape.hidden_size, shape.ffn_size),
+    )  # fmt: skip
+    if ops.even is None or not all(EvenLinear.fits(2, *sizes) for sizes in products):
+        return None
+    builds = [partial(kind.build, worn=True) for kind in (EvenLinear, EvenHeads)]
+    return ops.even if compiles(builds, "adapters are left to Triton, which is slower") else None
+
+
+def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
+    """Every (layer, site) of a model, and of layer -1 `embed` and `head`."""
+    sites = {
+        (layer, site): LoraSite(
+            module_row(layer, modules[0]), shape.size(modules[0])[0], tuple(shape.size(module)[1] for module in modules)
+        )
+        for layer in range(shape.num_layers)
+        for site, modules in SITES.items()
+    }
+    rows = shape.num_layers * len(MODULES) + 2
+    for name, row in (("embed", rows + EMBED), ("head", rows + HEAD)):
+        sites[-1, name] = LoraSite(row, shape.size(name)[0], (shape.size(name)[1],))
+    return sites
+
+
+def table_lines(layout: BlockLayout, start: int) -> NDArray[np.int32]:
+    """The lines of `LoraBatch.table` of an adapter whose block begins at element `start` of the arena: [modules, 4]."""
+    ranks = layout.ranks
+    before = np.zeros_like(ranks)
+    for modules in SITES.values():
+        for earlier, module in zip(modules, modules[1:], strict=False):
+            at = np.arange(layout.shape.num_layers) * len(MODULES) + MODULES.index(module)
+            gap = MODULES.index(module) - MODULES.index(earlier)
+            before[at] = before[at - gap] + ranks[at - gap]
+    lines = np.stack(((start + layout.a) // UNIT, (start + layout.b) // UNIT, ranks, before), axis=1)
+    return lines.astype(np.int32)
+
+
+def _beginnings(works: Sequence[Work], slots_W: NDArray[np.int32]) -> list[tuple[int, int, Work, int]]:
+    """(first token of the step's, tokens, work, slot) of works that wear something."""
+    found, first = [], 0
+    for work, slot in zip(works, slots_W.tolist(), strict=True):
+        if slot >= 0:
+            found.append((first, work.num_tokens, work, slot))
+        first += work.num_tokens
+    return found

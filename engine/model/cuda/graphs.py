@@ -1,0 +1,315 @@
+"""`DecodeGraphs`: the decode step of each batch size as a CUDA graph, sampling included; nothing else knows of graphs.
+
+Owns what a decode step reads and writes on the device besides weights, pages and rows; never decides which rows run.
+A step of n rows replays the graph of the smallest bucket that holds them; rows left over compute the padding row. Where
+a choice waits for the host's masks it is a graph of its own, behind that of the logits. Next to read:
+ops/cuda/block.py, what a graph is made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.concurrency.garbage import not_collected
+from headrace.engine.errors import DeviceUnavailable
+from headrace.engine.model.cuda.adapters import BARE, CudaBank, Worn
+from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.decodes import Decodes
+from headrace.engine.model.cuda.rows import DeviceRows
+from headrace.engine.model.cuda.sampling import RowSampler, Variant
+from headrace.engine.model.network.decoder import Decoder
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.attention.decode import FusedDecode
+from headrace.ops.cuda.attention.even import EvenDecode
+from headrace.ops.cuda.attention.paged import HeadShape, PlannedDecode, XqaDecode, choose
+from headrace.ops.cuda.block import CudaOps, DecodeStep
+from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
+
+__all__ = ["DecodeGraphs", "Key", "buckets"]
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
+_STRIDE = 64
+_PLANNED_AHEAD = 64  # tokens: how often FA2's split of the work is made anew, and how uneven it may get
+
+
+def buckets(max_rows: int) -> list[int]:
+    """The batch sizes that get graphs: few, and each at most a third larger than the one before past 64 rows."""
+    sizes = [*_SIZES, *range(_SIZES[-1] + _STRIDE, max_rows + _STRIDE, _STRIDE)]
+    return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+def _can_be_even(shape: HeadShape, arch: Arch) -> bool:
+    """Return whether the kernel of decodes that takes equal shares of pages can run here and could be compiled."""
+    if EvenDecode.refuses(shape, arch) is not None:
+        return False
+    return compiles([partial(EvenDecode.build, shape)], "decodes attend through FlashInfer, which is slower")
+
+
+class Key(NamedTuple):
+    """What one graph is of."""
+
+    bucket: int
+    """Rows that it computes."""
+    way: str
+    """Of attention: "fused", "even", "fa2" or "xqa"."""
+    variant: Variant | None
+    """Of the choice; None where there is none, up to the logits."""
+    worn: Worn
+    """Up to the logits."""
+    has_logits: bool = True
+    """False for the choice alone, from the logits that the graph without one leaves."""
+
+
+def _keys(bucket: int, way: str, variant: Variant | None, worn: Worn = BARE) -> list[Key]:
+    """Of the graphs of a step, in order."""
+    if variant is None or not variant.masked:
+        return [Key(bucket, way, variant, worn)]
+    return [Key(bucket, way, None, worn), Key(bucket, way, variant, worn, has_logits=False)]
+
+
+class _Planned:
+    """FA2's division of one batch, which holds until a row outgrows it."""
+
+    def __init__(self, bucket: int, attention: Sequence[PlannedDecode]) -> None:
+        self._attention = attention
+        self._covered: NDArray[np.int64] = np.zeros(bucket, np.int64)
+
+    def plan(self, lengths: NDArray[np.int64], *, anew: bool) -> None:
+        """Plan for `lengths`, again if another batch was planned since (`anew`) or a row has outgrown its plan."""
+        if not anew and (lengths <= self._covered).all():
+            return
+        self._covered = lengths + _PLANNED_AHEAD
+        for attention in self._attention:
+            attention.plan(self._covered.tolist())
+
+
+class DecodeGraphs:
+    """Captures and replays decode steps of one runner, all on one stream."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Mapping[int | None, CudaOps],
+        rows: DeviceRows,
+        sampler: RowSampler,
+        kv: Tensor,
+        ids: Tensor,
+        *,
+        max_rows: int,
+        attention: str,
+        bank: CudaBank | None = None,
+    ) -> None:
+        """Capture nothing yet.
+
+        Args:
+            decoder: The model.
+            ops: Its operations for each attention window.
+            rows: The row table, which the graphs read and advance.
+            sampler: Its sampler.
+            kv: The paged cache.
+            ids: int32 [max_rows]: where sampled ids go, in the order of the batch.
+            max_rows: Rows of the largest bucket.
+            attention: "auto", or the one way to use.
+            bank: What rows may wear; None where they wear nothing.
+        """
+        self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
+        self._sampler, self._bank = sampler, bank
+        self._buckets, self._choice = buckets(max_rows), attention
+        self._bucket_of = [next(size for size in self._buckets if size >= rows) for rows in range(max_rows + 1)]
+        """By the rows that run."""
+        self._device = kv.device
+        any_ops = next(iter(ops.values()))
+        self._pdl, self._arch, self._shape = any_ops.pdl, any_ops.arch, any_ops.shape
+        self._is_fp8 = self._shape.kv_dtype != self._shape.dtype
+        self._inputs = self._allocate(max_rows)
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._plans: dict[int, _Planned] = {}
+        self._steps: dict[tuple[int, str], dict[int | None, DecodeStep]] = {}
+        self._between: dict[tuple[int, str, Worn], Tensor] = {}
+        """What a graph of logits leaves to one of a choice."""
+        self._last_planned = 0
+        self._workspace: Tensor | None = None
+        self._int_workspaces: dict[int | None, Tensor] = {}
+        self._even: dict[int | None, EvenDecode] = {}
+        self._is_even = attention == "auto" and _can_be_even(self._shape, self._arch)
+
+    def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
+        """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
+        for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
+            for context, variant in itertools.product(contexts, variants):
+                for key in _keys(size, self._way(size, context), variant):
+                    self._graph(key)
+
+    def keys(self, decodes: Decodes, variant: Variant | None) -> list[Key]:
+        """The graphs whose replay is one step of `decodes`, the rows of `DeviceRows.batch_R`.
+
+        There is one; for a variant that is masked there are two, with the logits in between. Without a variant nothing
+        is chosen.
+        """
+        bucket = self._bucket_of[len(decodes.rows)]
+        worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[decodes.rows])
+        return _keys(bucket, self._way(bucket, decodes.mean_context), variant, worn)
+
+    def ready(self, keys: Sequence[Key]) -> bool:
+        """Whether `prepare` would find them captured: capturing takes a hundred milliseconds."""
+        return all(key in self._graphs for key in keys)
+
+    def prepare(self, keys: Sequence[Key], decodes: Decodes) -> list[torch.cuda.CUDAGraph]:
+        """The graphs of `keys`, planned for `decodes`.
+
+        Raises:
+            DeviceUnavailable: One had to be captured, and could not be.
+            torch.OutOfMemoryError: There was no memory for that.
+        """
+        graphs = [self._graph(key) for key in keys]
+        bucket, way, *_ = keys[0]
+        if way == "fa2":
+            lengths = np.ones(bucket, np.int64)
+            lengths[: len(decodes.rows)] += decodes.starts
+            last, self._last_planned = self._last_planned, 0  # none, should planning fail
+            with torch.inference_mode():
+                self._plans[bucket].plan(lengths, anew=last != bucket)
+            self._last_planned = bucket
+        return graphs
+
+    def logits(self, keys: Sequence[Key]) -> Tensor:
+        """[rows or more, vocabulary]: what the first graph of a masked variant leaves to the second."""
+        bucket, way, _, worn, _ = keys[0]
+        return self._between[bucket, way, worn]
+
+    def close(self) -> None:
+        """Drop all graphs; none may be running."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._steps.clear()
+        self._plans.clear()
+        self._even.clear()
+        self._between.clear()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _way(self, bucket: int, context: int) -> str:
+        if self._choice != "auto":
+            return self._choice
+        way = choose(bucket, context, fp8=self._is_fp8, even=self._is_even, xqa=self._arch.has("xqa"))
+        return "fa2" if way == "fused" and FusedDecode.refuses(self._shape) is not None else way
+
+    def _graph(self, key: Key) -> torch.cuda.CUDAGraph:
+        graph = self._graphs.get(key)
+        if graph is None:
+            try:
+                graph = self._capture(key)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):  # known for what they are
+                raise
+            except Exception as error:
+                raise DeviceUnavailable(
+                    f"the decode graph of {key.bucket} rows ({key.way} attention) could not be captured: {error}"
+                ) from error
+            self._graphs[key] = graph
+        return graph
+
+    def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
+        bucket, way, *_ = key
+        self._last_planned = 0  # what follows plans, even if it fails
+        if (bucket, way) not in self._steps:
+            self._steps[bucket, way] = self._make_steps(bucket, way)
+        if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
+            self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
+        rows = self._rows
+        named = (rows.batch_R[:bucket], rows.active_R[:bucket], rows.exchange.turn_2)
+        kept = [words.clone() for words in named]
+        for words, harmless in zip(named, (rows.padding_row, rows.padding_row, rows.exchange.spare), strict=True):
+            words.fill_(harmless)
+        try:
+            self._run(key)  # compiles and allocates what a capture must not
+            graph = torch.cuda.CUDAGraph()
+            with not_collected():  # a finaliser may call, in this thread, what a capture does not survive
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._run(key)
+                finally:
+                    graph.capture_end()
+            self._pool = graph.pool()
+        finally:
+            for words, before in zip(named, kept, strict=True):
+                words.copy_(before)
+        return graph
+
+    def _run(self, key: Key) -> None:
+        """The decode step itself, or a part of it: what a graph records."""
+        bucket, way, variant, worn, has_logits = key
+        at = bucket, way, worn
+        logits_BV = self._logits(bucket, self._steps[bucket, way], worn) if has_logits else self._between[at]
+        if variant is None:
+            self._between[at] = logits_BV  # kept, so that no other graph of the pool gets its memory
+            return
+        batch_B, positions_B = self._rows.active_R[:bucket], self._inputs[bucket].positions_B
+        self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
+        self._rows.exchange.answer(self._ids[:bucket], pdl=self._pdl)
+
+    def _logits(self, bucket: int, steps: Mapping[int | None, DecodeStep], worn: Worn) -> Tensor:
+        rows, inputs = self._rows, self._inputs[bucket]
+        rows.apply()
+        batch_B = rows.active_R[:bucket]
+        prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=self._shape.page_size)
+        for step in steps.values():
+            if isinstance(step.attention, EvenDecode):
+                step.attention.deal(inputs)
+        rotated = not any(isinstance(step.attention, FusedDecode) for step in steps.values())
+        adapters = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, worn, rotated=rotated)
+        hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapters=adapters)
+        return self._decoder.logits(hidden_BE, adapters)
+
+    def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:
+        """The inputs of each bucket: the first rows of the largest one's."""
+        device, columns = self._device, self._rows.table_RP.shape[1]
+        tokens, positions, lengths, tails = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(4))
+        slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        pages = self._rows.table_RP[:1].repeat(max_rows, 1)  # valid page numbers: all the scratch page's
+        return {
+            size: DecodeInputs(
+                tokens[:size], positions[:size], slots[:size], lengths[:size], pages[:size, :columns], tails[:size]
+            )
+            for size in self._buckets
+        }
+
+    def _make_steps(self, bucket: int, way: str) -> dict[int | None, DecodeStep]:
+        inputs = self._inputs[bucket]
+        if way == "fa2":
+            planned = {window: self._planned(ops.shape, bucket) for window, ops in self._ops.items()}
+            self._plans[bucket] = _Planned(bucket, list(planned.values()))
+            return {window: DecodeStep(inputs, each) for window, each in planned.items()}
+        if way == "even":
+            return {window: DecodeStep(inputs, self._dealt(ops.shape)) for window, ops in self._ops.items()}
+        make = XqaDecode if way == "xqa" else FusedDecode
+        return {
+            window: DecodeStep(inputs, make(ops.shape, self._device, max_rows=bucket))
+            for window, ops in self._ops.items()
+        }
+
+    def _planned(self, shape: HeadShape, bucket: int) -> PlannedDecode:
+        if self._workspace is None:
+            size = PlannedDecode.workspace_bytes(shape, self._buckets[-1], self._device)
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        space = self._int_workspaces.get(shape.window)
+        if space is None:
+            space = torch.empty(PlannedDecode.INT_WORKSPACE, dtype=torch.uint8, device=self._device)
+            self._int_workspaces[shape.window] = space
+        return PlannedDecode(shape, self._inputs[bucket], self._workspace, space)
+
+    def _dealt(self, shape: HeadShape) -> EvenDecode:
+        """The one of a window, for all batch sizes: no two of them run at once."""
+        even = self._even.get(shape.window)
+        if even is None:
+            even = self._even[shape.window] = EvenDecode(shape, self._device, max_rows=self._buckets[-1], pdl=self._pdl)
+        return even

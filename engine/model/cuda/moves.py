@@ -1,0 +1,97 @@
+"""`PageMoves`: pages on their way between a GPU and host memory, on a stream of their own beside the steps.
+
+A step waits for the pages that are brought in for it, and before it writes to one that is still on its way out; for
+nothing else. Never decides what moves. Next to read: host_pool.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.shared.host_pool import HostPool
+from headrace.engine.model.shared.memory import borrow_stream, return_stream
+from headrace.engine.scheduling.plan import PageEntry, StepPlan
+from headrace.ops.cuda.block import CudaOps
+
+__all__ = ["PageMoves"]
+
+
+class PageMoves:
+    """The pages of one runner."""
+
+    def __init__(self, kv: Tensor, stream: torch.cuda.Stream, device: torch.device) -> None:
+        """Move nothing yet.
+
+        Args:
+            kv: The paged cache.
+            stream: Of the runner's steps.
+            device: The GPU.
+        """
+        self._kv, self._stream = kv, stream
+        self._side = borrow_stream(device)
+        self._host: HostPool | None = None
+        self._leaving: dict[int, torch.cuda.Event] = {}
+        """Of each page that may still be on its way out, what says that it has left."""
+
+    def open(self, places: int, pages: int, wait: Callable[[], None]) -> float:
+        """Have room for so many pages in pinned memory; seconds that moving one takes, `wait` being as `measure`'s."""
+        self._host = HostPool(self._kv, places, pinned=True)
+        return self._host.measure(self._kv, pages, wait)
+
+    def before(self, entries: Sequence[PageEntry]) -> None:
+        """Let the next step, which gets these pages, write to them."""
+        if self._leaving:
+            self._wait_for(entry.page for entry in entries)
+
+    def enqueue(self, plan: StepPlan) -> None:
+        """Enqueue all moves and copies of `plan`, whose step is enqueued next."""
+        writes = {entry.page for entry in plan.entries}
+        writes.update(page for _, page in plan.copies)
+        writes.update(page for _, page in plan.fetches)
+        self._wait_for(writes)
+        at_once = [pair for pair in plan.spills if pair[0] in writes]
+        if at_once:
+            with self._beside() as host:
+                host.spill(self._kv, at_once)
+            self._stream.wait_stream(self._side)
+        CudaOps.copy_pages(self._kv, plan.copies)
+        if plan.fetches:
+            with self._beside() as host:
+                host.fetch(self._kv, plan.fetches)
+            self._stream.wait_stream(self._side)
+        if len(at_once) < len(plan.spills):
+            later = [pair for pair in plan.spills if pair[0] not in writes]
+            with self._beside() as host:
+                for pages in host.spills(self._kv, later):
+                    left = torch.cuda.Event()
+                    left.record(self._side)
+                    self._leaving.update(dict.fromkeys(pages, left))
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way."""
+        self._side.synchronize()
+        self._leaving.clear()
+
+    def close(self) -> None:
+        """Return the stream and the host's memory; nothing is on its way."""
+        return_stream(self._side)
+        self._host = None
+
+    def _wait_for(self, writes: Iterable[int]) -> None:
+        waited = {self._leaving[page] for page in writes if page in self._leaving}
+        if waited:
+            for left in waited:
+                self._stream.wait_event(left)
+            self._leaving = {page: left for page, left in self._leaving.items() if left not in waited}
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[HostPool]:
+        """On the side stream, behind all that was enqueued so far."""
+        assert self._host is not None
+        self._side.wait_stream(self._stream)
+        with torch.cuda.stream(self._side):
+            yield self._host

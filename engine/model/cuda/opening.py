@@ -1,0 +1,257 @@
+"""`open_cuda`: puts a model on a GPU; the one place that knows its defaults. Next to read: runner.py."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from headrace.adapters.stored import PIECE_BYTES
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import DeviceUnavailable, InvalidParams
+from headrace.engine.life.progress import LoggedProgress, weights_read
+from headrace.engine.model.checkpoint.reread import rereading
+from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
+from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
+from headrace.engine.model.shared.device import Device, Limits, fit
+from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.scheduling.plan import Capacity
+
+try:
+    from headrace.engine.model.cuda.adapters import CudaBank
+    from headrace.engine.model.cuda.runner import CudaRunner, cuda_ops, head_shape
+    from headrace.engine.model.cuda.sleep import Weights
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.attention.decode import FusedDecode
+    from headrace.ops.cuda.attention.even import EvenDecode
+    from headrace.ops.cuda.block import CudaOps
+    from headrace.ops.cuda.compiling.cache import cache, check_compilers, count_kernels, use_cache
+    from headrace.ops.cuda.compiling.toolkit import CannotCompile
+    from headrace.ops.cuda.memory.weights import WeightMemory
+    from headrace.ops.host_memory import PiecePool
+except ImportError as error:
+    raise DeviceUnavailable(
+        f"device: a GPU is there, but not what the extra headrace[cuda] installs for it ({error}); install that, or "
+        "choose device='cpu'",
+        field="device",
+    ) from error
+
+__all__ = ["build_kernels", "open_cuda"]
+
+_ROWS = 256
+_BATCHED_TOKENS = 8192
+_FREE_SHARE = 0.9  # of what is free once weights and activations have their place
+_GRAPH_BYTES = 1 << 30
+_PAGE_SIZE = 16
+_DTYPE = torch.bfloat16
+_opening = threading.Lock()
+"""One engine of a process opens at a time: each measures what the one before has left, and what opening calls, such as
+loading a kernel, may end the capture of a graph in another thread."""
+
+
+def open_cuda(
+    config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, *, installed_kernels: bool = True
+) -> Device:
+    """Load the weights on the GPU `device`, measure what is left, and make a runner that has captured its graphs.
+
+    Kernels are compiled unless `config.kernel_cache` keeps them, or a wheel, unless `installed_kernels` is False.
+
+    Raises:
+        ModelRejected: The weights cannot be used.
+        DeviceUnavailable: The GPU cannot run the model, has too little memory for it, or lacks a kernel that is not
+            compiled yet and cannot be.
+        InvalidParams: An option does not fit the model or the device.
+    """
+    arch = _arch(config, device)
+    _check_attention(config, spec, arch)
+    for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, _PAGE_SIZE)):
+        if value not in ("auto", limit):
+            raise InvalidParams(f"{field}: a GPU takes {limit}, got {value}", field=field, value=value, limit=limit)
+    try:
+        with _opening, torch.cuda.device(device), torch.inference_mode():
+            use_cache(config.kernel_cache, installed=installed_kernels)
+            check_compilers()
+            return _open(config, spec, source, device, arch)
+    except (torch.OutOfMemoryError, CannotCompile) as error:
+        failure = str(error)
+        if not isinstance(error, CannotCompile):
+            failure = f"{device} has too little memory for this model and its pages: {failure}"
+        traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
+    return_device_memory()
+    raise DeviceUnavailable(f"device: {failure}")
+
+
+def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, arch: Arch) -> Device:
+    dtype = _DTYPE
+    limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
+    memory = WeightMemory(device)
+    again = rereading(source)  # an open file is closed by then
+
+    def load(source: Source) -> DecoderWeights:
+        progress = LoggedProgress(weights_read)
+        return load_weights(
+            source, spec, dtype=dtype, device=device, seed=config.seed, progress=progress, empty=memory.empty
+        )
+
+    weights = load(source)
+    ops = cuda_ops(
+        spec,
+        page_size=config.page_size,
+        max_positions=limits.context,
+        dtype=dtype,
+        kv_dtype=_kv_dtype(config),
+        kv_scales=weights.kv_scales,
+        device=device,
+        arch=arch,
+    )
+    decoder = Decoder(spec, weights, ops)
+    bank = _make_bank(config, spec, ops[spec.windows[0]], limits)
+    page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
+    free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
+    capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
+    runner = CudaRunner(
+        decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
+        weights=Weights(memory, lambda: load(again())),
+    )  # fmt: skip
+    try:
+        runner.warm_up()
+    except BaseException:
+        runner.close()
+        raise
+    adapters = None
+    if bank is not None:
+        adapters = adapter_device(
+            config, spec, bank, dtype=dtype, granule_bytes=CudaBank.granule_bytes, take=bank.memory
+        )
+    name = str(dtype).removeprefix("torch.")
+    return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters)
+
+
+def _make_bank(config: EngineConfig, spec: DecoderSpec, ops: CudaOps, limits: Limits) -> CudaBank | None:
+    """Room for adapters, if the engine takes any."""
+    if not config.adapter_slots:
+        return None
+    granules, most = adapter_granules(config, spec, ops.shape.dtype, CudaBank.granule_bytes), CudaBank.most_granules
+    if granules > most:
+        memory = granules * CudaBank.granule_bytes
+        raise InvalidParams(
+            f"adapter_memory: adapters take at most {most * CudaBank.granule_bytes} bytes of a GPU, got {memory}",
+            field="adapter_memory",
+            value=memory,
+            limit=most * CudaBank.granule_bytes,
+        )
+    return CudaBank(
+        adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules,
+        max_rows=limits.rows, max_tokens=limits.batched_tokens, host=_host_memory(config),
+        biased=spec.qkv_bias or spec.o_bias or spec.mlp_bias,
+    )  # fmt: skip
+
+
+def _host_memory(config: EngineConfig) -> PiecePool:
+    """The page-locked memory for adapters, taken while nobody waits for a step: that may take seconds."""
+    wanted, free = config.adapter_host_memory, free_host_bytes()
+    if wanted > free:
+        raise InvalidParams(
+            f"adapter_host_memory: must be at most the {free} bytes of host memory that are free, got {wanted}",
+            field="adapter_host_memory",
+            value=wanted,
+            limit=free,
+        )
+    try:
+        return PiecePool(wanted, PIECE_BYTES)
+    except RuntimeError as error:
+        raise DeviceUnavailable(
+            f"device: {wanted} bytes for adapter_host_memory cannot be page-locked: {error}"
+        ) from None
+
+
+def build_kernels(config: EngineConfig, spec: DecoderSpec, device: torch.device) -> tuple[Path, int]:
+    """Compile every kernel that an engine of `config` may use; the folder that keeps them, and how many it holds.
+
+    Raises:
+        DeviceUnavailable: A kernel cannot be compiled.
+    """
+    opened = open_cuda(config, spec, "random", device, installed_kernels=False)
+    try:
+        assert isinstance(opened.runner, CudaRunner)
+        opened.runner.warm_up(everything=True)
+    except CannotCompile as error:
+        raise DeviceUnavailable(f"device: {error}") from error
+    finally:
+        opened.runner.close()
+    folder = cache().own
+    return folder, count_kernels(folder)
+
+
+def _kv_dtype(config: EngineConfig) -> torch.dtype:
+    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else _DTYPE
+
+
+def _arch(config: EngineConfig, device: torch.device) -> Arch:
+    """What the GPU can run; refuses one that cannot run the engine at all, and caches that it cannot convert."""
+    try:
+        arch, name = Arch.of(device), torch.cuda.get_device_name(device)
+    except ValueError as error:
+        raise DeviceUnavailable(f"device: {error}") from None
+    if (why := arch.lacks("bf16")) is not None:
+        raise DeviceUnavailable(
+            f"device: {name} cannot run this engine: {why}; "
+            "take a GPU of compute capability 8.0 or newer (A100, RTX 30 series, L4, H100), or device='cpu'"
+        )
+    if config.kv_dtype == "fp8" and (why := arch.lacks("fp8")) is not None:
+        raise InvalidParams(
+            f"kv_dtype: fp8 cannot run on {name}: {why}; auto keeps keys and values in 16 bits",
+            field="kv_dtype",
+            value="fp8",
+            limit="auto",
+        )
+    return arch
+
+
+def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> None:
+    """Refuse a way to attend that the GPU or the model's heads rule out."""
+    way, why = config.decode_attention, None
+    shape = head_shape(spec, spec.windows[0], page_size=_PAGE_SIZE, dtype=_DTYPE, kv_dtype=_kv_dtype(config))
+    if way == "even":
+        why = EvenDecode.refuses(shape, arch)
+    elif way == "xqa":
+        why = arch.lacks("xqa")
+    elif way == "fused":
+        why = FusedDecode.refuses(shape)
+    if why is not None:
+        raise InvalidParams(
+            f"decode_attention: {way} cannot run here: {why}; auto picks one that can",
+            field="decode_attention",
+            value=way,
+            limit="auto",
+        )
+
+
+def _free_for_pages(
+    config: EngineConfig, decoder: Decoder, ops: Mapping[int | None, CudaOps], limits: Limits, device: torch.device
+) -> int:
+    """Bytes left for pages beside the weights, the largest prefill (run once, to see) and the graphs."""
+    small = Capacity(
+        num_pages=1,
+        page_size=config.page_size,
+        max_rows=limits.rows,
+        max_batched_tokens=limits.batched_tokens,
+        max_context=limits.context,
+        vocab_size=decoder.spec.vocab_size,
+    )
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    trial = CudaRunner(decoder, ops, small, attention=config.decode_attention, device=device)
+    try:
+        trial.rehearse()
+        needed = torch.cuda.max_memory_allocated(device) - before
+    finally:
+        trial.close()
+    logits = torch.float32.itemsize * limits.rows * decoder.spec.vocab_size
+    graphs = _GRAPH_BYTES + 2 * logits  # those of a choice that waits for masks stand beside the others
+    return int(_FREE_SHARE * (torch.cuda.mem_get_info(device)[0] - needed - graphs))

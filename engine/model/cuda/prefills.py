@@ -1,0 +1,251 @@
+"""`Prefills`: the eager part of a step on CUDA: rows that compute several tokens, or one that nothing is sampled after.
+
+Owns the attention plans and the pinned memory that tell the device which tokens those are; never decides which rows
+run, and never decodes (graphs.py does). Next to read: ops/cuda/block.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.model.cuda.adapters import BARE, CudaBank, Worn
+from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.reports import MOST_POSITIONS, Lines
+from headrace.engine.model.cuda.rows import DeviceRows
+from headrace.engine.model.cuda.sampling import RowSampler
+from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.shared.pools import Pools, PoolSpan
+from headrace.engine.scheduling.plan import Capacity, Work
+from headrace.ops.cuda.adapters.products import CudaAdapterOps
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.attention.paged import HeadShape, PrefillAttention
+from headrace.ops.cuda.attention.tile import TileAttention
+from headrace.ops.cuda.block import CudaOps, PrefillStep
+
+__all__ = ["Prefills"]
+
+_RING = 4
+
+
+class _Batch(NamedTuple):
+    """One step's prefills on the device; each names tokens of the step's ragged batch."""
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    last_S: Tensor
+    rows_S: Tensor
+    last_positions_S: Tensor
+    prompt_P: Tensor
+    """Tokens after which the prompt goes on, where log-probabilities of it are wanted; and of each:"""
+    prompt_rows_P: Tensor
+    next_tokens_P: Tensor
+    pooled_P: Tensor
+    """Tokens whose hidden states are wanted."""
+    worn_words: Tensor
+    """What adapters' kernels must know; nothing where nobody wears any."""
+
+
+class _Wearing(NamedTuple):
+    """What the rows of one step's prefills wear."""
+
+    bank: CudaBank
+    slots_W: NDArray[np.int32]
+    worn: Worn
+
+    @classmethod
+    def of(cls, bank: CudaBank, slots_W: NDArray[np.int32]) -> _Wearing | None:
+        """None if they wear nothing."""
+        worn = bank.worn(slots_W)
+        return None if worn == BARE else cls(bank, slots_W, worn)
+
+    def ops(self, batch: _Batch, works: Sequence[Work]) -> CudaAdapterOps:
+        """The products of all tokens."""
+        return self.bank.prefill(batch.worn_words, len(batch.positions_N), self.worn, works, self.slots_W)
+
+    def singles(self, slots_R: Tensor, rows_S: Tensor) -> CudaAdapterOps | None:
+        """The output head of some tokens of these rows; None where no adapter updates it."""
+        return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.ends else None
+
+
+def _attention(shape: HeadShape, device: torch.device, arch: Arch) -> PrefillAttention | TileAttention:
+    """Return the fastest attention for prefills that this GPU can run and that could be compiled."""
+    if TileAttention.refuses(shape, arch) is None:
+        without = "prefills attend through FlashInfer, which is slower"
+        if compiles([partial(TileAttention.build, shape)], without):
+            return TileAttention(shape, device, pdl=True)
+    return PrefillAttention(shape, device, backend="fa3" if arch.has("wgmma") else "fa2")
+
+
+class Prefills:
+    """Runs prefills of one runner, all on one stream."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Mapping[int | None, CudaOps],
+        rows: DeviceRows,
+        sampler: RowSampler,
+        kv: Tensor,
+        capacity: Capacity,
+        bank: CudaBank | None = None,
+    ) -> None:
+        """Allocate what a step of `capacity.max_batched_tokens` needs to be described.
+
+        Args:
+            decoder: The model.
+            ops: Its operations for each attention window.
+            rows: The row table.
+            sampler: Its sampler.
+            kv: The paged cache.
+            capacity: Tokens and rows of a step.
+            bank: What rows may wear; None where they wear nothing.
+        """
+        self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
+        self._bank = bank
+        self._device, self._page_size = kv.device, capacity.page_size
+        self._attention = {window: _attention(each.shape, kv.device, each.arch) for window, each in ops.items()}
+        self.pools = Pools()
+        """The rows whose hidden states are wanted; the runner tells it of new ones."""
+        words = 7 * capacity.max_batched_tokens + 8 * capacity.max_rows
+        self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
+        self._sent = [torch.cuda.Event() for _ in range(_RING)]
+        self._sends = 0
+
+    def run(self, works: Sequence[Work], ids: Tensor, first: int) -> tuple[int, list[Lines], dict[int, Tensor]]:
+        """Enqueue the forward of `works`, and sample for those that want it.
+
+        Args:
+            works: Of one step.
+            ids: int32: where sampled ids go, in the order of `works`, from place `first` on.
+            first: Also where lines of log-probabilities begin.
+
+        Returns:
+            How many ids were sampled, the lines, and by row what came of the hidden states of prompts that end here.
+        """
+        rows, size = self._rows, self._page_size
+        spans = self._spans(works)
+        row_W = np.array([work.row for work in works])
+        wearing = None if self._bank is None else _Wearing.of(self._bank, rows.slots[row_W])
+        batch = self._pack(works, spans, wearing)
+        given = () if wearing is None else wearing.bank.given(works, wearing.slots_W)
+        adapters = None if wearing is None else wearing.ops(batch, works)
+        counts = [work.num_tokens for work in works]
+        lengths = [work.start + work.num_tokens for work in works]
+        pages = [
+            rows.pages[work.row, : -(-length // size)].tolist() for work, length in zip(works, lengths, strict=True)
+        ]
+        steps = {}
+        for window, attention in self._attention.items():
+            attention.plan(counts, lengths, pages)
+            steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention, given)
+        sampled, reported = len(batch.last_S), len(batch.prompt_P)
+        wanted = torch.cat((batch.last_S, batch.prompt_P, batch.pooled_P)) if reported or spans else batch.last_S
+        hidden_WE = self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted, adapters)
+        lines = [self._report(works, batch, hidden_WE[sampled : sampled + reported], wearing)] if reported else []
+        pooled = self.pools.pool(spans, hidden_WE[sampled + reported :])
+        if not sampled:
+            return 0, lines, pooled
+        samplers = [work for work in works if work.samples]
+        for work in samplers:
+            rows.sampled(work.row, work.start + work.num_tokens)
+        row_S = np.array([work.row for work in samplers])
+        singles = None if wearing is None else wearing.singles(rows.slots_R, batch.rows_S)
+        logits_SV = self._decoder.logits(hidden_WE[:sampled], singles)
+        variant = self._sampler.variant(row_S)
+        rows_S = self._act_between(logits_SV, samplers, batch.rows_S) if variant.masked else batch.rows_S
+        self._sampler.choose(
+            logits_SV, rows_S, batch.last_positions_S, ids[first : first + sampled], variant, first=first
+        )
+        return sampled, lines + self._sampler.lines(row_S, first), pooled
+
+    def _act_between(self, logits_SV: Tensor, works: Sequence[Work], rows_S: Tensor) -> Tensor:
+        """Enqueue what the host does before the choices of `works`; whose choices these are, padding where left out."""
+        row_S = np.array([work.row for work in works])
+        places_S = np.array([work.start + work.num_tokens for work in works])
+        late = self._sampler.act_between(logits_SV, row_S, places_S)
+        self._rows.leave_out(row_S[late], late[:0])
+        if not len(late):
+            return rows_S
+        row_S[late] = self._rows.padding_row
+        return self._send(row_S).int()
+
+    def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor, wearing: _Wearing | None) -> Lines:
+        """Log-probabilities of the prompts, some positions at a time: their logits are wide."""
+        lines = self._sampler.reported.prompt_lines(works)
+        for start in range(0, len(hidden_PE), MOST_POSITIONS):
+            some = slice(start, start + MOST_POSITIONS)
+            rows_P = batch.prompt_rows_P[some]
+            singles = None if wearing is None else wearing.singles(self._rows.slots_R, rows_P)
+            self._sampler.reported.write_prompt(
+                self._decoder.logits(hidden_PE[some], singles), rows_P, batch.next_tokens_P[some], lines.words_LW[some]
+            )
+        return lines
+
+    def _spans(self, works: Sequence[Work]) -> list[PoolSpan]:
+        """Where in the step hidden states are wanted; what comes of them is called by the row."""
+        spans, start = [], 0
+        for work in works:
+            span = self.pools.span(work.row, work, start)
+            start += work.num_tokens
+            if span is not None:
+                spans.append(span)
+        return spans
+
+    def _pack(self, works: Sequence[Work], spans: Sequence[PoolSpan], wearing: _Wearing | None) -> _Batch:
+        """One copy to the device for all that a prefill needs to know of its tokens."""
+        size = self._page_size
+        counts = np.array([work.num_tokens for work in works])
+        ends = counts.cumsum()
+        total = int(ends[-1])
+        row_W = np.array([work.row for work in works])
+        offset_W = np.array([work.start for work in works]) - (ends - counts)
+        rows_N = row_W.repeat(counts)
+        positions_N = np.arange(total) + offset_W.repeat(counts)
+        slots_N = self._rows.pages[rows_N, positions_N // size].astype(np.int64) * size + positions_N % size
+        samples = np.array([work.samples for work in works])
+        last_S = ends[samples] - 1
+        prompt_P = self._prompt_places(works, ends - counts)
+        pooled_P = np.concatenate([np.arange(0), *(np.array(span.places) for span in spans)])
+        worn = np.empty(0, np.int64) if wearing is None else wearing.bank.prefill_words(wearing.slots_W, counts)
+        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P, pooled_P, worn)
+        sent = torch.split(self._send(np.concatenate(parts)), [len(part) for part in parts])
+        rows, positions, slots, last, row, at, prompt, pooled, words = sent
+        pool_RC, of_prompt = self._rows.pool_RC, rows[prompt]
+        following = pool_RC[of_prompt, positions[prompt] + 1]
+        return _Batch(
+            pool_RC[rows, positions],
+            positions,
+            slots,
+            last,
+            row.int(),
+            at,
+            prompt,
+            of_prompt.int(),
+            following,
+            pooled,
+            words,
+        )
+
+    def _prompt_places(self, works: Sequence[Work], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of a step's tokens a prompt follows that is to be reported on."""
+        counts = [self._sampler.reported.prompt_count(work) for work in works]
+        spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True) if count]
+        return np.concatenate(spans) if spans else np.empty(0, np.int64)
+
+    def _send(self, words: NDArray[np.int64]) -> Tensor:
+        slot = self._sends % _RING
+        self._sends += 1
+        self._sent[slot].synchronize()
+        pinned = self._packed[slot][: len(words)]
+        pinned.numpy()[:] = words
+        on_device = pinned.to(self._device, non_blocking=True)
+        self._sent[slot].record()
+        return on_device

@@ -1,0 +1,175 @@
+"""`ReportedRows`: which rows of a CUDA engine want log-probabilities, and the lines that tell them; decides no token.
+
+Owns the lines on the device, which exist once a first row asks, and what they mean on the host once they have come
+back. Next to read: sampling.py, and ops/cuda/sampling/logprobs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.model.cuda.rows import DeviceRows
+from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions, Work
+from headrace.engine.scheduling.shaping import Report, ReportedTokens, Reporting
+from headrace.ops.cuda.sampling.logprobs import HEAD, ListScratch, logprobs
+
+__all__ = ["MOST_POSITIONS", "USUAL_PLACES", "Lines", "ReportedRows", "SentLines", "with_reports"]
+
+USUAL_PLACES: Final = 32
+"""Of a line, for the likeliest tokens: more than `SamplingParams.logprobs` may be. A beam search may take more."""
+MOST_POSITIONS: Final = 256
+"""Of prompts, whose logits are held at once: 64 MB in bfloat16 with 128k tokens in the vocabulary."""
+_Words = NDArray[np.int32]
+
+
+class Lines(NamedTuple):
+    """Lines of a step on the device."""
+
+    words_LW: Tensor
+    entries: list[tuple[int, int, int]]
+    """(line, row, likeliest tokens wanted) of those lines that are to be read."""
+    of_prompt: bool
+
+
+class SentLines(NamedTuple):
+    """Lines of a step in pinned memory."""
+
+    start: int
+    shape: tuple[int, int]
+    entries: list[tuple[int, int, int]]
+    """(line, index of the work, likeliest tokens wanted)."""
+    of_prompt: bool
+
+
+class ReportedRows:
+    """Which rows want log-probabilities."""
+
+    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device) -> None:
+        """Start with none, and no memory but a word for each row.
+
+        Args:
+            rows: The row table, through which words are sent.
+            capacity: Rows, and the width of the logits.
+            device: Where.
+        """
+        self._rows, self._capacity, self._device = rows, capacity, device
+        count = capacity.max_rows + 1
+        self._on_device_2R = torch.zeros(2, count, dtype=torch.int32, device=device)
+        self._wants_2R: _Words = np.zeros((2, count), np.int32)
+        """Of completion and prompt: 0 for nothing, or 1 and how many of the likeliest tokens."""
+        self._prompt_len_R: NDArray[np.int64] = np.zeros(count, np.int64)
+        self._lines: dict[int, Tensor] = {}
+        self._scratch: dict[int, ListScratch] = {}
+
+    def take(self, new_rows: Sequence[NewRow], options: Sequence[RowOptions]) -> None:
+        """Enqueue what new rows want, and that others of them want nothing any more."""
+        asking = {each.row: (each.prompt_len, each.reporting) for each in options if each.reporting is not None}
+        changed = [new.row for new in new_rows if new.row in asking or self._wants_2R[:, new.row].any()]
+        if not changed:
+            return
+        wants_2C = np.zeros((2, len(changed)), np.int32)
+        for place, row in enumerate(changed):
+            self._prompt_len_R[row], reporting = asking.get(row, (0, Reporting()))
+            wants_2C[:, place] = [0 if k is None else 1 + k for k in (reporting.completion, reporting.prompt)]
+        places = np.array(changed) + np.array([[0], [self._wants_2R.shape[1]]])
+        self._rows.send(self._on_device_2R.view(-1), places.reshape(-1), wants_2C.reshape(-1))
+        self._wants_2R[:, changed] = wants_2C
+
+    def places(self, rows: NDArray[np.int64]) -> int:
+        """Of the lines for what these rows sample: a power of two; 0 if none wants any."""
+        return _places(int(self._wants_2R[0, rows].max(initial=0)))
+
+    def prompt_count(self, work: Work) -> int:
+        """How many positions of a work, from its first, are followed by a token of the prompt to report on."""
+        if not self._wants_2R[1, work.row]:
+            return 0
+        return max(0, min(work.start + work.num_tokens, int(self._prompt_len_R[work.row]) - 1) - work.start)
+
+    def write(
+        self, logits_BV: Tensor, rows_B: Tensor, ids_B: Tensor, places: int, first: int, *, pdl: bool = False
+    ) -> None:
+        """Write the lines for sampled tokens, from line `first` on.
+
+        Raises:
+            torch.OutOfMemoryError: Lines of so many places are new, and there is no memory for them.
+        """
+        lines_LW, scratch = self._memory(places)
+        logprobs(
+            logits_BV, rows_B, self._on_device_2R[0], ids_B, lines_LW[first : first + len(logits_BV)], scratch, pdl=pdl
+        )
+
+    def written(self, rows: NDArray[np.int64], places: int, first: int) -> Lines:
+        """What `write` wrote, where it has just run or been replayed for these rows."""
+        wants_B = self._wants_2R[0, rows].tolist()
+        entries = [
+            (line, row, wants - 1)
+            for line, (row, wants) in enumerate(zip(rows.tolist(), wants_B, strict=True))
+            if wants
+        ]
+        return Lines(self._memory(places)[0][first : first + len(rows)], entries, of_prompt=False)
+
+    def prompt_lines(self, works: Sequence[Work]) -> Lines:
+        """Lines, yet to be written, for all positions of `works` that `prompt_count` counts, and for one at least."""
+        wants = [(work.row, int(self._wants_2R[1, work.row]), self.prompt_count(work)) for work in works]
+        places = _places(max(each for _, each, count in wants if count))
+        asked = [(row, each - 1) for row, each, count in wants for _ in range(count)]
+        words_PW = torch.empty(len(asked), HEAD + 2 * places, dtype=torch.int32, device=self._device)
+        return Lines(words_PW, [(line, *each) for line, each in enumerate(asked)], of_prompt=True)
+
+    def write_prompt(self, logits_BV: Tensor, rows_B: Tensor, tokens_B: Tensor, lines_BW: Tensor) -> None:
+        """Write some lines of a prompt, at most `MOST_POSITIONS`.
+
+        Raises:
+            torch.OutOfMemoryError: Lines of so many places are new, and there is no memory for them.
+        """
+        _, scratch = self._memory((lines_BW.shape[1] - HEAD) // 2)
+        logprobs(logits_BV, rows_B, self._on_device_2R[1], tokens_B, lines_BW, scratch)
+
+    def _memory(self, places: int) -> tuple[Tensor, ListScratch]:
+        if places not in self._scratch:
+            size = self._capacity
+            rows = max(size.max_rows, MOST_POSITIONS)
+            shape = (2 * size.max_rows, HEAD + 2 * places)
+            self._lines[places] = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._scratch[places] = ListScratch(rows, size.vocab_size, places, self._device)
+        return self._lines[places], self._scratch[places]
+
+
+def _places(wants: int) -> int:
+    return max(USUAL_PLACES, 1 << (wants - 2).bit_length()) if wants else 0
+
+
+def with_reports(
+    tokens: list[int], words: _Words, sent: Sequence[SentLines], pooled: Mapping[int, Any]
+) -> ReportedTokens:
+    """A step's tokens with its log-probabilities, which `words` holds in pinned memory, and with what was pooled."""
+    chosen: dict[int, Report] = {}
+    prompts: dict[int, list[Report]] = {}
+    for each in sent:
+        for work, report in _read(words, each):
+            if each.of_prompt:
+                prompts.setdefault(work, []).append(report)
+            elif tokens[work] >= 0:
+                chosen[work] = report
+    return ReportedTokens(tokens, chosen, prompts, pooled)
+
+
+def _read(words: _Words, sent: SentLines) -> Iterator[tuple[int, Report]]:
+    """(work, report) for each entry of some lines."""
+    count, width = sent.shape
+    lines_LW = words[sent.start : sent.start + count * width].reshape(sent.shape)
+    places = (width - HEAD) // 2
+    most = max(top for *_, top in sent.entries)
+    logprobs_L = lines_LW[:, 0].view(np.float32).tolist()
+    ranks_L = lines_LW[:, 1].tolist()
+    ids_LK = lines_LW[:, HEAD : HEAD + most].tolist()
+    values_LK = lines_LW[:, HEAD + places : HEAD + places + most].view(np.float32).tolist()
+    for line, work, top in sent.entries:
+        best = tuple(zip(ids_LK[line][:top], values_LK[line][:top], strict=True))
+        yield work, Report(logprobs_L[line], ranks_L[line], best)

@@ -1,0 +1,255 @@
+"""`DeviceRows`: what each row of a CUDA engine holds, on the device, and the packed changes that keep it so.
+
+Owns the row table and its mirror on the host, which only plans change; never runs the model. All of it is one int32
+arena on the device, so that a step's changes - page numbers, prompt tokens, lengths, sampling - are pairs of (place,
+word): few of them a graph takes itself (exchange.py), many are one copy and one kernel. Next to read:
+runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.model.cuda.decodes import Decodes
+from headrace.engine.model.cuda.exchange import MOST_PAIRS, Exchange
+from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, PageEntry, RowOptions
+from headrace.ops.cuda.memory.scatter import Batch, scatter_words
+
+__all__ = ["DeviceRows"]
+
+_RING = 16
+_MOST_SENT = 1 << 16
+_STOPS = 32
+"""Tokens for which the device sees by itself that a row has stopped: more than a request may name."""
+_Words = NDArray[np.int32]
+_NONE: NDArray[np.int64] = np.empty(0, np.int64)
+
+
+class DeviceRows:
+    """The row table of a CUDA engine: `capacity.max_rows` rows, and one more that pads batches."""
+
+    def __init__(self, capacity: Capacity, scratch_page: int, device: torch.device) -> None:
+        """Start with empty rows whose pages all are the scratch page."""
+        self._size = capacity.page_size
+        self.padding_row = capacity.max_rows
+        rows, pages = capacity.max_rows + 1, -(-capacity.max_context // capacity.page_size)
+        context = pages * capacity.page_size
+        # 64-bit seeds come first, where they are aligned.
+        sizes = {
+            "seed": 2 * rows, "batch": capacity.max_rows, "active": capacity.max_rows, "lengths": rows,
+            "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows, "slot": rows, "stopped": rows,
+            "stops": rows * _STOPS, "table": rows * pages, "pool": rows * context,
+        }  # fmt: skip
+        self._offset = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+        self._pages, self._context = pages, context
+        self._arena = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
+
+        def part(name: str) -> Tensor:
+            return self._arena[self._offset[name] : self._offset[name] + sizes[name]]
+
+        self.seed_R = part("seed").view(torch.int64)
+        self.batch_R = part("batch").fill_(self.padding_row)
+        self.active_R = part("active")
+        """What `apply` makes of it: the padding row stands where a row has stopped, and its state stays as it is."""
+        self.lengths_R = part("lengths")
+        self.temperature_R = part("temperature").view(torch.float32)
+        self.top_k_R = part("top_k")
+        self.top_p_R = part("top_p").view(torch.float32)
+        self.min_p_R = part("min_p").view(torch.float32)
+        self.stopped_R = part("stopped")
+        """Whether the token sampled last is one of the row's stop ids, as the sampler saw it."""
+        self.stops_RS = part("stops").fill_(-1).view(rows, _STOPS)
+        self.slots_R = part("slot").fill_(-1)
+        self.table_RP = part("table").fill_(scratch_page).view(rows, pages)
+        self.pool_RC = part("pool").view(rows, context)
+        self.pages: _Words = np.full((rows, pages), scratch_page, np.int32)
+        """The page table, on the host."""
+        self._pages_flat = self.pages.reshape(-1).data
+        self.filtered = np.zeros(rows, np.bool_)
+        """Whether a row asks for top-k, top-p or min-p."""
+        self.slots: _Words = np.full(rows, -1, np.int32)
+        """The slot of the adapter that a row wears, -1 for none."""
+        self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
+        self._named = _NONE
+        """The rows of the last call of `batch`, which nobody writes to."""
+        self._latest: Decodes | None = None
+        """The last of them, where `_lengths` does not know of it yet."""
+        self.exchange = Exchange(capacity.max_rows, device)
+        words = 1 + 2 * _MOST_SENT
+        self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._views = [buffer.numpy() for buffer in self._ring]
+        self._staged = torch.zeros(words, dtype=torch.int32, device=device)
+        self._copied = [torch.cuda.Event() for _ in range(_RING)]
+        self._sends = 0
+        self._pieces: list[tuple[NDArray[np.int64] | _Words, NDArray[np.int64] | _Words]] = []
+        """Places and words that are still to be sent."""
+        self._cells: dict[int, int] = {}
+        """The same of single words."""
+
+    def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry], options: Sequence[RowOptions] = ()) -> None:
+        """Take in a plan's new rows and page entries; `flush` or `hand_over` sends them.
+
+        Rows with options get all their tokens, those too that the prefix cache spares computing.
+        """
+        if (
+            self._pieces or self._cells
+        ):  # of a step that failed before it sent them: no place may come twice in one send
+            self.flush()
+        known = {each.row: each.tokens for each in options}
+        for new in new_rows:
+            self._add_row(new._replace(start=0, tokens=known[new.row]) if new.row in known else new)
+        table, columns = self._offset["table"], self.pages.shape[1]
+        for row, place, page in entries:
+            at = row * columns + place
+            self._pages_flat[at] = self._cells[table + at] = page
+
+    def give(self, given: Sequence[GivenTokens]) -> None:
+        """Take in tokens that the host chose; after `add`, and sent with the rest. The rows are computed again."""
+        for row, start, tokens in given:
+            first = self._offset["pool"] + row * self._context + start
+            places = [self._offset["stopped"] + row, *range(first, first + len(tokens))]
+            self._put(np.array(places), np.array([0, *tokens], np.int32))
+            self._forget_length(row)
+
+    def leave_out(self, rows: NDArray[np.int64], lines: NDArray[np.int64]) -> None:
+        """Leave rows out of the choice that is enqueued next, and alone from then on until they are given something.
+
+        Args:
+            rows: Which.
+            lines: Those of the batch that they stand in, or none where the choice is told otherwise.
+        """
+        if not len(rows):
+            return
+        places = np.concatenate((self._offset["stopped"] + rows, self._offset["active"] + lines))
+        words = np.repeat(np.array([1, self.padding_row], np.int32), (len(rows), len(lines)))
+        self._send_all(self._arena, places.astype(np.int32), words)
+        for row in rows.tolist():
+            self._forget_length(row)
+
+    def batch(self, decodes: Decodes, bucket: int) -> None:
+        """Make the first `bucket` rows of `batch_R` those of `decodes`, padded, about to compute what these say."""
+        rows = decodes.rows
+        if rows is self._named and decodes.goes_on:  # as it mostly is: the device knows all of it
+            self._latest = decodes
+            return
+        self._settle()
+        if rows is not self._named:
+            wanted = np.full(bucket, self.padding_row, np.int32)
+            wanted[: len(rows)] = rows
+            (changed,) = np.nonzero(self._batch[:bucket] != wanted)
+            if len(changed):
+                self._put(self._offset["batch"] + changed, wanted[changed])
+                self._batch[:bucket] = wanted
+            self._named = rows
+        starts = decodes.starts
+        (stale,) = np.nonzero(self._lengths[rows] != starts)
+        if len(stale):
+            self._put(self._offset["lengths"] + rows[stale], starts[stale])
+        self._lengths[rows] = starts + 1
+
+    def sampled(self, row: int, length: int) -> None:
+        """Note that a prefill of `row` ends by sampling, which sets its length on the device."""
+        self._settle()
+        self._lengths[row] = length
+
+    def unsampled(self, rows: NDArray[np.int64]) -> None:
+        """Note that a decode of these rows chooses nothing, which leaves their lengths on the device as they were."""
+        self._settle()
+        self._lengths[rows] = -1
+
+    def flush(self) -> None:
+        """Send the changes since the last time, on the current stream."""
+        if self._cells:
+            self._put(np.array(list(self._cells)), np.array(list(self._cells.values())))
+            self._cells = {}
+        if self._pieces:
+            columns, self._pieces = zip(*self._pieces, strict=True), []
+            places, words = (np.concatenate(each, dtype=np.int32, casting="same_kind") for each in columns)
+            self._send_all(self._arena, places, words)
+
+    def hand_over(self) -> _Words:
+        """Leave the changes since the last time to the graph that is replayed next, and begins with `apply`.
+
+        Returns:
+            Where its ids will be, in the order of the batch, once its step is done.
+        """
+        if len(self._cells) + sum(len(places) for places, _ in self._pieces) > MOST_PAIRS:
+            self.flush()
+        cells, pieces, self._cells, self._pieces = self._cells, self._pieces, {}, []
+        return self.exchange.give(cells, pieces)
+
+    def send(self, target: Tensor, places: NDArray[np.int64], words: _Words) -> None:
+        """Send words to another tensor, on the current stream.
+
+        Args:
+            target: int32, one dimension, contiguous.
+            places: Where in it; none may come twice.
+            words: int32: what goes there.
+        """
+        self._send_all(target, places.astype(np.int32), words)
+
+    def apply(self) -> None:
+        """Apply what `hand_over` left to a graph, and see which rows of the batch go on."""
+        self.exchange.apply(self._arena, Batch(self.batch_R, self.stopped_R, self.active_R, self.padding_row))
+
+    def _send_all(self, target: Tensor, places: _Words, words: _Words) -> None:
+        for start in range(0, len(places), _MOST_SENT):
+            some = slice(start, start + _MOST_SENT)
+            self._send(target, places[some], words[some])
+
+    def _send(self, target: Tensor, places: _Words, words: _Words) -> None:
+        slot = self._sends % _RING
+        self._sends += 1
+        self._copied[slot].synchronize()
+        end = 1 + 2 * len(places)
+        view = self._views[slot]
+        view[0] = len(places)
+        view[1:end:2] = places
+        view[2:end:2] = words
+        with torch.inference_mode():
+            self._staged[:end].copy_(self._ring[slot][:end], non_blocking=True)
+        self._copied[slot].record()
+        scatter_words(target, self._staged, len(places))
+
+    def _add_row(self, new: NewRow) -> None:
+        row, start, tokens, sampling, slot, stop_ids = new
+        first = self._offset["pool"] + row * self._context + start
+        self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
+        floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
+        seed = np.array([sampling.seed & (2**64 - 1)], np.uint64)
+        names = ("temperature", "top_p", "min_p", "top_k", "slot")
+        places = [self._offset[name] + row for name in names]
+        places += [self._offset["seed"] + 2 * row, self._offset["seed"] + 2 * row + 1]
+        self._put(
+            np.array(places),
+            np.concatenate((floats.view(np.int32), np.array([sampling.top_k, slot], np.int32), seed.view(np.int32))),
+        )
+        stops = np.full(1 + _STOPS, -1, np.int32)
+        known = sorted(stop_ids)[:_STOPS]  # of the others the host knows
+        stops[: 1 + len(known)] = [0, *known]
+        first = self._offset["stops"] + row * _STOPS
+        self._put(np.array([self._offset["stopped"] + row, *range(first, first + _STOPS)]), stops)
+        asks = 0 < sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.filtered[row] = asks and sampling.temperature > 0.0
+        self.slots[row] = slot
+        self._forget_length(row)  # whatever the row's last request left there
+
+    def _forget_length(self, row: int) -> None:
+        """Send it with the next batch that has the row."""
+        self._settle()
+        self._lengths[row], self._named = -1, _NONE
+
+    def _settle(self) -> None:
+        """Note the lengths of rows that have only gone on of late."""
+        if self._latest is not None:
+            self._lengths[self._latest.rows] = self._latest.starts + 1
+            self._latest = None
+
+    def _put(self, places: NDArray[np.int64] | _Words, words: NDArray[np.int64] | _Words) -> None:
+        self._pieces.append((places, words))

@@ -1,0 +1,397 @@
+"""`CudaRunner`: carries out plans on one GPU: decodes by replaying a graph, prefills eagerly, both on one stream.
+
+Owns the stream, the model, the paged cache and what crosses between host and device; never decides what runs. Launching
+waits for nothing: sampled tokens stay with the rows on the device, and a step's ids come back through pinned memory.
+Next to read: rows.py, then graphs.py and prefills.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.engine.model.cuda.adapters import CudaBank
+from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.decodes import Decodes, Ordering
+from headrace.engine.model.cuda.graphs import DecodeGraphs, Key
+from headrace.engine.model.cuda.moves import PageMoves
+from headrace.engine.model.cuda.prefills import Prefills
+from headrace.engine.model.cuda.reports import Lines
+from headrace.engine.model.cuda.rows import DeviceRows
+from headrace.engine.model.cuda.sampling import PLAIN, VARIANTS, RowSampler, Variant
+from headrace.engine.model.cuda.sleep import Weights
+from headrace.engine.model.cuda.steps import (
+    CudaStep,
+    Result,
+    faults_are_fatal,
+    places_of,
+    split,
+)
+from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.shared.memory import borrow_stream, return_device_memory, return_stream, returned_if_short
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOptions, StepPlan, Work
+from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.shaping import Reporting, Shaping
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.attention.paged import HeadShape
+from headrace.ops.cuda.block import CudaOps
+from headrace.ops.cuda.compiling.source import lacks_wgmma
+from headrace.ops.cuda.products.even_heads import EvenHeads
+from headrace.ops.cuda.products.even_linear import EvenLinear
+from headrace.ops.cuda.products.linear import LinearScratch
+from headrace.ops.cuda.products.tile_linear import TileLinear
+from headrace.ops.paged import KvScales
+
+__all__ = ["CudaRunner", "cuda_ops", "head_shape"]
+
+_RESULTS = 16  # more than any launch_ahead
+_USUAL_CONTEXT = 1024  # tokens
+_FEW_TOKENS = 20  # of a prefill that small products compute
+_ALL_OPTIONS = Shaping(bias=((0, 1.0),), frequency_penalty=1.0, bad_words=((0, 0, 0),))
+"""One that needs every kernel of shaping."""
+_NOWHERE: NDArray[np.int64] = np.empty(0, np.int64)
+_ALL_REPORTS = Reporting(completion=1, prompt=1)
+_LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
+
+
+def head_shape(
+    spec: DecoderSpec, window: int | None, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> HeadShape:
+    """The heads of the layers of `spec` that share an attention window."""
+    return HeadShape(
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        window=window,
+    )
+
+
+def cuda_ops(
+    spec: DecoderSpec,
+    *,
+    page_size: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    kv_scales: Mapping[int, KvScales],
+    device: torch.device,
+    arch: Arch,
+) -> dict[int | None, CudaOps]:
+    """The operations of each kind of layer that `spec` has: one for each attention window."""
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
+    cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
+    scratch, has_heads = LinearScratch(device, arch), EvenHeads.refuses(dtype, spec.head_dim, arch) is None
+    kinds = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
+    without = "products are left to Triton and cuBLAS, which are slower"
+    built = lacks_wgmma(dtype, arch) is None and compiles([kind.build for kind in kinds], without)
+    return {
+        window: CudaOps(
+            head_shape(spec, window, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
+            arch=arch,
+            eps=spec.norm_eps,
+            cos_sin_PD=cos_sin_PD,
+            scratch=scratch,
+            even=EvenLinear(scratch, eps=spec.norm_eps, pdl=True) if built else None,
+            even_heads=EvenHeads(eps=spec.norm_eps, pdl=True) if built and has_heads else None,
+            tile=TileLinear() if built else None,
+            kv_scales=kv_scales,
+        )
+        for window in dict.fromkeys(spec.windows)
+    }
+
+
+class CudaRunner:
+    """The device protocol on one GPU."""
+
+    abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Mapping[int | None, CudaOps],
+        capacity: Capacity,
+        *,
+        attention: str,
+        device: torch.device,
+        bank: CudaBank | None = None,
+        weights: Weights | None = None,
+    ) -> None:
+        """Allocate rows and the paged cache; `warm_up` captures.
+
+        Args:
+            decoder: The model, on `device`.
+            ops: The operations it was made with, for each attention window.
+            capacity: Pages, rows and tokens.
+            attention: How to decode: "auto", "fused", "even", "fa2" or "xqa".
+            device: The GPU.
+            bank: What rows may wear, closed with this; None where they wear nothing.
+            weights: Where the model's parameters are, closed with this; None where they are somebody else's.
+        """
+        self._capacity, self._bank, self._weights = capacity, bank, weights
+        self._stream = borrow_stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
+        with returned_if_short(self._stream), torch.inference_mode(), self._stream:
+            self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
+            self._kv = self._memory.kv
+            self._rows = DeviceRows(capacity, self._memory.scratch_page, device)
+            self._sampler = RowSampler(self._rows, capacity, device)
+            self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
+            self._results = [Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
+            self._turn = 0
+            self._ordering = Ordering()
+            """Of what `launch` enqueues itself."""
+            self._graphs = DecodeGraphs(
+                decoder, ops, self._rows, self._sampler, self._kv, self._ids,
+                max_rows=capacity.max_rows, attention=attention, bank=bank,
+            )  # fmt: skip
+            self._prefills = Prefills(decoder, ops, self._rows, self._sampler, self._kv, capacity, bank)
+        self._moves = PageMoves(self._kv, self._stream, device)
+        self._submitted = 0
+        """Steps given to the launcher; only `launch` counts them."""
+        self._enqueued = 0
+        """Those that it has enqueued; only the launcher counts them."""
+        self._plans: queue.SimpleQueue[tuple[StepPlan, CudaStep] | None] = queue.SimpleQueue()
+        self._launcher = threading.Thread(target=self._run_launcher, name="headrace-launcher", daemon=True)
+        self._launcher.start()
+
+    def rehearse(self, variant: Variant = PLAIN) -> None:
+        """Prefill on the scratch page as much as a plan may hold, and a little: all kernels of prefills; blocks.
+
+        Args:
+            variant: What the rows ask for.
+        """
+        sampling = Sampling(temperature=1.0, top_k=int(variant.filtered))
+        request = Request(tokens=[0], prompt_len=1, limit=2, sampling=sampling)
+        for tokens in (self._capacity.max_batched_tokens, min(_FEW_TOKENS, self._capacity.max_batched_tokens)):
+            plan = StepPlan(0, tokens=tokens)
+            for row in range(self._capacity.max_rows):
+                count = min(tokens, self._capacity.max_context)
+                tokens -= count
+                if count:
+                    plan.new_rows.append(NewRow(row, 0, [0] * count, sampling))
+                    shaping, reporting = _ALL_OPTIONS if variant.shaped else None, None
+                    if variant.places:
+                        reporting = _ALL_REPORTS
+                    if shaping or reporting:
+                        plan.options.append(RowOptions(row, [0] * count, count, shaping, reporting, None))
+                    plan.works.append(Work(request, row, 0, count, True))
+            self.launch(plan).wait()
+
+    def warm_up(self, *, everything: bool = False) -> None:
+        """Compile and capture the graphs that a usual step needs, or `everything` that any may; blocks for seconds."""
+        variants = VARIANTS if everything else (PLAIN,)
+        for variant in variants:
+            self.rehearse(variant)
+        contexts = [_USUAL_CONTEXT, self._capacity.max_context] if everything else [_USUAL_CONTEXT]
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._graphs.capture(contexts=contexts, variants=variants)
+            self._stream.synchronize()
+
+    def launch(self, plan: StepPlan) -> CudaStep:
+        """Enqueue `plan` behind the steps launched before it.
+
+        Decodes are enqueued at once: it takes 100 or 200 microseconds. Prefills take milliseconds, capturing a graph a
+        hundred, and copying pages and the masks of grammars wait for the device, so a thread does those, and whatever
+        comes while it is busy follows there.
+
+        Raises:
+            EngineCrashed: The device failed.
+            torch.OutOfMemoryError: The device had no memory for this step.
+        """
+        result = self._results[self._turn % _RESULTS]
+        if result.taken:
+            raise RuntimeError(_LAUNCHED_TOO_FAR)
+        step = CudaStep(result)
+        if not (plan.is_bare and self._submitted == self._enqueued and self._launch_decodes(plan, step)):
+            step.enqueued = threading.Event()
+            self._submitted += 1
+            self._plans.put((plan, step))
+        result.taken = True
+        self._turn += 1
+        return step
+
+    @property
+    def most_pages(self) -> int:
+        """That `resize` may be asked for."""
+        return self._memory.most_pages
+
+    def resize(self, num_pages: int) -> None:
+        """Have room for so many pages; blocks until the device is still. Graphs stay as they are.
+
+        Raises:
+            torch.OutOfMemoryError: The device has not so much memory; all is as it was.
+            EngineCrashed: The device failed.
+        """
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._settle()
+            self._memory.resize(num_pages)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the memory of pages and weights; blocks until the device is still. Graphs stay as they are."""
+        assert self._weights is not None
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._settle()
+            self._weights.sleep(self._memory, keep=keep_weights)
+        return_device_memory()
+
+    def wake(self, num_pages: int) -> None:
+        """Have the weights at their old places, and so many pages; blocks."""
+        assert self._weights is not None
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._weights.wake(self._memory, num_pages)
+        return_device_memory()
+
+    def open_host_pool(self, places: int) -> float:
+        """Have room for so many pages in pinned memory; seconds that moving one takes. Nothing is in flight.
+
+        Raises:
+            Exception: The host has not so much memory that can be pinned.
+        """
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            return self._moves.open(places, self._capacity.num_pages, self._stream.synchronize)
+
+    def close(self) -> None:
+        """Wait for the device and return its memory; after a fault of the device, what can be returned."""
+        self._plans.put(None)
+        self._launcher.join()
+        self._sampler.close()
+        try:
+            self._settle()
+            self._graphs.close()
+            self._memory.close()
+            return_stream(self._stream)
+            self._moves.close()
+            if self._bank is not None:
+                self._bank.close()
+            if self._weights is not None:
+                self._weights.close()
+        except torch.AcceleratorError:
+            # On a device that failed, freeing pinned memory ends the process: it is never freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
+        for name in "_kv _memory _rows _sampler _ids _results _graphs _prefills _bank _weights _moves".split():
+            delattr(self, name)
+        return_device_memory()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Wait until the device is still."""
+        self._stream.synchronize()
+        self._moves.settle()
+
+    def _run_launcher(self) -> None:
+        """The launcher's thread."""
+        while (item := self._plans.get()) is not None:
+            plan, step = item
+            try:
+                self._enqueue(plan, *split(plan), step)
+            except BaseException as error:  # raised where the step is waited for
+                step.error = error
+                with contextlib.suppress(Exception):  # nobody will wait for what it had enqueued
+                    self._stream.synchronize()
+            self._enqueued += 1
+            assert step.enqueued is not None
+            step.enqueued.set()
+            del item, plan, step
+
+    def _launch_decodes(self, plan: StepPlan, step: CudaStep) -> bool:
+        """Enqueue decodes that come alone; False, and nothing happens, if something must be captured or waited for."""
+        decodes = self._ordering.of(plan.rows, plan.starts)
+        variant = self._sampler.variant(decodes.rows)
+        keys = self._graphs.keys(decodes, variant)
+        if variant.masked or not self._graphs.ready(keys):
+            return False
+        if variant.places:
+            self._enqueue(plan, decodes, [], step)
+            return True
+        with self._stream, faults_are_fatal():
+            self._moves.before(plan.entries)
+            self._rows.add((), plan.entries)
+            step.ids, step.places = self._decode(decodes, (), keys), decodes.back
+            step.result.done.record(self._stream)
+        return True
+
+    def _enqueue(self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep) -> None:
+        with torch.inference_mode(), self._stream, faults_are_fatal():
+            lines = self._enqueue_all(plan, decodes, prefills, step)
+            choices, forced = self._sampler.choices, self._sampler.grammars.forced
+            if lines or choices or forced:
+                index_of = {work.row: index for index, work in enumerate(plan.works)}
+                step.lines = step.result.fetch(lines, index_of)
+                step.choices = {index_of[row]: choice for row, choice in choices.items()}
+                step.forced = {index_of[row]: tokens for row, tokens in forced.items()}
+            if late := self._sampler.grammars.late:
+                step.late = [index for index, work in enumerate(plan.works) if work.row in late]
+            step.result.done.record(self._stream)
+            self._sampler.grammars.sampled(step.tokens, plan.each_work())
+
+    def _enqueue_all(
+        self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
+    ) -> list[Lines]:
+        """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
+        self._sampler.begin()
+        copies = self._take_in(plan)
+        count, result = 0 if decodes is None else len(decodes.rows), step.result
+        lines: list[Lines] = []
+        if decodes is not None:
+            samples = not plan.alone or plan.works[0].samples
+            variant = self._sampler.variant(decodes.rows) if samples else None
+            keys = self._graphs.keys(decodes, variant)
+            step.ids, step.places = self._decode(decodes, copies, keys), decodes.back
+            lines = self._sampler.lines(decodes.rows, 0) if samples else []
+        else:
+            step.places = _NOWHERE
+            self._rows.flush()
+            CudaOps.copy_pages(self._kv, copies)
+        if not prefills:
+            return lines
+        sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
+        step.pooled = result.keep(pooled, plan.works)
+        result.ids[: count + sampled].copy_(self._ids[: count + sampled], non_blocking=True)
+        step.ids, step.places = result.view, places_of(plan.works, _NOWHERE if decodes is None else decodes.back, count)
+        return lines + more
+
+    def _take_in(self, plan: StepPlan) -> Sequence[tuple[int, int]]:
+        """Take in what `plan` says of rows and pages; the copies of pages that are still to be enqueued."""
+        plan = self._sampler.hosts.take(plan)
+        copies = plan.copies
+        if plan.spills or plan.fetches:
+            self._moves.enqueue(plan)
+            copies = []
+        else:
+            self._moves.before(plan.entries)
+        self._rows.add(plan.new_rows, plan.entries, plan.options)
+        self._rows.give(self._sampler.take(plan))
+        self._prefills.pools.update(plan)
+        return copies
+
+    def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key]) -> NDArray[np.int32]:
+        """Enqueue one token of each row; where the ids will be, unless no graph of `keys` chooses any."""
+        rows = self._rows
+        logits_or_all, *choice = self._graphs.prepare(keys, decodes)
+        rows.batch(decodes, keys[0].bucket)
+        if copies:
+            rows.flush()
+            CudaOps.copy_pages(self._kv, copies)
+        ids = rows.hand_over()
+        logits_or_all.replay()
+        if keys[-1].variant is None:
+            rows.unsampled(decodes.rows)
+        if choice:
+            late = self._sampler.act_between(self._graphs.logits(keys), decodes.rows, decodes.starts + 1)
+            rows.leave_out(decodes.rows[late], late)
+            choice[0].replay()
+        return ids

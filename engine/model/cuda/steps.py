@@ -1,0 +1,197 @@
+"""A step of a CUDA engine between its launch and its result: what crosses to the host, and which work it belongs to.
+
+Owns the pinned memory of results; never enqueues a kernel. Next to read: runner.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.errors import EngineCrashed
+from headrace.engine.model.cuda.decodes import Decodes, Ordering
+from headrace.engine.model.cuda.reports import Lines, SentLines, with_reports
+from headrace.engine.model.shared.pools import settle
+from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, StepPlan, Work
+from headrace.engine.scheduling.shaping import Choice
+
+__all__ = ["CudaStep", "Result", "faults_are_fatal", "places_of", "split"]
+
+
+class Result:
+    """Pinned memory for what one step gives, and the event after which it is there."""
+
+    def __init__(self, size: int) -> None:
+        self.ids = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.view: NDArray[np.int32] = self.ids.numpy()
+        self.lines = self.ids[:0]
+        """Of log-probabilities; grows to what a step ever needed."""
+        self.vectors = torch.empty(0, pin_memory=True)
+        """Of pooled prompts; grows likewise."""
+        self.done = torch.cuda.Event(blocking=True)
+        self.taken = False
+
+    def fetch(self, lines: Sequence[Lines], index_of: Mapping[int, int]) -> list[SentLines]:
+        """Enqueue the copy of lines, whose rows are those of the works `index_of`; where they will be."""
+        needed = sum(each.words_LW.numel() for each in lines)
+        if needed > len(self.lines):
+            self.lines = torch.empty(needed, dtype=torch.int32, pin_memory=True)
+        sent, start = [], 0
+        for words_LW, entries, of_prompt in lines:
+            end = start + words_LW.numel()
+            self.lines[start:end].copy_(words_LW.view(-1), non_blocking=True)
+            indexed = [(line, index_of[row], top) for line, row, top in entries]
+            sent.append(SentLines(start, (words_LW.shape[0], words_LW.shape[1]), indexed, of_prompt))
+            start = end
+        return sent
+
+    def keep(self, pooled: Mapping[int, Tensor], works: Sequence[Work]) -> dict[int, Tensor]:
+        """Enqueue the copy of pooled vectors, called by their rows; by work, where they will be.
+
+        Hidden states stay on the device, for whoever uses them on the default stream.
+        """
+        if not pooled:
+            return {}
+        index_of = {work.row: index for index, work in enumerate(works)}
+        vectors = {row: value for row, value in pooled.items() if value.dim() == 1}
+        for value in pooled.values():
+            if value.is_cuda and value.dim() > 1:
+                value.record_stream(torch.cuda.default_stream(value.device))
+        if vectors:
+            stacked_RE = torch.stack(list(vectors.values()))
+            if stacked_RE.numel() > len(self.vectors):
+                self.vectors = torch.empty(stacked_RE.numel(), pin_memory=True)
+            here_RE = self.vectors[: stacked_RE.numel()].view(stacked_RE.shape)
+            here_RE.copy_(stacked_RE, non_blocking=True)
+            vectors = dict(zip(vectors, here_RE, strict=True))
+        return {index_of[row]: value for row, value in {**pooled, **vectors}.items()}
+
+
+class CudaStep:
+    """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
+
+    __slots__ = (
+        "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "late", "lines", "places", "pooled",
+        "result",
+    )  # fmt: skip
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        self.enqueued: threading.Event | None = None
+        self.error: BaseException | None = None
+        self.ids: NDArray[np.int32] = result.view
+        """The ids of the step, once it is done, as they stood on the device."""
+        self.places: NDArray[np.int64]
+        """Where among them the id of each of the plan's works will be."""
+        self.lines: list[SentLines] = []
+        """Log-probabilities there."""
+        self.pooled: dict[int, Tensor] = {}
+        """What came of hidden states, by work."""
+        self.choices: dict[int, Callable[[], Choice]] = {}
+        """What will choose on the host, by work, once the logits are there."""
+        self.forced: dict[int, Sequence[int]] = {}
+        """What must follow the sampled tokens of rows with grammars, by work."""
+        self.late: Sequence[int] = ()
+        """Works whose rows were left out."""
+        self._reading = threading.Lock()
+        self._tokens: list[int] | None = None
+
+    def wait(self) -> Sequence[int]:
+        """Block until the step has run.
+
+        Raises:
+            EngineCrashed: The device failed; nothing on it can be trusted any more.
+            torch.OutOfMemoryError: The device had no memory for this step.
+        """
+        if self.enqueued is not None:
+            self.enqueued.wait()
+        try:
+            if self.error is not None:
+                raise self.error
+            with faults_are_fatal():
+                tokens = self._read()
+            if not (self.lines or self.pooled or self.choices or self.forced):
+                return tokens
+            told = with_reports(tokens, self.result.lines.numpy(), self.lines, settle(self.pooled, tokens))
+            for work in self.choices:
+                told[work] = CHOSEN_LATER
+            told.choices = {work: ready() for work, ready in self.choices.items()}
+            told.forced = self.forced
+            return told
+        finally:
+            self.result.taken = False
+
+    def tokens(self) -> Sequence[int] | None:
+        """What `wait` returns, before or after it has, for the thread that enqueued the step; None where it failed."""
+        return self._read() if self.error is None else None
+
+    def _read(self) -> list[int]:
+        with self._reading:  # the result serves another step once it was waited for
+            if self._tokens is None:
+                self.result.done.synchronize()
+                self._tokens = self.ids[self.places].tolist()
+                for work in self.late:
+                    self._tokens[work] = LATE
+            return self._tokens
+
+
+def split(plan: StepPlan) -> tuple[Decodes | None, list[Work]]:
+    """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after.
+
+    Those of a step of one request are no prefills, whose kernels may round otherwise.
+    """
+    more = [work for work in plan.others if work.num_tokens == 1 and (work.samples or plan.alone)]
+    prefills = [work for work in plan.others if work.num_tokens > 1 or not (work.samples or plan.alone)]
+    rows = [*plan.rows, *(work.row for work in more)]
+    starts = [*plan.starts, *(work.start for work in more)]
+    return Ordering().of(rows, starts) if rows else None, prefills
+
+
+def places_of(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -> NDArray[np.int64]:
+    """Where each work's id is: those of decodes as given, of sampling prefills from `prefill`, 0 where none is."""
+    places = np.zeros(len(works), np.int64)
+    of_decodes = iter(decodes)
+    for index, work in enumerate(works):
+        if work.samples and work.num_tokens == 1:
+            places[index] = next(of_decodes)
+        elif work.samples:
+            places[index] = prefill
+            prefill += 1
+    return places
+
+
+class _FaultsAreFatal:
+    """Turns a fault of the device, after which its context is lost, into `EngineCrashed`."""
+
+    def __enter__(self) -> None:
+        """Nothing can have failed yet."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Let everything else pass."""
+        if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
+            return
+        if isinstance(error, torch.AcceleratorError) or _is_lost():  # Triton and FlashInfer raise errors of their own
+            raise EngineCrashed(f"the device failed: {error}") from error
+
+
+_FAULTS_ARE_FATAL = _FaultsAreFatal()
+
+
+def faults_are_fatal() -> contextlib.AbstractContextManager[None]:
+    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
+    return _FAULTS_ARE_FATAL
+
+
+def _is_lost() -> bool:
+    """Whether the current device answers nothing any more."""
+    try:
+        torch.cuda.current_stream().query()
+    except torch.AcceleratorError:
+        return True
+    return False

@@ -1,0 +1,195 @@
+"""`EncoderRunner`: carries out plans for an encoder, on a CPU or a GPU, in a thread of its own.
+
+Owns the model and what the rows want; never decides what runs. An encoder's tokens attend to those after them, so a
+text is computed as a whole in the step that has its last token; earlier chunks only count. Pages stand for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.engine.errors import EngineCrashed
+from headrace.engine.model.encoder.network import Encoder, Texts
+from headrace.engine.model.encoder.spec import EncoderSpec
+from headrace.engine.model.encoder.weights import EncoderWeights
+from headrace.engine.model.shared.memory import (
+    borrow_stream,
+    free_host_bytes,
+    return_device_memory,
+    return_freed_memory,
+    return_stream,
+)
+from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
+from headrace.engine.model.shared.pools import settle
+from headrace.engine.scheduling.plan import Ability, StepPlan
+from headrace.engine.scheduling.pooling import Pooling
+from headrace.engine.scheduling.shaping import ReportedTokens
+
+__all__ = ["EncoderRunner"]
+
+
+class _Row(NamedTuple):
+    tokens: list[int]
+    pooling: Pooling
+
+
+class _Ended(NamedTuple):
+    """A text whose last token is in this step."""
+
+    work: int
+    row: _Row
+
+
+class EncoderRunner:
+    """The device protocol for an encoder."""
+
+    abilities: Final[frozenset[Ability]] = frozenset(("pooling",))
+
+    def __init__(
+        self, spec: EncoderSpec, load: Callable[[], EncoderWeights], *, device: torch.device, threads: int
+    ) -> None:
+        """Load the model and start the thread.
+
+        Args:
+            spec: Of the model.
+            load: Reads its weights to `device`, now and after a sleep without them.
+            device: Where it runs.
+            threads: Threads of one operation, on a CPU.
+        """
+        self._spec = spec
+        self._load = load
+        self._device = device
+        self._kept: EncoderWeights | None = None
+        """In host memory, while a GPU sleeps."""
+        self._encoder: Encoder | None = Encoder(spec, load())
+        self._stream = borrow_stream(device) if device.type == "cuda" else None
+        self._await_weights()
+        self._rows: dict[int, _Row] = {}
+        self._thread = PlanThread(self._carry_out, name="headrace-encoder", threads=threads)
+
+    def launch(self, plan: StepPlan) -> PlanStep:
+        """Queue `plan` behind the steps launched before it."""
+        return self._thread.launch(plan)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back the memory of the weights; with `keep_weights` a CPU has nothing to give.
+
+        Raises:
+            MemoryError: The host has no room for them.
+        """
+        if not keep_weights:
+            self._kept = self._encoder = None
+        elif self._encoder is not None and self._stream is not None:
+            size, free = self._encoder.weights.nbytes, free_host_bytes()
+            if size > free:
+                raise MemoryError(f"{size} bytes of weights, of which {free} are free")
+            self._kept, self._encoder = self._encoder.weights.to(torch.device("cpu")), None
+        self._return_memory()
+
+    def wake(self, num_pages: int) -> None:
+        """Have the weights again; there are no pages to have.
+
+        Raises:
+            ModelRejected: The model's files cannot be used any more; it sleeps on.
+            torch.OutOfMemoryError: The device has no room for them; it sleeps on.
+        """
+        if self._encoder is None:
+            try:
+                with torch.inference_mode():
+                    weights = self._load() if self._kept is None else self._kept.to(self._device)
+            except BaseException as error:
+                error.__traceback__ = None  # its frames hold what has been moved
+                self._return_memory()
+                raise
+            self._encoder, self._kept = Encoder(self._spec, weights), None
+            self._await_weights()
+
+    def close(self) -> None:
+        """Join the thread and drop the model."""
+        self._thread.close()
+        self._encoder = self._kept = None
+        self._rows.clear()
+        if self._stream is not None:
+            return_stream(self._stream)
+        self._return_memory()
+
+    def _await_weights(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # on which they were made
+
+    def _return_memory(self) -> None:
+        if self._stream is None:
+            return_freed_memory()
+        else:
+            return_device_memory()
+
+    def _carry_out(self, plan: StepPlan) -> Sequence[int]:
+        for options in plan.options:
+            assert options.pooling is not None
+            self._rows[options.row] = _Row(options.tokens, options.pooling)
+        ended = [
+            _Ended(index, row)
+            for index, work in enumerate(plan.works)
+            if work.start + work.num_tokens == len((row := self._rows[work.row]).tokens)
+        ]
+        tokens = [0] * len(plan.works)
+        if not ended:
+            return tokens
+        ended.sort(key=lambda each: len(each.row.tokens))
+        with self._on_stream(), _faults_are_fatal():
+            pooled = self._pool(ended)
+        return ReportedTokens(tokens, {}, {}, settle(pooled, tokens))
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _pool(self, ended: Sequence[_Ended]) -> dict[int, Tensor]:
+        """Index of a work -> what its request wants: float32 vectors in host memory, or hidden states."""
+        encoder = self._encoder
+        assert encoder is not None
+        rows = [each.row for each in ended]
+        seconds = [row.pooling.second for row in rows]
+        texts = Texts.of([row.tokens for row in rows], seconds, self._device, pads=encoder.pads)
+        hidden_NE = encoder.hidden(texts)
+        found: dict[int, Tensor] = {}
+        for kind in dict.fromkeys(row.pooling.kind for row in rows):
+            places = [place for place, row in enumerate(rows) if row.pooling.kind == kind]
+            if kind == "all":
+                starts = [0, *torch.tensor([len(row.tokens) for row in rows]).cumsum(0).tolist()]
+                vectors = [hidden_NE[starts[place] : starts[place + 1]] for place in places]
+                if hidden_NE.is_cuda:
+                    hidden_NE.record_stream(torch.cuda.default_stream(self._device))
+            else:
+                vectors = list(self._vectors(kind, encoder, texts, hidden_NE)[places].cpu())
+            found.update(zip([ended[place].work for place in places], vectors, strict=True))
+        if self._stream is not None:
+            self._stream.synchronize()
+        return found
+
+    @staticmethod
+    def _vectors(kind: str, encoder: Encoder, texts: Texts, hidden_NE: Tensor) -> Tensor:
+        """One float32 vector for each of the texts."""
+        if kind == "mean":
+            sums_BE = torch.zeros(len(texts.lengths_B), hidden_NE.shape[1], device=hidden_NE.device)
+            return sums_BE.index_add_(0, texts.texts_N, hidden_NE.float()) / texts.lengths_B[:, None]
+        if kind == "last":
+            return hidden_NE[texts.starts_B + texts.lengths_B - 1].float()
+        first_BE = hidden_NE[texts.starts_B]
+        return (encoder.scores(first_BE) if kind == "score" else first_BE).float()
+
+
+@contextlib.contextmanager
+def _faults_are_fatal() -> Iterator[None]:
+    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except torch.AcceleratorError as error:
+        raise EngineCrashed(f"the device failed: {error}") from error

@@ -1,0 +1,161 @@
+"""Reads an encoder's parameters from safetensors; never decides what the model looks like.
+
+A name that is missing, left over or of another shape is an error before anything is read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.engine.errors import ModelRejected
+from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.encoder.spec import EncoderSpec
+
+__all__ = ["Affine", "EncoderLayer", "EncoderWeights", "load_encoder"]
+
+_HARMLESS = re.compile(r"(bert\.|roberta\.)?(pooler\.dense\.(weight|bias)|embeddings\.(position|token_type)_ids)")
+"""Left over in checkpoints of encoders: what is not used without a head, and what is computed."""
+_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Weight and bias of a product [out, in] and [out], or of a layer norm [E] and [E]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def to(self, device: torch.device) -> Affine:
+        """The same on `device`."""
+        return Affine(self.weight.to(device), self.bias.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayer:
+    """One block's parameters."""
+
+    qkv: Affine
+    """Rows: E of queries, E of keys, E of values."""
+    o: Affine
+    attention_norm: Affine
+    up: Affine
+    down: Affine
+    output_norm: Affine
+
+    def to(self, device: torch.device) -> EncoderLayer:
+        """The same on `device`."""
+        return EncoderLayer(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderWeights:
+    """All parameters of an encoder."""
+
+    words_VE: Tensor
+    positions_PE: Tensor
+    types_TE: Tensor
+    norm: Affine
+    layers: tuple[EncoderLayer, ...]
+    head: tuple[Affine, Affine] | None
+    """[E, E] and [1, E], where the model scores pairs."""
+
+    def to(self, device: torch.device) -> EncoderWeights:
+        """The same on `device`."""
+        return EncoderWeights(
+            words_VE=self.words_VE.to(device),
+            positions_PE=self.positions_PE.to(device),
+            types_TE=self.types_TE.to(device),
+            norm=self.norm.to(device),
+            layers=tuple(layer.to(device) for layer in self.layers),
+            head=None if self.head is None else (self.head[0].to(device), self.head[1].to(device)),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        parts = [self.norm, *(self.head or ())]
+        parts += [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
+        tensors = [self.words_VE, self.positions_PE, self.types_TE]
+        return sum(
+            tensor.nbytes for tensor in [*tensors, *(each for part in parts for each in (part.weight, part.bias))]
+        )
+
+
+def load_encoder(folder: Path, spec: EncoderSpec, *, dtype: torch.dtype, device: torch.device) -> EncoderWeights:
+    """Return a model's parameters in `dtype` on `device`.
+
+    Raises:
+        ModelRejected: A tensor is missing, left over, of another shape or not finite, or a file is damaged.
+    """
+    with SafetensorsFolder(folder) as files:
+        return _Loader(files, spec, dtype, device).load()
+
+
+class _Loader:
+    def __init__(self, files: SafetensorsFolder, spec: EncoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._files, self._spec, self._dtype, self._device = files, spec, dtype, device
+        has_prefix = any(name.startswith(spec.prefix + "embeddings.") for name in files.shapes)
+        self._prefix = spec.prefix if has_prefix else ""
+        self._read: set[str] = set()
+
+    def load(self) -> EncoderWeights:
+        spec, hidden = self._spec, self._spec.hidden_size
+        top = f"{self._prefix}embeddings"
+        weights = EncoderWeights(
+            words_VE=self._tensor(f"{top}.word_embeddings.weight", spec.vocab_size, hidden),
+            positions_PE=self._tensor(f"{top}.position_embeddings.weight", spec.num_positions, hidden),
+            types_TE=self._tensor(f"{top}.token_type_embeddings.weight", spec.num_types, hidden),
+            norm=self._affine(f"{top}.LayerNorm", hidden),
+            layers=tuple(self._layer(layer) for layer in range(spec.num_layers)),
+            head=self._head(),
+        )
+        left = [name for name in self._files.shapes if name not in self._read and not _HARMLESS.fullmatch(name)]
+        if left:
+            self._refuse(left[0], "left over", f"the tensors of the model ({len(left)} left over)")
+        return weights
+
+    def _layer(self, layer: int) -> EncoderLayer:
+        hidden, ffn = self._spec.hidden_size, self._spec.ffn_size
+        name = f"{self._prefix}encoder.layer.{layer}"
+        parts = [self._affine(f"{name}.attention.self.{part}", hidden, hidden) for part in ("query", "key", "value")]
+        return EncoderLayer(
+            qkv=Affine(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])),
+            o=self._affine(f"{name}.attention.output.dense", hidden, hidden),
+            attention_norm=self._affine(f"{name}.attention.output.LayerNorm", hidden),
+            up=self._affine(f"{name}.intermediate.dense", ffn, hidden),
+            down=self._affine(f"{name}.output.dense", hidden, ffn),
+            output_norm=self._affine(f"{name}.output.LayerNorm", hidden),
+        )
+
+    def _head(self) -> tuple[Affine, Affine] | None:
+        if self._spec.head is None:
+            return None
+        hidden = self._spec.hidden_size
+        dense, out = self._spec.head
+        return self._affine(dense, hidden, hidden), self._affine(out, 1, hidden)
+
+    def _affine(self, name: str, rows: int, *inner: int) -> Affine:
+        return Affine(self._tensor(f"{name}.weight", rows, *inner), self._tensor(f"{name}.bias", rows))
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        found = self._files.shapes.get(name)
+        if found is None:
+            self._refuse(name, "missing", "every tensor of the model")
+        if found != shape:
+            self._refuse(name, list(found or ()), f"the shape {list(shape)}")
+        self._read.add(name)
+        tensor = torch.empty(shape, dtype=self._dtype)
+        for first, rows in self._files.blocks(name, _BLOCK):
+            tensor[first : first + len(rows)] = rows
+        if not bool(tensor.isfinite().all()):
+            self._refuse(name, "not finite", f"finite values in {str(self._dtype).removeprefix('torch.')}")
+        return tensor.to(self._device)
+
+    def _refuse(self, tensor: str, value: object, limit: object) -> None:
+        message = f"{self._files.name}: the tensor {tensor[:200]} is {value}; wanted: {limit}"
+        raise ModelRejected(message, field=tensor, value=value, limit=limit)

@@ -1,0 +1,1 @@
+"""The layers of a model as operations on tensors; knows a device only as the operations it is given."""

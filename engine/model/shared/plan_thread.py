@@ -1,0 +1,83 @@
+"""`PlanThread`: carries out plans one after the other in a thread of its own; never knows what carrying out means."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headrace.engine.model.shared.torch_threads import use_threads
+from headrace.engine.scheduling.plan import StepPlan
+
+__all__ = ["PlanStep", "PlanThread"]
+
+
+class PlanStep:
+    """A launched step: its result arrives from the thread."""
+
+    __slots__ = ("_done", "_error", "_tokens")
+
+    def __init__(self) -> None:
+        """Start without a result."""
+        self._done = threading.Event()
+        self._tokens: Sequence[int] = ()
+        self._error: BaseException | None = None
+
+    def settle(self, tokens: Sequence[int], error: BaseException | None) -> None:
+        """Set the result, from the thread."""
+        self._tokens = tokens
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> Sequence[int]:
+        """Block until the step has run."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._tokens
+
+
+class PlanThread:
+    """One thread in which all steps of a runner run, so that launching waits for nothing."""
+
+    def __init__(self, carry_out: Callable[[StepPlan], Sequence[int]], *, name: str, threads: int) -> None:
+        """Start the thread.
+
+        Args:
+            carry_out: Runs a plan, under `torch.inference_mode`.
+            name: Of the thread, for debuggers.
+            threads: Threads of one operation on the CPU.
+        """
+        self._carry_out: Callable[[StepPlan], Sequence[int]] | None = carry_out
+        self._plans: queue.SimpleQueue[tuple[StepPlan, PlanStep] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: StepPlan) -> PlanStep:
+        """Queue `plan` behind the steps launched before it."""
+        step = PlanStep()
+        self._plans.put((plan, step))
+        return step
+
+    def close(self) -> None:
+        """Finish what is queued and join the thread."""
+        self._plans.put(None)
+        self._thread.join()
+        self._carry_out = None
+
+    def _run(self, threads: int) -> None:
+        carry_out = self._carry_out
+        assert carry_out is not None
+        use_threads(threads)
+        with torch.inference_mode():
+            while (item := self._plans.get()) is not None:
+                plan, step = item
+                try:
+                    tokens = carry_out(plan)
+                except Exception as error:
+                    step.settle((), error)
+                else:
+                    step.settle(tokens, None)
+                del item, plan, step

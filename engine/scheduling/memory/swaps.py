@@ -1,0 +1,90 @@
+"""`Swaps`: when a request that loses its pages keeps them in host memory, and how they come back; moves no byte itself.
+
+Swapping a request out and in again costs two moves of each page; forgetting it costs computing all its tokens again.
+Whichever is the shorter by what was measured is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.engine.scheduling.memory.host_pages import HostPages
+from headrace.engine.scheduling.memory.pages import PagePool
+from headrace.engine.scheduling.memory.prefix import Prefixes
+from headrace.engine.scheduling.order.pace import Pace
+from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.request import Request
+
+__all__ = ["Swaps"]
+
+
+class Swaps:
+    """Swapping between one page pool and one host pool."""
+
+    def __init__(self, host: HostPages, pool: PagePool, prefixes: Prefixes, pace: Pace) -> None:
+        """Move nothing yet; pages that `pool` evicts are kept in `host` from now on."""
+        self.host = host
+        self.count = 0
+        """Requests swapped out so far."""
+        self._pool = pool
+        self._prefixes = prefixes
+        self._pace = pace
+        if host.num_places:
+            pool.on_evict = host.keep
+            host.log = pool.log
+
+    def put_out(self, request: Request) -> None:
+        """Store the pages of a request that is about to lose them, if that is worth it and there is room."""
+        pages = request.pages[: -(-request.planned // self._pool.page_size)]
+        if not pages or request.spoilt or request.holds or request.pooling is not None:
+            return
+        if request.alone and request.planned >= len(request.tokens):  # its last chunk is to come again, whole
+            return
+        moving = 2 * len(pages) * self.host.page_seconds
+        if self.host.has_room(len(pages)) and moving < self._pace.prefill(request.planned):
+            request.places = self.host.store(pages)
+            request.stored = request.planned
+            self.count += 1
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether what is stored of `request` can be brought in by the next plan."""
+        return self.host.is_ready(request.places)
+
+    def bring_in(self, request: Request) -> None:
+        """Extend the pages of a request that starts by what the host holds of it, or of its prefix."""
+        size, pages = self._pool.page_size, request.pages
+        if request.places:
+            wanted, reach = request.places[len(pages) :], request.stored
+            self.host.release(request.places[: len(pages)])
+            request.places, request.stored = [], 0
+        elif self.host.num_places and len(pages) * size == request.planned:
+            wanted = self.host.take(self._prefixes.usable(request)[len(pages) :])
+            reach = (len(pages) + len(wanted)) * size
+        else:
+            return
+        for place in wanted:  # a page that this evicts may be spilled, but not to these
+            self.host.fetch(place, self._allocate(request))
+        request.planned = max(request.planned, min(reach, len(request.tokens) - 1))
+        request.computed = request.ready = request.planned
+        for index in range(request.registered, min(request.planned // size, len(request.keys))):
+            self._prefixes.remember(request, index)
+
+    def drop(self, request: Request) -> None:
+        """Give up what is stored of `request`."""
+        self.host.release(request.places)
+        request.places, request.stored = [], 0
+
+    def fail(self, plan: StepPlan, requests: Iterable[Request]) -> None:
+        """Give up what the spills of a failed `plan` should have stored."""
+        self.host.settled(plan)
+        lost = {place for _, place in plan.spills}
+        self.host.forget(lost)
+        for request in requests:
+            if not lost.isdisjoint(request.places):
+                self.drop(request)
+
+    def _allocate(self, request: Request) -> int:
+        page = self._pool.allocate()
+        assert page is not None, "a request was started without room for it"
+        request.pages.append(page)
+        return page

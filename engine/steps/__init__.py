@@ -1,0 +1,1 @@
+"""The loop that drives a runner, and what the host does between its steps; never decides who is next."""

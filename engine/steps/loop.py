@@ -1,0 +1,396 @@
+"""`StepLoop`: plans, launches, waits for and commits steps, and delivers what they gave; the only driver of a runner.
+
+Owns the steps in flight; never decides what runs (scheduling/scheduler.py does) and never touches a tensor.
+Next to read: engine.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from headrace.adapters.slots import AdapterVersion, Move
+from headrace.engine.concurrency.threads import Hung, Worker, stacks
+from headrace.engine.delivery.generation import Generation, as_failure
+from headrace.engine.delivery.kv_events import KvWatch
+from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, RequestFailed
+from headrace.engine.events import FinishReason
+from headrace.engine.scheduling.plan import Outcome, Runner, Step, StepPlan
+from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
+from headrace.engine.stats import EngineStats, Meter
+from headrace.engine.steps.changes import Changes
+from headrace.engine.steps.flights import FailedLaunch, Flight, Flights
+from headrace.engine.steps.hooks import HookThread
+
+__all__ = ["StepLoop"]
+
+logger = logging.getLogger("headrace.engine")
+
+T = TypeVar("T")
+
+_SLICE = 32  # readers woken at once: they run for some 10 µs each before anything else does
+
+
+class StepLoop:
+    """The step loop of one engine.
+
+    While step N runs, step N+1 is planned and launched, what step N-1 gave is delivered, and N is waited for and
+    committed. Nothing is awaited between a plan and its launch.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        waiter: Worker,
+        hooks: HookThread,
+        *,
+        flights: Flights,
+        hang_after: float = inf,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Drive `runner` with the plans of `scheduler`.
+
+        Args:
+            scheduler: Decides what runs.
+            runner: The device.
+            waiter: The thread that blocks on steps.
+            hooks: The thread that callers' hooks choose tokens in.
+            flights: None yet.
+            hang_after: Seconds for which a step may be waited for; what takes longer ends the loop.
+            clock: Seconds, of arrivals, deadlines and step times.
+        """
+        self.scheduler = scheduler
+        self.meter = Meter()
+        self.crashed: EngineCrashed | None = None
+        self.hung = False
+        """Whether it died because the device did not answer: a step, or a change of its memory, may be going on."""
+        self._runner = runner
+        self._waiter = waiter
+        self._hooks = hooks
+        self._clock = clock
+        self._generations: dict[int, Generation] = {}
+        self._expected: WeakSet[Generation] = WeakSet()
+        self._wakeup = anyio.Event()
+        self._closing = False
+        self._idle = anyio.Event()
+        self._launched = flights
+        self._hang_after = hang_after
+        self.carry_out: Callable[[list[Move]], None] = _no_moves
+        """Fills and empties the slots of adapters."""
+        self.kv = KvWatch(scheduler)
+        self.changes = Changes()
+        """What is done to the runner once no step is in flight, before the next is planned."""
+        self._due: list[Outcome] = []
+        """What was committed and is still to be delivered; a change completes several steps in a row."""
+
+    # -- what streams call ------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more may be submitted."""
+        return self._closing
+
+    @property
+    def now(self) -> float:
+        """Seconds, on the clock of arrivals and deadlines."""
+        return self._clock()
+
+    def expect(self, generation: Generation) -> None:
+        """Let a drain wait for `generation`, which will be submitted or abandoned."""
+        self._expected.add(generation)
+
+    def submit(self, generation: Generation, prompt: list[int], requests: Sequence[Request]) -> None:
+        """Queue the choices of `generation`, all of the same `prompt`.
+
+        Raises:
+            Rejected: They can never run; nothing is kept.
+        """
+        self.add(generation, requests)  # all have the same prompt: if the first is accepted, so are the others
+        generation.start(prompt, requests)
+        self._idle = anyio.Event()
+
+    def add(self, generation: Generation, requests: Sequence[Request]) -> None:
+        """Queue more requests of a generation.
+
+        Raises:
+            Rejected: The first can never run; nothing is kept.
+        """
+        now = self._clock()
+        for request in requests:
+            if request.elder < 0:  # others go on for one that came before
+                request.arrived = now
+            self.scheduler.submit(request)
+            self._generations[request.id] = generation
+        self._wake()
+
+    def let_go(self, request: Request) -> None:
+        """Note that one reader fewer may go on after `request`."""
+        self.scheduler.let_go(request)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of prompt and completion that a request may grow to, as memory is now."""
+        return self.scheduler.capacity.check_length(0)
+
+    def finish(self, request: Request, reason: FinishReason) -> bool:
+        """End a request now; its pages return when its last launched step is done. False if it has ended."""
+        ended = self.scheduler.finish(request, reason)
+        if ended:
+            self._generations.pop(request.id, None)
+            self._wake()
+        return ended
+
+    def pause(self, request: Request) -> None:
+        """Stop planning a request whose reader is behind."""
+        self.scheduler.pause(request)
+
+    def resume(self, request: Request) -> None:
+        """Plan a paused request again."""
+        self.scheduler.resume(request)
+        self._wake()
+
+    def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> None:
+        """End the requests that wait for an adapter which the device cannot be given."""
+        failed = self.scheduler.fail_wearers(version, error)
+        self._deliver(Outcome((), (), failed))  # now: the step in flight may take its time
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again at what there is to do."""
+        self._wakeup.set()
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Drive steps until `close`; whatever kills the loop reaches every stream as `EngineCrashed`."""
+        try:
+            with anyio.CancelScope(shield=True):  # launched steps must be waited for, whatever cancels the host
+                await self._run()
+        except anyio.get_cancelled_exc_class():
+            raise
+        except BaseException as error:
+            self.crashed = EngineCrashed(f"the step loop died: {error!r}")
+            self.crashed.__cause__ = error
+            self._end_all()  # before waiting for the device, which may be what hangs
+            await self._let_steps_end()
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+        finally:
+            self._closing = True  # also where the end of the event loop cancelled this task
+            self._end_all()
+            self.changes.drop(self.crashed or EngineStopped("the engine closed"))
+            self._idle.set()
+            self.kv.close(self.crashed)
+
+    def close(self) -> None:
+        """Cancel every request and let `run` return once nothing is in flight."""
+        self._closing = True
+        for generation in list(self._generations.values()):
+            generation.cancel()
+        self._wake()
+
+    async def drained(self) -> None:
+        """Wait until no request is left, nor one that is still being prepared."""
+        for generation in list(self._expected):
+            await generation.admitted.wait()
+        while self._generations:
+            await self._idle.wait()
+
+    def stats(self) -> EngineStats:
+        """One snapshot of queues, pages, counts and rates."""
+        scheduler, meter = self.scheduler, self.meter
+        now = self._clock()
+        tokens_per_second, step_seconds = meter.rates(now)
+        return EngineStats(
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            paused=scheduler.num_paused,
+            swapped=scheduler.num_swapped,
+            pages=scheduler.pool.num_pages,
+            pages_held=scheduler.pool.held,
+            pages_cached=scheduler.pool.cached,
+            host_pages=scheduler.swaps.host.num_places,
+            host_pages_used=scheduler.swaps.host.used,
+            live_tokens=scheduler.live_tokens(),
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            generated_tokens=meter.generated_tokens,
+            preemptions=scheduler.preemptions,
+            swaps=scheduler.swaps.count,
+            memory_retries=scheduler.failures.retries,
+            sleep_level=scheduler.sleep_level,
+            steps=meter.steps,
+            steps_in_flight=meter.launched_steps - meter.steps,
+            tokens_per_second=tokens_per_second,
+            step_seconds=step_seconds,
+            busy_seconds=meter.busy_seconds(now),
+        )
+
+    async def carry_out_moves(self, plans: Sequence[StepPlan]) -> None:
+        """Within a change: have plans without works carried out."""
+        for plan in plans:
+            self._launched.append(Flight(plan, self._launch(plan)))
+            await self._complete(self._launched[0])
+
+    async def wait_for(self, call: Callable[[], T], what: str, patience: float = 1.0) -> T:
+        """Have the waiter's thread make a call of the device, which has `patience` times as long as a step.
+
+        Raises:
+            EngineCrashed: It takes longer; `what` names it.
+            Exception: Whatever `call` raised.
+        """
+        try:
+            return await self._waiter.run(call, patience * self._hang_after)
+        except Hung as hung:
+            logger.error("%s is %s; the stacks of all threads follow\n%s", what, hung, stacks())
+            self.hung = True
+            raise EngineCrashed(f"{what} is {hung}: the device hangs") from hung
+
+    async def _run(self) -> None:
+        launched = self._launched
+        while True:
+            self._wakeup = anyio.Event()
+            plan = self._plan() if not self.changes and launched.may_grow(self.scheduler) else None
+            if plan is not None:
+                launched.append(Flight(plan, self._launch(plan)))
+            elif self._due:
+                await self._deliver_all()
+            elif launched:
+                await self._complete(launched[0])
+            elif self._closing:
+                return
+            elif self.changes:
+                await self.changes.carry_out_next()
+            else:
+                self.kv.tell()
+                await self._sleep()
+
+    def _plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan(self._clock())
+        if lapsed := self.scheduler.take_lapsed():
+            self._due.append(Outcome((), (), lapsed))
+        if moves := self.scheduler.slots.take_moves():
+            self.carry_out(moves)
+        return plan
+
+    async def _sleep(self) -> None:
+        """Wait for something to do, or for the next deadline."""
+        deadline = self.scheduler.next_deadline
+        with anyio.move_on_after(inf if deadline is None else max(0.0, deadline - self._clock())):
+            await self._wakeup.wait()
+
+    async def _let_steps_end(self) -> None:
+        """Wait for what a dead loop had launched: the device must be still before its memory is returned."""
+        while self._launched and not self.hung:
+            step = self._launched.popleft().step
+            with contextlib.suppress(Exception):
+                await self._waiter.run(step.wait)
+
+    def _launch(self, plan: StepPlan) -> Step:
+        now = self._clock()
+        self.meter.launched(now)
+        if plan.new_rows:
+            self._note_taken_up(plan, now)
+        try:
+            return self._runner.launch(plan)
+        except EngineCrashed:
+            raise
+        except Exception as error:
+            return FailedLaunch(error)
+
+    def _note_taken_up(self, plan: StepPlan, now: float) -> None:
+        for work in plan.works[-len(plan.new_rows) :]:  # requests that just got their rows are planned last
+            generation = self._generations.get(work.request.id)
+            if generation is not None and generation.taken_up is None:
+                generation.take_up(now)
+
+    async def _complete(self, oldest: Flight) -> None:
+        """Wait for a step and commit it."""
+        try:
+            try:
+                tokens = await self.wait_for(oldest.step.wait, "a step")
+            finally:
+                self._launched.popleft()
+        except EngineCrashed:
+            raise
+        except Exception as error:
+            outcome = Outcome((), (), self.scheduler.fail(oldest.plan, as_failure(error)))
+        else:
+            outcome = self.scheduler.commit(oldest.plan, tokens)
+            if isinstance(tokens, ReportedTokens) and tokens.choices:
+                self._choose_later(oldest.plan, tokens.choices)
+        generated = len(outcome.tokens) + sum(emission.token is not None for emission in outcome.others)
+        seconds = self.meter.committed(self._clock(), generated)
+        if oldest.plan.size:
+            chunks = [work.num_tokens for work in oldest.plan.others if work.num_tokens > 1]
+            self.scheduler.pace.observe(sum(chunks), seconds, len(chunks))
+        self.kv.tell()
+        self._due.append(outcome)
+
+    def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
+        """Let callers' hooks choose the tokens of their rows; whatever else runs does not wait for them."""
+        for index, choice in choices.items():
+            request = plan.works[index].request
+            if request.awaited == plan.step:
+                self._hooks.submit(choice, partial(self._chosen, request, plan.step))
+
+    def _chosen(self, request: Request, step: int, chosen: tuple[int, Report | None] | None, error: Any) -> None:
+        failure = error if isinstance(error, RequestFailed) else as_failure(error)
+        emissions = self.scheduler.supply(request, step, failure if chosen is None else chosen)
+        self.meter.generated_tokens += sum(emission.token is not None for emission in emissions)
+        self._deliver(Outcome((), (), emissions))
+        self._wake()
+
+    async def _deliver_all(self) -> None:
+        """Deliver what the last commit gave, and let its readers and everybody else run after each slice of it."""
+        due, self._due = self._due, []
+        for number, piece in enumerate([piece for outcome in due for piece in outcome.pieces(_SLICE)]):
+            if number:
+                await checkpoint()
+            self._deliver(piece)
+
+    def _deliver(self, outcome: Outcome) -> None:
+        generations = self._generations
+        for request, token in zip(outcome.requests, outcome.tokens, strict=True):
+            if (generation := generations.get(request.id)) is not None:  # another choice may have ended its stream
+                generation.deliver_token(request, token)
+        for emission in outcome.others:
+            request = emission.request
+            generation = generations.get(request.id)
+            if generation is None:
+                continue
+            if emission.finish_reason is not None or emission.error is not None:
+                del generations[request.id]
+            generation.deliver(emission)
+        if not generations:
+            self._idle.set()
+
+    def _end_all(self) -> None:
+        error: HeadraceError | None = self.crashed
+        for generation in list(self._generations.values()):
+            if error is not None:
+                generation.abandon(error)
+            else:
+                generation.cancel()
+        self._generations.clear()
+
+    def _wake(self) -> None:
+        self._wakeup.set()
+        if not self._generations:
+            self._idle.set()
+
+
+def _no_moves(moves: list[Move]) -> None:
+    assert not moves, "a slot is to be filled where there are none"

@@ -1,0 +1,278 @@
+"""Builds a tokenizer from the metadata of a GGUF file; never opens the file and never touches tensors.
+
+GGUF states the vocabulary, merges or scores, token types and the *name* of the pre-tokenizer. What the names mean is
+the table here; a name that is not in it is refused, since a wrong split gives wrong ids without any other sign.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from headrace.engine.errors import ModelRejected
+from headrace.engine.tokens.limits import check_added, check_merging, check_token_sizes
+from headrace.engine.tokens.panics import typed
+
+__all__ = ["BYTE_OF_CHAR", "SPLITS", "GgufBackend", "build_gguf_tokenizer", "byte_level_piece", "gguf_eos_ids"]
+
+_PREFIX: Final = "tokenizer.ggml."
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS: Final = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_WORDS: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+)
+
+
+class _Pre(NamedTuple):
+    """How a byte-level vocabulary splits text before merging."""
+
+    split: str | None = None
+    """Regular expression of the parts; None is GPT-2's."""
+    digits: bool = False
+    """Cut out each digit first."""
+    nfc: bool = False
+    """Compose characters first."""
+    whole_words: bool = False
+    """A part that is itself a token is not built by merges."""
+    bos: bool = False
+    """BOS is added unless the file says otherwise."""
+
+
+_LLAMA3: Final = _Pre(split=_WORDS % r"\p{N}{1,3}", whole_words=True, bos=True)
+_QWEN2: Final = _Pre(split=_WORDS % r"\p{N}", nfc=True)
+_PRE: Final[Mapping[str, _Pre]] = {
+    "default": _Pre(),
+    "gpt-2": _Pre(),
+    "smollm": _Pre(digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _Pre(split=_CASED_WORDS, whole_words=True, bos=True),
+}
+SPLITS: Final = frozenset(pre.split for pre in _PRE.values() if pre.split is not None)
+"""Regular expressions by which published models split text, all of which take linear time."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable spelling of bytes: Latin-1's visible characters are themselves, the rest follow from U+0100."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
+
+
+BYTE_OF_CHAR: Final[Mapping[str, int]] = _byte_alphabet()
+"""The byte that each character of a byte-level token stands for."""
+_BYTES: Final = {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
+
+
+def byte_level_piece(token: str) -> bytes:
+    """Return the bytes that a byte-level token spells in 256 printable characters; any other token spells itself."""
+    try:
+        return codecs.charmap_encode(token, "strict", _BYTES)[0]
+    except UnicodeEncodeError:
+        return token.encode()
+
+
+class _Vocabulary(NamedTuple):
+    tokens: list[str]
+    types: list[int]
+    """Token type per id (1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte)."""
+    ids: dict[str, int]
+
+
+@dataclass(frozen=True)
+class GgufBackend:
+    """What `Tokenizer` asks of a `transformers.PreTrainedTokenizerFast`, whose import takes longer than the opening."""
+
+    backend_tokenizer: Any
+    """A `tokenizers.Tokenizer`."""
+    chat_template: str | None
+    special_tokens_map: Mapping[str, str]
+    """The text of the file's special tokens by their names, such as `bos_token`."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end of a sequence."""
+        token = self.special_tokens_map.get("eos_token")
+        return None if token is None else self.backend_tokenizer.token_to_id(token)
+
+
+def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufBackend:
+    """Return the tokenizer for GGUF metadata given as plain values.
+
+    Raises:
+        ModelRejected: A field is missing, damaged, out of range, or names a kind that is not known here.
+    """
+    kind = metadata.get(_PREFIX + "model")
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if not isinstance(kind, str) or kind not in builders:
+        raise _rejected("model", f"must be one of {', '.join(builders)}", kind)
+    vocabulary = _read_vocabulary(metadata)
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelRejected("tokenizer.chat_template: must be a string", field="tokenizer.chat_template")
+    roles = {
+        f"{role}_token": vocabulary.tokens[index]
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (index := _id(metadata, f"{key}_token_id", len(vocabulary.tokens))) is not None
+    }
+    with typed(_not_built):  # tokenizers raises bare Exception for a vocabulary that contradicts its merges
+        core = builders[kind](metadata, vocabulary)
+        _add_special_tokens(core, vocabulary, roles.values())
+    return GgufBackend(core, template, roles)
+
+
+def gguf_eos_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Ids that end a completion: end of sequence, of turn and of message."""
+    size = len(metadata[_PREFIX + "tokens"])
+    return [index for key in _END_KEYS if (index := _id(metadata, key, size)) is not None]
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = metadata.get(_PREFIX + "pre", "default")
+    pre = _PRE.get(name) if isinstance(name, str) else None
+    if pre is None:
+        raise _rejected("pre", f"unknown pre-tokenizer; known are {', '.join(_PRE)}", name)
+    merges = _strings(metadata, "merges")
+    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
+    if not all(" " in merge for merge in merges):
+        raise _rejected("merges", "each must be two tokens with a space between", None)
+    core = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=pre.whole_words))
+    if pre.nfc:
+        core.normalizer = normalizers.NFC()
+    parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+    if pre.split is not None:
+        parts.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
+    core.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = _frame(metadata, vocabulary, bos=pre.bos)
+    return core
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers.tokenization_utils_base import generate_merges
+
+    scores = metadata.get(_PREFIX + "scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        raise _rejected("scores", f"must be a list of {len(vocabulary.tokens)} numbers", type(scores).__name__)
+    check_merging(vocabulary.tokens, _PREFIX + "tokens")
+    # Control, byte and unused tokens are never spelled out of pieces, or text could forge them.
+    closed = {
+        token
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
+    }
+    merges = generate_merges(
+        vocabulary.ids, dict(zip(vocabulary.tokens, map(float, scores), strict=True)), skip_tokens=closed
+    )
+    unknown = _id(metadata, "unknown_token_id", len(vocabulary.tokens))
+    core = Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids,
+            merges=merges,
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = _flag(metadata, "add_space_prefix", default=True)
+    spaces: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    core.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    strip: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip],
+    )
+    core.post_processor = _frame(metadata, vocabulary, bos=True)
+    return core
+
+
+def _frame(metadata: Mapping[str, Any], vocabulary: _Vocabulary, *, bos: bool) -> Any:
+    """The post-processor that puts BOS before and EOS after a text, where the file asks for them."""
+    from tokenizers import processors
+
+    frame, tokens = ["$A"], []
+    for role, default in (("bos", bos), ("eos", False)):
+        index = _id(metadata, f"{role}_token_id", len(vocabulary.tokens))
+        if _flag(metadata, f"add_{role}_token", default=default) and index is not None:
+            # Under a name of ours: one of the file's, such as `$B` or `a:1`, would be read as an instruction.
+            tokens.append({"id": role, "ids": [index], "tokens": [vocabulary.tokens[index]]})
+            frame = [role, *frame] if role == "bos" else [*frame, role]
+    return processors.TemplateProcessing(single=frame, special_tokens=tokens)
+
+
+def _add_special_tokens(core: Any, vocabulary: _Vocabulary, roles: Iterable[str]) -> None:
+    """Take control tokens, tokens of the user and those that have a role as a whole wherever they occur."""
+    from tokenizers import AddedToken
+
+    added: set[str] = set()
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        tokens = [
+            AddedToken(token, normalized=False, special=special)
+            for token, its_kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+            if its_kind == kind and token
+        ]
+        (core.add_special_tokens if special else core.add_tokens)(tokens)
+        added.update(token.content for token in tokens)
+    core.add_special_tokens(
+        [AddedToken(token, special=True) for token in dict.fromkeys(roles) if token and token not in added]
+    )
+
+
+def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
+    tokens = _strings(metadata, "tokens")
+    check_token_sizes(tokens, _PREFIX + "tokens")
+    types = metadata.get(_PREFIX + "token_type")
+    types = [1] * len(tokens) if types is None else types
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise _rejected("token_type", f"must be a list of {len(tokens)} numbers", type(types).__name__)
+    control = types.count(_CONTROL)
+    check_added(control + types.count(_USER_DEFINED), control, _PREFIX + "token_type")
+    # A token that is there twice can only be reached by its first id, so that one is set last.
+    ids = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
+    return _Vocabulary(tokens, types, ids)
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    values = metadata.get(_PREFIX + key)
+    if not isinstance(values, list) or not values or set(map(type, values)) != {str}:
+        raise _rejected(key, "must be a list of at least one string", type(values).__name__)
+    return values
+
+
+def _id(metadata: Mapping[str, Any], key: str, size: int) -> int | None:
+    value = metadata.get(_PREFIX + key)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < size:
+        raise _rejected(key, f"must be an id below {size}", value)
+    return value
+
+
+def _flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = metadata.get(_PREFIX + key, default)
+    if type(value) is not bool:
+        raise _rejected(key, "must be true or false", value)
+    return value
+
+
+def _rejected(key: str, problem: str, value: object) -> ModelRejected:
+    return ModelRejected(f"{_PREFIX}{key}: {problem}, got {value!r}", field=_PREFIX + key, value=value)
+
+
+def _not_built(problem: str) -> ModelRejected:
+    return ModelRejected(f"{_PREFIX}*: no tokenizer could be built: {problem}", field=_PREFIX + "tokens")

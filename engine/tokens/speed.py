@@ -1,0 +1,41 @@
+"""`is_quick`: whether a tokenizer is sure to tokenise any short text in about a millisecond; never encodes.
+
+A regular expression of a stranger's model may try each of a text's characters in more ways than there are, and no probe
+finds the text for which it does. So those that published models use are known here, and all others are for a thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from headrace.engine.tokens.gguf import SPLITS
+from headrace.engine.tokens.steps import steps_of
+
+__all__ = ["is_quick"]
+
+_GROWTH: Final = 512
+_WORD_CHARS: Final = 128
+_TOKEN_CHARS: Final = 256
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_O200K: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KNOWN: Final = SPLITS | {_GPT2, _O200K, r"\p{N}", r"\p{N}{1,3}"}
+
+
+def is_quick(core: Any, growth: int) -> bool:
+    """Return whether no character of a text can cost much more than a microsecond.
+
+    Args:
+        core: A `tokenizers.Tokenizer`.
+        growth: Bytes into which normalising and splitting may turn one byte of text, at most.
+    """
+    steps = [*steps_of(core, "normalizer"), *steps_of(core, "pre_tokenizer")]
+    patterns = [step["pattern"]["Regex"] for step in steps if "Regex" in (step.get("pattern") or ())]
+    if growth > _GROWTH or not _KNOWN.issuperset(patterns):
+        return False
+    if type(core.model).__name__ == "Unigram":  # looks at each place for every token that may begin there
+        return max(map(len, core.get_vocab(with_added_tokens=False)), default=0) <= _TOKEN_CHARS
+    return getattr(core.model, "max_input_chars_per_word", 0) <= _WORD_CHARS

@@ -1,0 +1,364 @@
+"""One decoder step's operations on the CPU, in plain torch calls over paged keys and values.
+
+Owns the layout of KV pages in host memory, norms, rotary positions and attention; never picks pages, samples or loads.
+
+At one token a step a call costs as much as its arithmetic, so whatever layers share (masks, indices, rotary rows,
+gather buffers) is made once a step by `CpuOps.prepare`, and every layer reuses it. Call everything without autograd,
+under `torch.inference_mode()` or `torch.no_grad()`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from headrace.ops.cpu.head import CpuHead
+from headrace.ops.cpu.linear import CpuLinear, GroupQuantised, linear
+from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece
+from headrace.ops.sizes import padded_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+
+__all__ = ["CpuKv", "CpuOps"]
+
+# Gathered keys and values of one batched product, in bytes: bounds memory; below 6 MiB, measured, smaller is slower.
+_GATHER_BYTES = 16 * 1024 * 1024
+# Up to this context one row is faster through torch's fused attention, which costs one call but does less in parallel.
+_FUSED_TOKENS = 384
+# Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square; and scores of more
+# than these leave the processor's caches.
+_QUERY_BLOCK = 128
+# Shapes of attention are few (see sizes.py): multiples of so many queries and keys, then steps between powers of two.
+_FEW_QUERIES = 16
+_FEW_KEYS = 64
+_STEPS = 2
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuKv:
+    """Keys and values of all layers in pages, with the flat views that a layer reads and writes through."""
+
+    pages_LPsKTD: Tensor
+    """[layers, pages, 2 (key, value), K, T, D], zero at first so that what was never written is finite."""
+    rows: tuple[Tensor, ...]
+    """For each layer [pages * 2 * K, T * D]: one row is one head's keys, or values, of one page."""
+    slots: tuple[Tensor, ...]
+    """For each layer [pages * 2 * K * T, D]: one row is one head's key, or value, of one token."""
+
+
+class CpuOps:
+    """The operations of one model's step on the CPU.
+
+    `cos` and `sin` are float32 tables `[positions, D / 2]`; the first half of a head rotates with its second half.
+    `window` tokens, itself included, are what a token sees (all where None). `scale` multiplies scores (default
+    `D ** -0.5`). `dtype` is that of activations, keys and values: bfloat16 or float32.
+    """
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        dtype: torch.dtype,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
+        self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
+        self.dtype, self.window = dtype, window
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self._group = heads // kv_heads
+        self._eps = torch.tensor(eps, dtype=torch.float32)
+        # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
+        self._cos_1D = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
+        self._sin_1D = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
+        # A page's rows are its K key heads, then its K value heads.
+        self._planes_s1K1 = torch.arange(2 * kv_heads).view(2, 1, kv_heads, 1)
+
+    # --- pages
+
+    def page_bytes(self, num_layers: int) -> int:
+        """Memory of one page over all layers, in bytes."""
+        return num_layers * self._plane_bytes()
+
+    def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
+        """Zeroed pages for keys and values; the system gives each its memory when it is first written."""
+        shape = (num_layers, pages, 2, self.kv_heads, self.page_size, self.head_dim)
+        zeros = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)  # torch.zeros would touch every byte
+        kv = torch.from_numpy(zeros).view(self.dtype).view(shape)
+        rows = tuple(layer.view(-1, self.page_size * self.head_dim) for layer in kv)
+        return CpuKv(kv, rows, tuple(layer.view(-1, self.head_dim) for layer in kv))
+
+    def resized(self, kv: CpuKv, pages: int) -> CpuKv:
+        """The same keys and values in another number of pages; those beyond it are dropped."""
+        made = self.allocate_kv(kv.pages_LPsKTD.shape[0], pages)
+        kept = min(pages, kv.pages_LPsKTD.shape[1])
+        made.pages_LPsKTD[:, :kept].copy_(kv.pages_LPsKTD[:, :kept])
+        return made
+
+    def copy_pages(self, kv: CpuKv, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
+        if pairs:
+            source, target = torch.tensor(pairs).unbind(1)
+            kv.pages_LPsKTD.index_copy_(1, target, kv.pages_LPsKTD.index_select(1, source))
+
+    # --- a step
+
+    def prepare(self, batch: PagedBatch) -> CpuStep:
+        """Everything that the layers of one step share. Raises `ValueError` unless its rows cover its tokens once."""
+        tokens = batch.positions_N.shape[0]
+        spans = [(group.start, group.lengths_R.shape[0]) for group in batch.decodes]
+        spans += [(row.start, row.count) for row in batch.prefills]
+        end = 0
+        for start, count in sorted(spans):
+            if start != end or count < 1:
+                raise ValueError(f"a row starts at token {start} with {count} tokens where token {end} is next")
+            end += count
+        if end != tokens:
+            raise ValueError(f"rows cover {end} of {tokens} tokens")
+        pieces: list[DecodePiece | PrefillPiece] = [block for row in batch.prefills for block in self._blocks(row)]
+        for group in batch.decodes:
+            pieces += self._decodes(group)
+        pieces.sort(key=lambda piece: piece.start)
+        return CpuStep(
+            self._cos_1D.index_select(0, batch.positions_N),
+            self._sin_1D.index_select(0, batch.positions_N),
+            self._write_index(batch.slots_N),
+            tuple(pieces),
+            batch.given,
+        )
+
+    def rms_norm(self, x_NE: Tensor, weight_E: Tensor) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` along the last dimension, computed in float32 and rounded once."""
+        x_NE = x_NE.float()
+        norm_N1 = torch.linalg.vector_norm(x_NE, 2, -1, True)
+        inverse_N1 = torch.addcmul(self._eps, norm_N1, norm_N1, value=1.0 / x_NE.shape[-1]).rsqrt_()
+        return (x_NE * inverse_N1).mul_(weight_E).to(self.dtype)
+
+    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
+        """`silu(gate) * up` where the input holds gate, then up."""
+        gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
+        return functional.silu(gate_NF).mul_(up_NF)
+
+    def rope_and_write(
+        self,
+        qkv_NX: Tensor,
+        step: CpuStep,
+        kv: CpuKv,
+        layer: int,
+        q_norm_D: Tensor | None = None,
+        k_norm_D: Tensor | None = None,
+    ) -> Tensor:
+        """Split packed `q, k, v` of the step's tokens, rotate q and k, store k and v; returns `q_NHD`.
+
+        Norm weights, where given, apply to each head of q and k before the rotation. What is not finite is stored as 0,
+        so that a request that went wrong cannot reach another one through a page that both used in turn.
+        """
+        qkv_NAD = qkv_NX.view(qkv_NX.shape[0], -1, self.head_dim)
+        q_end, k_end = self.heads, self.heads + self.kv_heads
+        qk_NBD = qkv_NAD[:, :k_end]
+        if q_norm_D is not None and k_norm_D is not None:
+            normed = self.rms_norm(qkv_NAD[:, :q_end], q_norm_D), self.rms_norm(qkv_NAD[:, q_end:k_end], k_norm_D)
+            qk_NBD = torch.cat(normed, 1)
+        rolled_NBD = torch.roll(qk_NBD, self.head_dim // 2, -1)
+        qk_NBD = torch.addcmul(qk_NBD * step.cos_N1D, rolled_NBD, step.sin_N1D)
+        new_NsD = torch.cat((qk_NBD[:, q_end:], qkv_NAD[:, k_end:]), 1).nan_to_num_(0.0, 0.0, 0.0)
+        for given in step.given:
+            new_NsD[given.tokens_M] = given.kv_LMsD[layer]
+        kv.slots[layer].index_copy_(0, step.write, new_NsD.view(-1, self.head_dim))
+        return qk_NBD[:, :q_end]
+
+    def attention(self, q_NHD: Tensor, step: CpuStep, kv: CpuKv, layer: int) -> Tensor:
+        """Attend from the step's queries to the pages of their rows, whose new keys are already stored; `o_NX`."""
+        rows = kv.rows[layer]
+        parts = []
+        for piece in step.pieces:
+            torch.index_select(rows, 0, piece.gather, out=piece.buffer)
+            if isinstance(piece, DecodePiece):
+                parts.append(self._decode_attention(q_NHD, piece))
+            else:
+                parts.append(self._block_attention(q_NHD, piece))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    # --- what the decoder calls
+
+    def pack(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CpuLinear:
+        """The product with a weight."""
+        return linear(weight, bias_O, dtype=self.dtype)
+
+    def product(self, x_NI: Tensor, packed: CpuLinear) -> Tensor:
+        """The product itself."""
+        return packed(x_NI)
+
+    def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CpuHead:
+        """The output head."""
+        return CpuHead(weight_VE, dtype=self.dtype)
+
+    def logits(self, x_SE: Tensor, packed: CpuHead) -> Tensor:
+        """The head's product, in float32."""
+        return packed(x_SE)
+
+    def add_product(
+        self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, norm_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The product; the norm adds it."""
+        return packed(x_NI), residual_NE
+
+    def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
+        """RMS norm of the sum."""
+        return self.normed_sum(x_NE, residual_NE, weight_E)[0]
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
+    ) -> tuple[Tensor, Tensor]:
+        """(product of the norm of the sum, the sum)."""
+        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
+        return packed(normed_NE), total_NE
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
+    ) -> tuple[Tensor, Tensor]:
+        """(silu(gate) * up of the norm of the sum, the sum)."""
+        gate_up_N2F, total_NE = self.norm_product(x_NE, residual_NE, weight_E, packed)
+        return self.silu_mul(gate_up_N2F), total_NE
+
+    def attend(
+        self, qkv_NX: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: CpuStep, kv: CpuKv, layer: int
+    ) -> Tensor:
+        """Rotate, store and attend: `rope_and_write`, then `attention`; rows behind the step's tokens give zeros."""
+        tokens = len(step.cos_N1D)
+        q_NHD = self.rope_and_write(qkv_NX[:tokens], step, kv, layer, q_norm_D, k_norm_D)
+        o_NX = self.attention(q_NHD, step, kv, layer)
+        return o_NX if len(qkv_NX) == tokens else functional.pad(o_NX, (0, 0, 0, len(qkv_NX) - tokens))
+
+    def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (RMS norm of the sum, the sum). Sums are float32: in bfloat16 each would lose more than a product."""
+        total_NE = x_NE.float() if residual_NE is None else residual_NE.add_(x_NE)
+        return self.rms_norm(total_NE, weight_E), total_NE
+
+    # --- inside
+
+    def _plane_bytes(self) -> int:
+        return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+
+    def _write_index(self, slots_N: Tensor) -> Tensor:
+        page_N, offset_N = slots_N // self.page_size, slots_N % self.page_size
+        first_N11 = (page_N * (2 * self.kv_heads * self.page_size) + offset_N).view(-1, 1)
+        return (first_N11 + self._planes_s1K1.view(1, -1) * self.page_size).view(-1)
+
+    def _gather(self, pages_RP: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Row numbers of `CpuKv.rows` in the order [2, R, K, P], and a buffer for those rows, of `scratch` if given."""
+        planes = 2 * self.kv_heads
+        index = (pages_RP.unsqueeze(1) * planes + self._planes_s1K1).reshape(-1)
+        return index, self._scratch(pages_RP.numel()) if scratch is None else scratch[: index.shape[0]]
+
+    def _scratch(self, pages: int) -> Tensor:
+        return torch.empty(2 * self.kv_heads * pages, self.page_size * self.head_dim, dtype=self.dtype)
+
+    def _width(self, tokens: int) -> int:
+        """Pages for so many tokens, as attention takes them."""
+        unit = max(1, _FEW_KEYS // self.page_size)
+        return unit * padded_size(-(-tokens // (unit * self.page_size)), steps=_STEPS)
+
+    def _decodes(self, group: DecodeGroup) -> list[DecodePiece]:
+        total, pages = group.pages_RP.shape
+        chunk = max(1, _GATHER_BYTES // (pages * self._plane_bytes()))
+        # Even chunks: a last chunk of one row would cost a full round of calls.
+        chunk = math.ceil(total / math.ceil(total / chunk))
+        return [self._decode(group, first, min(first + chunk, total)) for first in range(0, total, chunk)]
+
+    def _decode(self, group: DecodeGroup, first: int, last: int) -> DecodePiece:
+        pages_RP, lengths_R1 = group.pages_RP[first:last], group.lengths_R[first:last, None]
+        start, stop = group.start + first, group.start + last
+        rows, pages = pages_RP.shape
+        if rows == 1 and pages * self.page_size <= _FUSED_TOKENS:
+            index, buffer = self._gather(pages_RP)
+            seen = slice(self._first_seen(int(lengths_R1)), int(lengths_R1))
+            keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim)[:, :, seen].unbind()
+            return DecodePiece(start, stop, 1, index, buffer, keys_KSD, values_KSD, None)
+        added, width = padded_size(rows, steps=_STEPS) - rows, self._width(pages * self.page_size)
+        index, buffer = self._gather(functional.pad(pages_RP, (0, width - pages, 0, added)))
+        keys_BSD, values_BSD = buffer.view(2, -1, width * self.page_size, self.head_dim).unbind()
+        lengths_R1 = functional.pad(lengths_R1, (0, 0, 0, added), value=1)
+        positions_1S = torch.arange(width * self.page_size).view(1, -1)
+        hidden_RS = positions_1S >= lengths_R1
+        if self.window is not None:
+            hidden_RS |= positions_1S < lengths_R1 - self.window
+        bias_R11S = self._bias(hidden_RS)[:, None, None]
+        return DecodePiece(start, stop, rows + added, index, buffer, keys_BSD, values_BSD, bias_R11S)
+
+    def _first_seen(self, length: int) -> int:
+        """The first position that the last of `length` tokens attends to."""
+        return 0 if self.window is None else max(0, length - self.window)
+
+    def _bias(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, _NEVER)
+
+    def _blocks(self, row: PrefillRow) -> list[PrefillPiece]:
+        firsts = range(row.length - row.count, row.length, _QUERY_BLOCK)
+        stops = [min(first + _QUERY_BLOCK, row.length) for first in firsts]
+        starts = [self._first_seen(first + 1) // self.page_size for first in firsts]  # pages
+        widths = [self._width(stop - start * self.page_size) for start, stop in zip(starts, stops, strict=True)]
+        scratch = self._scratch(max(widths))
+        pages_P = functional.pad(row.pages_P, (0, max(widths)))
+        blocks = []
+        for first, stop, start, width in zip(firsts, stops, starts, widths, strict=True):
+            index, buffer = self._gather(pages_P[None, start : start + width], scratch)
+            keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim).unbind()
+            count = _FEW_QUERIES * padded_size(-(-(stop - first) // _FEW_QUERIES), steps=_STEPS)
+            queries_C1 = torch.arange(first, first + count).clamp_(max=stop - 1).view(-1, 1)
+            keys_1S = torch.arange(start * self.page_size, (start + width) * self.page_size).view(1, -1)
+            hidden_CS = keys_1S > queries_C1
+            if self.window is not None:
+                hidden_CS |= keys_1S <= queries_C1 - self.window
+            begin = row.start + first - firsts.start
+            bias_CS = self._bias(hidden_CS)
+            blocks.append(PrefillPiece(begin, begin + stop - first, index, buffer, keys_KSD, values_KSD, bias_CS))
+        return blocks
+
+    def _decode_attention(self, q_NHD: Tensor, piece: DecodePiece) -> Tensor:
+        q_BGD = q_NHD[piece.start : piece.stop].reshape(-1, self._group, self.head_dim)
+        if piece.bias_R11S is None:
+            # The query heads that share a key head act as queries of one position, so that nothing is repeated.
+            one_BGD = functional.scaled_dot_product_attention(
+                q_BGD.unsqueeze(0), piece.keys_BSD.unsqueeze(0), piece.values_BSD.unsqueeze(0), scale=self.scale
+            )
+            return one_BGD.reshape(1, -1)
+        count = piece.stop - piece.start
+        if piece.rows > count:
+            q_BGD = functional.pad(q_BGD, (0, 0, 0, 0, 0, (piece.rows - count) * self.kv_heads))
+        scores_BGS = torch.bmm(q_BGD, piece.keys_BSD.transpose(1, 2))
+        scores_RKGS = scores_BGS.view(piece.rows, self.kv_heads, self._group, -1)
+        weights = torch.softmax(torch.add(piece.bias_R11S, scores_RKGS, alpha=self.scale), -1)
+        return torch.bmm(weights.view(scores_BGS.shape), piece.values_BSD).view(piece.rows, -1)[:count]
+
+    def _block_attention(self, q_NHD: Tensor, block: PrefillPiece) -> Tensor:
+        count, padded = block.stop - block.start, block.bias_CS.shape[0]
+        q_CHD = q_NHD[block.start : block.stop]
+        if padded > count:
+            q_CHD = functional.pad(q_CHD, (0, 0, 0, 0, 0, padded - count))
+        q_CKGD = q_CHD.view(padded, self.kv_heads, self._group, -1)
+        q_KMD = q_CKGD.permute(1, 2, 0, 3).reshape(self.kv_heads, -1, self.head_dim)
+        scores_KMS = torch.bmm(q_KMD, block.keys_KSD.transpose(1, 2))
+        scores_KGCS = scores_KMS.view(self.kv_heads, self._group, padded, -1)
+        weights = torch.softmax(torch.add(block.bias_CS, scores_KGCS, alpha=self.scale), -1)
+        o_KMD = torch.bmm(weights.view(scores_KMS.shape), block.values_KSD)
+        o_KGCD = o_KMD.view(self.kv_heads, self._group, padded, -1)[:, :, :count]
+        return o_KGCD.permute(2, 0, 1, 3).reshape(count, -1)

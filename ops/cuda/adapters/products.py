@@ -1,0 +1,194 @@
+"""`CudaAdapterOps`: a step's products on CUDA with the low-rank updates of the adapters that its tokens wear.
+
+Owns the order of the launches and what they fuse: an update in place where the next kernel is attention or the output
+head, before silu(gate) * up, ahead of the next norm, or within the product. Never picks adapters. Next to read:
+rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from headrace.ops.cuda.adapters.alike import expand_alike, shrink_alike
+from headrace.ops.cuda.adapters.expand import expand, expand_add_norm, expand_silu_mul
+from headrace.ops.cuda.adapters.rows import ALIKE, SEGMENT, LoraBatch, LoraSite
+from headrace.ops.cuda.adapters.shrink import look_up, shrink
+from headrace.ops.cuda.adapters.vector_expand import Waiting, norm_shrink, vector_linear_expand
+from headrace.ops.cuda.adapters.vector_shrink import vector_linear_shrink
+from headrace.ops.cuda.products.linear import MAX_ROWS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.cuda.block import CudaOps, CudaProduct
+
+__all__ = ["CudaAdapterOps", "VirtualRows"]
+
+# Measured on an H200: a program for each row adds its update and takes the norm fastest while that is one wave.
+_NORM_ROWS = 128
+
+
+class VirtualRows(NamedTuple):
+    """Embeddings that take the places of a step's tokens from `first` on (prompt tuning, Lester et al., 2021)."""
+
+    first: int
+    given_ME: Tensor
+
+
+class CudaAdapterOps:
+    """The products of one step in which tokens wear adapters; an update may wait for the norm after its product."""
+
+    def __init__(
+        self,
+        ops: CudaOps,
+        batch: LoraBatch,
+        sites: Mapping[tuple[int, str], LoraSite],
+        layers: int,
+        *,
+        feeds: bool = True,
+        ends: bool = False,
+        virtual: Sequence[VirtualRows] = (),
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Compute with `ops`.
+
+        Args:
+            ops: Of any attention window: products are the same.
+            batch: Which token wears what.
+            sites: Of each (layer, site), and of (-1, "embed") and (-1, "head").
+            layers: Of the model: the update of the last product has no norm of a layer to wait for.
+            feeds: Whether an adapter that is worn updates gate, up or down.
+            ends: Whether one updates the embeddings or the output head.
+            virtual: Tokens of the step whose embeddings are given.
+            side: Where x A^T is computed beside products that few rows leave the GPU room for; None: before them.
+        """
+        self._ops, self._batch, self._sites, self._last = ops, batch, sites, layers - 1
+        self._feeds, self._ends, self._virtual = feeds, ends, virtual
+        self._side = side
+        self._alike = batch.rows == ALIKE
+        self._waits = len(batch.slots_N) <= _NORM_ROWS and batch.rows != SEGMENT
+        self._waiting: Waiting | None = None
+
+    def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
+        """Embeddings with their updates; those of virtual tokens replace the model's."""
+        if self._ends:
+            place = self._sites[-1, "embed"]
+            expand(look_up(tokens_N, self._batch, place), x_NE, self._batch, place)
+        for first, given_ME in self._virtual:
+            x_NE[first : first + len(given_ME)] = given_ME
+        return x_NE
+
+    def add_product(
+        self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """(x W^T + b with the site's updates, which may be added by the next norm, the residual)."""
+        if site == "down" and not self._feeds:
+            return self._ops.product(x_NI, packed), residual_NE
+        place = self._sites[layer, site]
+        y_NO, low = self._with_low(x_NI, packed, place)
+        if self._waits and not (layer == self._last and site == "down"):
+            self._waiting = Waiting(low, place)
+        else:
+            self._expand(low, y_NO, place)
+        return y_NO, residual_NE
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """(product of the norm of the sum with the site's updates, the sum)."""
+        place = self._sites[layer, site]
+        if self._is_one(x_NE):
+            y_1O, total_1E = self._one(x_NE, residual_NE, weight_E, packed, place, gated=False)
+            return y_1O if packed.bias_O is None else y_1O.add_(packed.bias_O), total_1E
+        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        y_NO, low = self._with_low(normed_NE, packed, place)
+        self._expand(low, y_NO, place)
+        return y_NO, total_NE
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
+    ) -> tuple[Tensor, Tensor]:
+        """(silu(gate) * up of the norm of the sum with the site's updates, the sum)."""
+        if self._waiting is None and not self._feeds:
+            return self._ops.norm_feed(x_NE, residual_NE, weight_E, packed)
+        if self._feeds and packed.bias_O is None and self._is_one(x_NE):
+            return self._one(x_NE, residual_NE, weight_E, packed, self._sites[layer, site], gated=True)
+        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+        if not self._feeds:
+            return self._ops.feed(normed_NE, packed), total_NE
+        place = self._sites[layer, site]
+        gate_up_N2F, low = self._with_low(normed_NE, packed, place)
+        rows, size = gate_up_N2F.shape
+        out_NF = torch.empty(rows, size // 2, dtype=x_NE.dtype, device=x_NE.device)
+        if self._alike:
+            expand_alike(low, gate_up_N2F, out_NF, self._batch, place, gated=True, pdl=self._ops.pdl)
+        else:
+            expand_silu_mul(low, gate_up_N2F, out_NF, self._batch, place, pdl=self._ops.pdl)
+        return out_NF, total_NE
+
+    def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
+        """The logits with the head's updates; the step's tokens are those S."""
+        if self._ends:
+            place = self._sites[-1, "head"]
+            low = shrink(hidden_SE, self._batch, place, pdl=self._ops.pdl)
+            expand(low, logits_SV, self._batch, place, pdl=self._ops.pdl)
+        return logits_SV
+
+    def _is_one(self, x_NI: Tensor) -> bool:
+        """Whether one row's kernels serve."""
+        return len(x_NI) == 1 and self._batch.rows == 1
+
+    def _one(
+        self,
+        x_1E: Tensor,
+        residual_1E: Tensor | None,
+        weight_E: Tensor,
+        packed: CudaProduct,
+        site: LoraSite,
+        *,
+        gated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """(product of the norm of the sum with the site's updates, gated or not, the sum) of one row."""
+        ops, waiting = self._ops, self._waiting
+        self._waiting = None
+        row = norm_shrink(x_1E, residual_1E, weight_E, self._batch, site, waiting, pdl=ops.pdl)
+        size_out = packed.weight_OI.shape[0] // 2 if gated else packed.weight_OI.shape[0]
+        out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
+        vector_linear_expand(row, packed.weight_OI, out_1O, ops.eps, self._batch, site, gated=gated, pdl=ops.pdl)
+        return out_1O, row.total_1E
+
+    def _with_low(self, x_NI: Tensor, packed: CudaProduct, site: LoraSite) -> tuple[Tensor, Tensor]:
+        """(x W^T + b, x A^T)."""
+        if self._is_one(x_NI):
+            y_1O = torch.empty(1, packed.weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
+            low = vector_linear_shrink(x_NI, packed.weight_OI, y_1O, self._batch, site, pdl=self._ops.pdl)
+            return y_1O if packed.bias_O is None else y_1O.add_(packed.bias_O), low
+        if self._side is None or len(x_NI) > MAX_ROWS:
+            low = shrink(x_NI, self._batch, site, pdl=self._ops.pdl)
+            return self._ops.product(x_NI, packed), low
+        stream = torch.cuda.current_stream()
+        self._side.wait_stream(stream)
+        with torch.cuda.stream(self._side):
+            low = (shrink_alike if self._alike else shrink)(x_NI, self._batch, site)
+        y_NO = self._ops.product(x_NI, packed)
+        stream.wait_stream(self._side)
+        return y_NO, low
+
+    def _expand(self, low: Tensor, y_NO: Tensor, site: LoraSite) -> None:
+        """`y += t B` in place."""
+        if self._alike:
+            expand_alike(low, y_NO, y_NO, self._batch, site, pdl=self._ops.pdl)
+        else:
+            expand(low, y_NO, self._batch, site, pdl=self._ops.pdl)
+
+    def _normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        if self._waiting is None or residual_NE is None:
+            return self._ops.normed_sum(x_NE, residual_NE, weight_E)
+        (low, place), self._waiting = self._waiting, None
+        expand_add_norm(
+            low, x_NE, residual_NE, weight_E, self._ops.eps, self._batch, place, pdl=self._ops.pdl
+        )  # fmt: skip
+        return x_NE, residual_NE

@@ -1,0 +1,378 @@
+"""`CudaOps`: what a decoder's block needs on CUDA, each done by the kernel that is fastest for so many tokens.
+
+Owns the layout of KV pages on the device and the choice between kernels; never picks pages, samples or loads. Results
+are allocated as they are needed: inside a captured graph from its pool, so that replays reuse the same addresses.
+
+Everything runs on the current stream, and one `CudaOps` belongs to one stream: split products share its scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from headrace.ops.cpu.linear import GroupQuantised
+from headrace.ops.cuda import fused
+from headrace.ops.cuda.attention.decode import FusedDecode
+from headrace.ops.cuda.attention.paged import DecodeAttention, HeadShape, PrefillAttention
+from headrace.ops.cuda.attention.tile import TileAttention
+from headrace.ops.cuda.memory.pages import PageMemory
+from headrace.ops.cuda.products.even_heads import EvenHeads, HeadTargets
+from headrace.ops.cuda.products.even_linear import EvenLinear, Squares
+from headrace.ops.cuda.products.linear import MAX_ROWS, LinearScratch, linear, linear_silu_mul
+from headrace.ops.cuda.products.tile_linear import TileLinear
+from headrace.ops.cuda.products.vector import AddNorm, vector_linear
+from headrace.ops.paged import UNSCALED, KvScales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.cuda.adapters.rows import WornSite
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.fused import DecodeInputs
+
+__all__ = ["CudaOps", "CudaProduct", "DecodeStep", "GivenRows", "PrefillStep"]
+
+# Measured on an H200: activation inside the product pays where it saves enough traffic, and costs where F is small.
+_GATED_FEATURES = 8192
+# One row: every program repeats the norm of its input, which pays while that is short.
+_NORM_FEATURES = 2048
+_LINEAR_MULTIPLE = 64
+
+
+class CudaProduct(NamedTuple):
+    """A weight [O, I], contiguous, and its bias."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+
+
+class Postponed(NamedTuple):
+    """The product of a norm that lacks its factors, for `attend` to compute: a kernel may store its keys and values."""
+
+    even: EvenLinear
+    x_NE: Tensor
+    packed: CudaProduct
+    squares: Squares | None
+    worn: WornSite | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeStep:
+    """One token a row; everything is read from the device when a graph replays."""
+
+    inputs: DecodeInputs
+    attention: FusedDecode | DecodeAttention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillStep:
+    """Several tokens a row, planned."""
+
+    positions_N: Tensor
+    slots_N: Tensor
+    attention: PrefillAttention | TileAttention
+    given: tuple[GivenRows, ...] = ()
+
+
+class GivenRows(NamedTuple):
+    """Virtual tokens whose keys and values are given instead of computed (prefix tuning, Li and Liang, 2021)."""
+
+    first: int
+    """Of the step's tokens."""
+    kv_LMX: Tensor
+    """For each layer keys, as they are after rotation, then values: [layers, M, 2 * K * D]."""
+
+
+def _is_whole(packed: CudaProduct) -> bool:
+    """Whether outputs, gates and ups too, come in pieces of 16 bytes."""
+    return len(packed.weight_OI) % 16 == 0
+
+
+class CudaOps:
+    """The operations of one model's layers that share an attention window."""
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        arch: Arch,
+        *,
+        eps: float,
+        cos_sin_PD: Tensor,
+        scratch: LinearScratch,
+        even: EvenLinear | None = None,
+        even_heads: EvenHeads | None = None,
+        tile: TileLinear | None = None,
+        kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
+    ) -> None:
+        """Compute with heads of `shape`.
+
+        Args:
+            shape: Heads, window, cache dtype.
+            arch: What the GPU can run.
+            eps: Of the norms.
+            cos_sin_PD: float32 [positions, D]: D/2 cosines, then D/2 sines.
+            scratch: Of the one stream on which this runs.
+            even: Computes the products that it can, on that stream; None where it cannot run.
+            even_heads: Likewise, those that become queries, keys and values.
+            tile: Likewise, for many rows.
+            kv_scales: Of layers whose 8-bit keys and values have any; those of 16 bits have none.
+        """
+        self.shape, self.arch = shape, arch
+        self.eps = eps
+        self.device = cos_sin_PD.device
+        self._cos_sin_PD = cos_sin_PD
+        self._scratch, self._even, self._even_heads, self._tile = scratch, even, even_heads, tile
+        self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
+        self.pdl = arch.has("dependent_launch")
+        """Whether a kernel may be launched while the one before it still runs."""
+
+    @property
+    def even(self) -> EvenLinear | None:
+        """Products of few rows, if those and `even_heads` can run."""
+        return None if self._even_heads is None else self._even
+
+    # --- pages
+
+    def page_bytes(self, num_layers: int) -> int:
+        """Memory of one page over all layers, in bytes."""
+        shape = self.shape
+        return num_layers * 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
+
+    def allocate_pages(self, num_layers: int, num_pages: int) -> PageMemory:
+        """Zeroed pages `[layers, pages, 2, T, K, D]`."""
+        shape = self.shape
+        page = (2, shape.page_size, shape.kv_heads, shape.head_dim)
+        return PageMemory(num_layers, page, shape.kv_dtype, num_pages, self._cos_sin_PD.device)
+
+    @staticmethod
+    def copy_pages(kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
+        if pairs:
+            source, target = torch.tensor(pairs, dtype=torch.int64).to(kv.device, non_blocking=False).unbind(1)
+            for layer in kv.view(torch.uint8):  # an fp8 cache has no index_copy of its own
+                layer.index_copy_(0, target, layer.index_select(0, source))
+
+    # --- what the decoder calls
+
+    def pack(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CudaProduct:
+        """The product with a weight."""
+        if isinstance(weight, GroupQuantised):
+            weight = weight.dense(self.shape.dtype)
+        return CudaProduct(weight.contiguous(), bias_O)
+
+    def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
+        """x W^T + b."""
+        weight_OI, bias_O = packed
+        even = self._even_for(len(x_NI), weight_OI)
+        if len(x_NI) == 1 or even is None:
+            out_NO = self._product(x_NI, weight_OI, x_NI.dtype)
+        else:
+            out_NO = torch.empty(len(x_NI), len(weight_OI), dtype=x_NI.dtype, device=x_NI.device)
+            even.product(x_NI, weight_OI, out_NO)
+        return out_NO if bias_O is None else out_NO.add_(bias_O)
+
+    def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CudaProduct:
+        """Return the output head's weight as `logits` takes it."""
+        return self.pack(weight_VE, None)
+
+    def logits(self, x_SE: Tensor, packed: CudaProduct) -> Tensor:
+        """Return the product with the output head in float32, as it was summed.
+
+        Near 16 bfloat16 has steps of 0.125, in which near ties would depend on the shape of the step.
+        """
+        return self._product(x_SE, packed.weight_OI, torch.float32)
+
+    def add_product(
+        self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, norm_E: Tensor | None
+    ) -> tuple[Tensor, Tensor | Squares]:
+        """The sum, multiplied by the norm's weight but not by its factors, and its squares; or what `norm` takes."""
+        even = self._even_for(len(x_NI), packed.weight_OI)
+        if even is None or norm_E is None or packed.bias_O is not None:
+            return self.product(x_NI, packed), residual_NE
+        out_NE = torch.empty_like(residual_NE)
+        return out_NE, even.add(x_NI, packed.weight_OI, residual_NE, norm_E, out_NE)
+
+    def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
+        """RMS norm of the sum."""
+        return self.normed_sum(x_NE, residual_NE, weight_E)[0]
+
+    def norm_product(
+        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
+    ) -> tuple[Tensor | Postponed, Tensor]:
+        """(product of the norm of the sum, the sum)."""
+        if isinstance(residual_NE, Squares):
+            if self._even is not None and _is_whole(packed):
+                return Postponed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
+        elif x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
+            out_NO, total_NE = self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=False)
+            return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O), total_NE
+        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
+        return self.product(normed_NE, packed), total_NE
+
+    def norm_feed(
+        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
+    ) -> tuple[Tensor, Tensor]:
+        """(silu(gate) * up of the norm of the sum, the sum)."""
+        if isinstance(residual_NE, Squares):
+            if self._even is not None and _is_whole(packed):
+                return self._even_feed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
+        elif packed.bias_O is None and len(x_NE) == 1 and x_NE.shape[1] <= _NORM_FEATURES:
+            return self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=True)
+        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
+        return self.feed(normed_NE, packed), total_NE
+
+    def feed(self, x_NE: Tensor, packed: CudaProduct) -> Tensor:
+        """silu(gate) * up of the product."""
+        weight_2FI, (rows, size_in) = packed.weight_OI, x_NE.shape
+        out_NF = torch.empty(rows, weight_2FI.shape[0] // 2, dtype=x_NE.dtype, device=x_NE.device)
+        if packed.bias_O is None and rows == 1:
+            vector_linear(x_NE, weight_2FI, out_NF, gated=True, pdl=self.pdl)
+            return out_NF
+        even = self._even_for(rows, weight_2FI)
+        gated = rows <= MAX_ROWS and out_NF.shape[1] >= _GATED_FEATURES and size_in % _LINEAR_MULTIPLE == 0
+        if packed.bias_O is None and even is not None:
+            even.silu_mul(x_NE, weight_2FI, out_NF)
+        elif packed.bias_O is None and self._tile is not None and TileLinear.fits(rows, *weight_2FI.shape):
+            self._tile.silu_mul(x_NE, weight_2FI, out_NF, pdl=self.pdl)
+        elif packed.bias_O is None and gated:
+            linear_silu_mul(x_NE, weight_2FI, out_NF, pdl=self.pdl)
+        else:
+            fused.silu_mul(self.product(x_NE, packed), out_NF, pdl=self.pdl)
+        return out_NF
+
+    def attend(
+        self,
+        qkv_NX: Tensor | Postponed,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        step: DecodeStep | PrefillStep,
+        kv: Tensor,
+        layer: int,
+    ) -> Tensor:
+        """Norm and rotate q and k, store k and v, attend: [N, H * D]."""
+        shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
+        if isinstance(qkv_NX, Postponed):
+            if isinstance(step, DecodeStep) and (heads := self._heads_for(qkv_NX, step)) is not None:
+                at, slots_B = step.inputs.positions_B, step.inputs.slots_B
+                to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
+                q_NX = heads.run(qkv_NX.x_NE, qkv_NX.packed.weight_OI, qkv_NX.squares, to, qkv_NX.worn)
+                return self._decode(q_NX, step, kv_layer, scales)
+            assert qkv_NX.worn is None, "nothing else adds updates to what is postponed"
+            qkv_NX = self._even_product(*qkv_NX[:4])
+        rows, width = qkv_NX.shape[0], shape.heads * shape.head_dim
+        out_NX = torch.empty(rows, width, dtype=qkv_NX.dtype, device=qkv_NX.device)
+        if isinstance(step, PrefillStep):
+            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, scales, qkv_NX)
+            for first, kv_LMX in step.given:
+                kv_MX, slots_M = kv_LMX[layer], step.slots_N[first : first + kv_LMX.shape[1]]
+                still_M = torch.zeros_like(slots_M)  # position 0 turns by nothing
+                self._rope_and_write(kv_MX, None, None, still_M, slots_M, kv_layer, scales, kv_MX, heads=0)
+            q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
+            step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
+        elif isinstance(step.attention, FusedDecode):
+            step.attention.run(
+                qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX, scales,
+                eps=self.eps, pdl=self.pdl,
+            )  # fmt: skip
+        else:
+            at, slots_B = step.inputs.positions_B, step.inputs.slots_B
+            self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, at, slots_B, kv_layer, scales, out_NX)
+            return self._decode(out_NX, step, kv_layer, scales)
+        return out_NX
+
+    def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        """(RMS norm of the sum, the sum)."""
+        if isinstance(residual_NE, Squares):
+            squares_N1 = residual_NE.parts_EN.sum(0)[:, None]
+            return (x_NE * torch.rsqrt(squares_N1 / x_NE.shape[1] + self.eps)).to(x_NE.dtype), residual_NE.total_NE
+        if residual_NE is None:
+            normed_NE = torch.empty_like(x_NE)
+            fused.rms_norm(x_NE, weight_E, self.eps, normed_NE, pdl=self.pdl)
+            return normed_NE, x_NE
+        fused.add_rms_norm(x_NE, residual_NE, weight_E, self.eps, pdl=self.pdl)
+        return x_NE, residual_NE
+
+    # --- inside
+
+    def _product(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x W^T in `dtype`, by a kernel that rounds its float32 sums to any."""
+        rows, size_in = x_NI.shape
+        out_NO = torch.empty(rows, len(weight_OI), dtype=dtype, device=x_NI.device)
+        if rows == 1:
+            vector_linear(x_NI, weight_OI, out_NO, pdl=self.pdl)
+        elif rows <= MAX_ROWS and size_in % _LINEAR_MULTIPLE == 0:
+            linear(x_NI, weight_OI, out_NO, self._scratch, pdl=self.pdl)
+        elif dtype is x_NI.dtype:
+            torch.mm(x_NI, weight_OI.t(), out=out_NO)
+        else:
+            torch.mm(x_NI, weight_OI.t(), out_dtype=dtype, out=out_NO)
+        return out_NO
+
+    def _even_for(self, rows: int, weight_OI: Tensor) -> EvenLinear | None:
+        return self._even if EvenLinear.fits(rows, *weight_OI.shape) else None
+
+    def _heads_for(self, qkv: Postponed, step: DecodeStep) -> EvenHeads | None:
+        """What computes queries, keys and values at once, where attention takes them so."""
+        if isinstance(step.attention, FusedDecode) or qkv.packed.bias_O is not None:
+            return None
+        return self._even_heads if EvenHeads.fits(*qkv.x_NE.shape) else None
+
+    def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales) -> Tensor:
+        """Attend with queries that are rotated and whose keys and values are stored."""
+        assert not isinstance(step.attention, FusedDecode)
+        out_NX = torch.empty_like(q_NX)
+        head = (len(q_NX), self.shape.heads, self.shape.head_dim)
+        step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NX.view(head), scales)
+        return out_NX
+
+    @staticmethod
+    def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares | None) -> Tensor:
+        """The product of a norm that lacks its factors."""
+        out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
+        even.product(x_NI, packed.weight_OI, out_NO, squares)
+        return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O)
+
+    def _even_feed(self, even: EvenLinear, x_NE: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
+        """silu(gate) * up of such a norm."""
+        out_NF = torch.empty(len(x_NE), len(packed.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
+        if packed.bias_O is None:
+            even.silu_mul(x_NE, packed.weight_OI, out_NF, squares)
+        else:
+            fused.silu_mul(self._even_product(even, x_NE, packed, squares), out_NF, pdl=self.pdl)
+        return out_NF
+
+    def _vector(
+        self, x_1E: Tensor, residual_1E: Tensor | None, norm_E: Tensor, weight_OI: Tensor, *, gated: bool
+    ) -> tuple[Tensor, Tensor]:
+        """One row: add, norm, product and activation in one kernel."""
+        total_1E = x_1E if residual_1E is None else torch.empty_like(x_1E)
+        size_out = weight_OI.shape[0] // 2 if gated else weight_OI.shape[0]
+        out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
+        add = AddNorm(norm_E, self.eps, residual_1E, None if residual_1E is None else total_1E)
+        vector_linear(x_1E, weight_OI, out_1O, norm=add, gated=gated, pdl=self.pdl)
+        return out_1O, total_1E
+
+    def _rope_and_write(
+        self,
+        qkv_NX: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        positions_N: Tensor,
+        slots_N: Tensor,
+        kv_layer: Tensor,
+        scales: KvScales,
+        q_out: Tensor,
+        heads: int | None = None,
+    ) -> None:
+        """`norm_rope_write` of the model's heads, or of fewer queries."""
+        shape = self.shape
+        fused.norm_rope_write(
+            qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
+            heads=shape.heads if heads is None else heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
+            k_scale=scales.k, v_scale=scales.v, pdl=self.pdl,
+        )  # fmt: skip

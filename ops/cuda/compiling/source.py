@@ -1,0 +1,64 @@
+"""`compiled`: a source of csrc/ as kernels that can be called; never knows what they compute."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from flashinfer.jit.core import gen_jit_spec
+
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.compiling.cache import cache
+
+__all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for", "lacks_wgmma"]
+
+_FOLDER = Path(__file__).parents[1] / "csrc"
+_ROWS = (16, 32, 64)
+"""That few_rows.cuh is compiled for."""
+MOST_ROWS = _ROWS[-1]
+WORN_RANK = 16
+"""The most that a product with an update inside takes of a module."""
+
+
+@functools.cache
+def compiled(name: str, **sizes: int) -> Any:
+    """The kernels of csrc/`name`.cu, compiled unless kept.
+
+    Args:
+        name: Of the file.
+        sizes: Values of the source's macros.
+
+    Raises:
+        CannotCompile: They are not kept, and they or what compiles them cannot be had.
+        OSError: The folder of kernels cannot be written.
+    """
+    cache()
+    source = _FOLDER / f"{name}.cu"
+    parts = [source, *sorted(_FOLDER.glob("*.cuh"))]
+    version = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:8]  # caches hold older ones
+    variant = "".join(f"_{macro.lower()}{value}" for macro, value in sizes.items())
+    flags = [f"-D{macro}={value}" for macro, value in sizes.items()]
+    return gen_jit_spec(f"headrace_{name}{variant}_{version}", [source], extra_cuda_cflags=flags).build_and_load()
+
+
+def compiled_for(rows: int, name: str, *, worn: bool = False) -> Any:
+    """Those of a source that includes worn.cuh, for up to `MOST_ROWS` rows: they refuse more; `worn`: with updates."""
+    most = next((most for most in _ROWS if rows <= most), MOST_ROWS)
+    return compiled(name, ROWS=most, RANKS=WORN_RANK if worn else 0)
+
+
+def build_for_rows(name: str, *, worn: bool = False) -> None:
+    """Compile all of those; raises as `compiled` does."""
+    with ThreadPoolExecutor(len(_ROWS)) as pool:
+        list(pool.map(lambda rows: compiled_for(rows, name, worn=worn), _ROWS))
+
+
+def lacks_wgmma(dtype: torch.dtype, arch: Arch) -> str | None:
+    """Say why sources that include wgmma.cuh cannot run on a GPU for this dtype; None where they can."""
+    if dtype != torch.bfloat16:
+        return f"the kernel takes bfloat16, not {dtype}"
+    return arch.lacks("wgmma")

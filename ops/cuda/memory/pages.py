@@ -1,0 +1,116 @@
+"""`PageMemory`: pages of all layers at addresses that never change, of which as many have memory as are wanted.
+
+Owns a range of the device's addresses and the memory behind it; never reads or writes a key or value. Graphs keep the
+addresses that they were captured with, so that pages can come and go without a new capture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from headrace.ops.cuda.memory.addresses import AddressRange, memory_grain
+
+__all__ = ["PageMemory"]
+
+_PIECES = 32  # in which a layer's new memory comes, and can be given back
+
+
+class PageMemory:
+    """Pages of all layers, and one more page for rows that pad a batch."""
+
+    def __init__(
+        self, layers: int, page_shape: Sequence[int], dtype: torch.dtype, num_pages: int, device: torch.device
+    ) -> None:
+        """Reserve addresses for as many pages as the whole device could hold, and memory for `num_pages`.
+
+        Args:
+            layers: Layers of the model.
+            page_shape: Of a page in one layer.
+            dtype: Of keys and values.
+            num_pages: As for `resize`.
+            device: The GPU.
+
+        Raises:
+            torch.OutOfMemoryError: It has not so much memory.
+        """
+        self._layers, self._page = layers, math.prod(page_shape) * dtype.itemsize
+        self._grain = memory_grain(device)
+        self.most_pages = torch.cuda.mem_get_info(device)[1] // (layers * self._page)
+        """That `resize` may ever be asked for."""
+        below = self._whole(self.most_pages * self._page)
+        self.scratch_page = -(-below // self._page)
+        """Number of the page that is always there beside the others."""
+        self._span = self._whole((self.scratch_page + 1) * self._page)
+        self._ends = [0, self._grain]
+        """Where pieces of memory end, in every layer."""
+        self._range = AddressRange(layers * self._span, device)
+        self._back(*self._ends)
+        self._back(below, self._span)
+        self._bytes = self._range.tensor()
+        strides = [self._page // dtype.itemsize]
+        for size in page_shape:
+            strides.append(strides[-1] // size)
+        self.kv = self._bytes.view(dtype).as_strided(
+            (layers, self.scratch_page + 1, *page_shape), (self._span // dtype.itemsize, *strides)
+        )
+        """[layers, pages, *page_shape]; only pages below the number wanted last have memory, and the scratch page."""
+        self._clear(*self._ends)
+        self._clear(below, self._span)
+        self.resize(num_pages)
+
+    def resize(self, num_pages: int) -> None:
+        """Have memory for pages 0 .. num_pages; new memory is zero, pages that stay are untouched.
+
+        Only whole pieces are given back: up to a 32nd of what an earlier call added may stay.
+
+        Raises:
+            torch.OutOfMemoryError: There is not so much; all is as it was.
+        """
+        if num_pages > self.most_pages:
+            raise torch.OutOfMemoryError(f"{num_pages} pages are more than the device's {self.most_pages}")
+        before, wanted = self._ends[-1], num_pages * self._page
+        piece = self._whole((wanted - before) // _PIECES)
+        try:
+            while self._ends[-1] < wanted:
+                start = self._ends[-1]
+                end = start + min(piece, self._whole(wanted - start))
+                self._back(start, end)
+                self._ends.append(end)
+                self._clear(start, end)
+        except torch.OutOfMemoryError:
+            wanted = before
+            raise
+        finally:
+            while len(self._ends) > 2 and self._ends[-2] >= wanted:
+                end = self._ends.pop()
+                self._unback(self._ends[-1], end, self._layers)
+
+    def close(self) -> None:
+        """Give back everything; nobody may touch a page any more, whoever still has a tensor over them."""
+        self._range.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _whole(self, size: int) -> int:
+        """The least size of memory that is no less."""
+        return max(1, -(-size // self._grain)) * self._grain
+
+    def _back(self, start: int, end: int) -> None:
+        """Put memory behind the same part of every layer, or of none."""
+        for layer in range(self._layers):
+            try:
+                self._range.back(layer * self._span + start, end - start)
+            except BaseException:
+                self._unback(start, end, layer)
+                raise
+
+    def _unback(self, start: int, end: int, layers: int) -> None:
+        for layer in range(layers):
+            self._range.unback(layer * self._span + start, end - start)
+
+    def _clear(self, start: int, end: int) -> None:
+        for layer in range(self._layers):
+            self._bytes[layer * self._span + start : layer * self._span + end].zero_()

