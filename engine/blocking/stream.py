@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from headrace.engine.adapters import AdapterInfo
 from headrace.engine.blocking.host import Host
@@ -16,9 +16,6 @@ from headrace.engine.errors import EngineStopped
 from headrace.engine.events import Chunk, FinishReason, Token, Usage
 from headrace.engine.params import SamplingParams
 from headrace.engine.stream import TokenStream
-
-if TYPE_CHECKING:
-    from headrace.engine.offline import LLM
 
 __all__ = ["LLMAdapters", "LLMStream"]
 
@@ -31,8 +28,8 @@ class LLMStream(Iterator[Token]):
     time. Made by `LLM.stream`.
     """
 
-    def __init__(self, llm: LLM, host: Host, stream: TokenStream) -> None:
-        """Read `stream`, which belongs to the event loop of `host`; keep `llm` open meanwhile."""
+    def __init__(self, llm: object, host: Host, stream: TokenStream) -> None:
+        """Read `stream`, which belongs to the event loop of `host`; keep `llm` referenced, and so open."""
         self._llm = llm
         self._host = host
         self._stream = stream

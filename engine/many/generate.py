@@ -10,22 +10,21 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Itera
 from enum import Enum
 from itertools import count
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from headrace.engine.errors import HeadraceError, InvalidParams
+from headrace.engine.events import Completion
+from headrace.engine.intake.prompt_ids import ChatOptions
+from headrace.engine.intake.turns import Prompt
 from headrace.engine.many.bars import ManyBar
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.shaping import LogitsProcessor
+from headrace.engine.stats import EngineInfo, EngineStats
 from headrace.engine.steps.hooks import StopWhen
-
-if TYPE_CHECKING:
-    from headrace.engine.engine import Engine, Prompt
-    from headrace.engine.events import Completion
-    from headrace.engine.intake.prompt_ids import ChatOptions
 
 __all__ = [
     "KeepingErrors",
@@ -38,7 +37,7 @@ __all__ = [
     "run_many",
 ]
 
-Prompts: TypeAlias = "Iterable[Prompt] | AsyncIterable[Prompt]"
+Prompts: TypeAlias = Iterable[Prompt] | AsyncIterable[Prompt]
 ManyParams: TypeAlias = SamplingParams | Sequence[SamplingParams]
 
 ErrorT = TypeVar("ErrorT", bound=HeadraceError)
@@ -74,12 +73,27 @@ class KeepingErrors(_Options):
     return_errors: Literal[True]
 
 
+class _Generating(Protocol):
+    """The part of `Engine` that `run_many` calls."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def generate(self) -> Callable[..., Awaitable[Completion]]: ...
+
+    @property
+    def tokenize(self) -> Callable[..., Awaitable[list[int]]]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
 class _Mark(Enum):
     END = "end"
 
 
 async def run_many(
-    engine: Engine,
+    engine: _Generating,
     prompts: Prompts,
     params: ManyParams,
     *,

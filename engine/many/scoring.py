@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from headrace.engine.engine import Prompt
+    from headrace.engine.intake.turns import Prompt
 
 __all__ = ["Scores", "score"]
 

@@ -35,7 +35,8 @@ from headrace.engine.tools.registry import (
     reasoning_mode,
     register,
 )
-from headrace.engine.tools.structure import CallShape, CallStructure, call_structure
+from headrace.engine.tools.shapes import CallShape, CallStructure
+from headrace.engine.tools.structure import call_structure
 
 __all__ = [
     "MAX_TOOLS",

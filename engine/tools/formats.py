@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from headrace.engine.tools.machine import Malformed, Reading
 from headrace.engine.tools.parser import ToolParser
-from headrace.engine.tools.structure import CallShape, CallStructure
+from headrace.engine.tools.shapes import CallShape, CallStructure
 from headrace.engine.tools.values import PythonScanner
 
 __all__ = ["Hermes", "LlamaJson", "Mistral", "MistralArgs", "Pythonic"]

@@ -9,14 +9,12 @@ import json
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from headrace.engine.tools.events import Reasoning
 from headrace.engine.tools.machine import MAX_NAME, Machine, Malformed, Reading
+from headrace.engine.tools.shapes import CallShape, CallStructure
 from headrace.engine.tools.values import SPACE, JsonScanner
-
-if TYPE_CHECKING:
-    from headrace.engine.tools.structure import CallShape, CallStructure
 
 __all__ = ["ReasoningMode", "ToolParser"]
 

@@ -1,45 +1,15 @@
-"""How a forced call is written, for the grammar that forces it; never compiles a grammar."""
+"""`call_structure`: which calls a request forces, for the grammar that forces them; never compiles a grammar."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.tools.definitions import Tool, ToolChoice
 from headrace.engine.tools.parser import ToolParser
+from headrace.engine.tools.shapes import CallShape, CallStructure
 
-__all__ = ["CallShape", "CallStructure", "call_structure"]
-
-
-@dataclass(frozen=True, slots=True)
-class CallShape:
-    """The calls of one tool: `before`, then arguments that satisfy `schema`, then `after`.
-
-    In style `json` the arguments are one JSON object. In style `keywords` they are `name=value` for each property that
-    is present, separated by ", ", with values as Python writes them.
-    """
-
-    name: str
-    before: str
-    schema: dict[str, Any]
-    after: str
-    style: Literal["json", "keywords"] = "json"
-
-
-@dataclass(frozen=True, slots=True)
-class CallStructure:
-    """A completion that consists of calls: `opening`, one to `maximum` of `calls` with `separator` between, `closing`.
-
-    All strings are literal. `maximum` None is without limit. Reasoning, if the model has any, comes before.
-    """
-
-    opening: str
-    calls: tuple[CallShape, ...]
-    separator: str
-    closing: str
-    maximum: int | None
+__all__ = ["call_structure"]
 
 
 def call_structure(
