@@ -18,8 +18,9 @@ import torch
 from torch.nn import functional
 
 from headrace.ops.cpu.head import CpuHead
-from headrace.ops.cpu.linear import CpuLinear, GroupQuantised, linear
+from headrace.ops.cpu.linear import CpuLinear, linear
 from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece
+from headrace.ops.quantised import GroupQuantised
 from headrace.ops.sizes import padded_size
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.ops.cpu.linear import GroupQuantised, linear
+from headrace.ops.cpu.linear import linear
+from headrace.ops.quantised import GroupQuantised
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

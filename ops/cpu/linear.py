@@ -10,31 +10,24 @@ always multiplies in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional
 
+from headrace.ops.quantised import BLOCK_OUTS, GROUP, GroupQuantised, row_blocks
 from headrace.ops.sizes import padded_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-__all__ = ["GROUP", "CpuLinear", "GroupQuantised", "linear"]
-
-GROUP = 32
-"""Inputs that share one scale and one minimum."""
+__all__ = ["CpuLinear", "linear"]
 
 # Measured on two cores with AVX-512: the 4-bit kernel works in blocks of four tokens, and its second block loses.
 _INT4_TOKENS = 4
 _INT4_OUT_MULTIPLE = 16
-_INT4_BLOCK_OUTS = 64  # of the packed layout, in which blocks lie one after the other
 _INT4_ZERO = 8
-_BLOCK_ELEMENTS = 1 << 16  # in float32 an eighth or less of what a core caches
 _STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of them is padding
 
 
@@ -42,58 +35,6 @@ class CpuLinear(Protocol):
     """A linear layer ready to multiply: `x_NI` in, `y_NO` out, both in the layer's dtype."""
 
     def __call__(self, x_NI: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupQuantised:
-    """A weight in 4-bit groups along its inputs: `w = values * scale + minimum`, exact for GGUF Q4_0 and Q4_1."""
-
-    values_OI: Tensor
-    """uint8, each 0 to 15."""
-    scale_OG: Tensor
-    """float32, one for each group of `GROUP` inputs."""
-    minimum_OG: Tensor
-    """float32, one for each group of `GROUP` inputs."""
-
-    def __post_init__(self) -> None:
-        """Raises `ValueError` if the groups do not cover the inputs exactly."""
-        outs, ins = self.values_OI.shape
-        expected = (outs, ins // GROUP)
-        if ins % GROUP or self.scale_OG.shape != expected or self.minimum_OG.shape != expected:
-            raise ValueError(
-                f"values {outs}x{ins} need scales and minimums of {outs}x{ins / GROUP:g}, "
-                f"got {tuple(self.scale_OG.shape)} and {tuple(self.minimum_OG.shape)}"
-            )
-
-    @staticmethod
-    def cat(parts: Sequence[GroupQuantised]) -> GroupQuantised:
-        """Stack weights that read the same inputs along their outputs, in order."""
-        return GroupQuantised(
-            torch.cat([part.values_OI for part in parts]),
-            torch.cat([part.scale_OG for part in parts]),
-            torch.cat([part.minimum_OG for part in parts]),
-        )
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight as a float matrix `[out, in]`, computed in float32 and rounded once."""
-        dense_OI = torch.empty(self.values_OI.shape, dtype=dtype)
-        blocks = _row_blocks(self.values_OI)
-        shape = (min(blocks[0].stop, len(dense_OI)), self.scale_OG.shape[1], GROUP) if blocks else (0,)
-        scratch_OGg = torch.empty(shape)  # for all blocks: the system would zero the pages of a new one each time
-        for rows in blocks:
-            values_OI = self.values_OI[rows]
-            block_OGg = scratch_OGg[: len(values_OI)]
-            block_OGg.copy_(values_OI.view(block_OGg.shape))
-            block_OGg.mul_(self.scale_OG[rows].unsqueeze(-1)).add_(self.minimum_OG[rows].unsqueeze(-1))
-            dense_OI[rows].copy_(block_OGg.flatten(1))
-        return dense_OI
-
-
-def _row_blocks(weight_OI: Tensor) -> list[slice]:
-    """Return parts of a matrix of which a core caches whatever is computed of one before it goes on to the next."""
-    outs, ins = weight_OI.shape
-    rows = -(-_BLOCK_ELEMENTS // (ins * _INT4_BLOCK_OUTS)) * _INT4_BLOCK_OUTS
-    return [slice(first, first + rows) for first in range(0, outs, rows)]
 
 
 def linear(weight: Tensor | GroupQuantised, bias_O: Tensor | None, *, dtype: torch.dtype) -> CpuLinear:
@@ -123,7 +64,7 @@ def _pack_blocks(values_OI: Tensor) -> Tensor:
     32 further in its high half.
     """
     outs, ins = values_OI.shape
-    halves_B2oI = values_OI.view(-1, 2, _INT4_BLOCK_OUTS // 2, ins)
+    halves_B2oI = values_OI.view(-1, 2, BLOCK_OUTS // 2, ins)
     bytes_BoI = torch.bitwise_left_shift(halves_B2oI[:, 1], 4).bitwise_or_(halves_B2oI[:, 0])
     return bytes_BoI.transpose(1, 2).reshape(outs, ins // 2)
 
@@ -131,7 +72,7 @@ def _pack_blocks(values_OI: Tensor) -> Tensor:
 @cache
 def _packs_blocks() -> bool:
     """Whether `_pack_blocks` gives this processor's layout, which torch does not document."""
-    numbers = torch.arange(2 * _INT4_BLOCK_OUTS * GROUP)
+    numbers = torch.arange(2 * BLOCK_OUTS * GROUP)
     values_OI = (numbers * 2654435761 >> 16).bitwise_and_(15).to(torch.uint8).view(-1, GROUP)
     return torch.equal(_pack_blocks(values_OI), _pack_by_torch(values_OI))
 
@@ -175,8 +116,8 @@ class _Int4:
 
     def __init__(self, weight: GroupQuantised, bias_O: Tensor | None, many: CpuLinear) -> None:
         values_OI = weight.values_OI
-        pack = _pack_blocks if _packs_blocks() and len(values_OI) % _INT4_BLOCK_OUTS == 0 else _pack_by_torch
-        self._packed = torch.cat([pack(values_OI[rows]) for rows in _row_blocks(values_OI)])
+        pack = _pack_blocks if _packs_blocks() and len(values_OI) % BLOCK_OUTS == 0 else _pack_by_torch
+        self._packed = torch.cat([pack(values_OI[rows]) for rows in row_blocks(values_OI)])
         # The kernel computes (q - 8) * scale + zero.
         zero_OG = weight.minimum_OG + _INT4_ZERO * weight.scale_OG
         pairs_GO2 = torch.stack((weight.scale_OG, zero_OG), dim=-1).transpose(0, 1)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headrace.ops.cpu.linear import GroupQuantised
 from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.decode import FusedDecode
 from headrace.ops.cuda.attention.paged import DecodeAttention, HeadShape, PrefillAttention
@@ -27,6 +26,7 @@ from headrace.ops.cuda.products.linear import MAX_ROWS, LinearScratch, linear, l
 from headrace.ops.cuda.products.tile_linear import TileLinear
 from headrace.ops.cuda.products.vector import AddNorm, vector_linear
 from headrace.ops.paged import UNSCALED, KvScales
+from headrace.ops.quantised import GroupQuantised
 
 if TYPE_CHECKING:
     from torch import Tensor

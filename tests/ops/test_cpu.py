@@ -15,8 +15,9 @@ from torch import Tensor
 from headrace.ops import reference
 from headrace.ops.cpu import block as cpu
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.linear import GROUP, GroupQuantised, linear
+from headrace.ops.cpu.linear import linear
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+from headrace.ops.quantised import GROUP, GroupQuantised
 
 POSITIONS = 700
 DTYPES = [torch.float32, torch.bfloat16]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.ops.cpu.head import CpuHead
-from headrace.ops.cpu.linear import GROUP, GroupQuantised
+from headrace.ops.quantised import GROUP, GroupQuantised
 
 
 def near_largest(logits_SV: Tensor) -> Tensor:

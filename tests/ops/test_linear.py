@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from headrace.ops.cpu.linear import GROUP, GroupQuantised
+from headrace.ops.quantised import GROUP, GroupQuantised
 
 
 def groups(outs: int, ins: int) -> GroupQuantised:

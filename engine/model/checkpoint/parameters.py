@@ -20,8 +20,8 @@ from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.plan import BARE_NAMES, GGUF_NAMES, HF_NAMES, Fused, Part, all_parts
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.cpu.linear import GROUP, GroupQuantised
 from headrace.ops.paged import KvScales
+from headrace.ops.quantised import GROUP, GroupQuantised
 
 __all__ = ["Empty", "FileMaker", "Progress", "Weight"]
 

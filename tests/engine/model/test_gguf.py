@@ -20,7 +20,7 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
-from headrace.ops.cpu.linear import GroupQuantised
+from headrace.ops.quantised import GroupQuantised
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 4, 2, 64, 512, 40
 SHAPES = {

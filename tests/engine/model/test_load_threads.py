@@ -19,7 +19,8 @@ from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.weights import LayerWeights, load_weights, open_weights
 from headrace.engine.model.shared.load_threads import load_threads
 from headrace.engine.model.spec import from_hf, read_hf_config
-from headrace.ops.cpu.linear import GROUP, GroupQuantised, linear
+from headrace.ops.cpu.linear import linear
+from headrace.ops.quantised import GROUP, GroupQuantised
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
