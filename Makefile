@@ -36,7 +36,8 @@ types: $(TEST_READY) ## mypy --strict on the built and installed wheel
 	$(say) 'build the wheel and install it apart'
 	@$(BIN)/python .ci/wheel_env.py $(WHEEL_ENV)
 	$(say) 'mypy --strict on the installed wheel'
-	@$(BIN)/mypy --strict --python-executable $(WHEEL_ENV)/bin/python $(addprefix -p ,$(PACKAGES))
+	@cd $(WHEEL_ENV) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
+		--python-executable bin/python $(addprefix -p ,$(PACKAGES))
 
 wheel-import: types
 	$(say) 'import of the installed wheel: what it pulls in and how long it takes'
@@ -74,9 +75,7 @@ test-gpu: ## the GPU suite, with the Python at hand; HEADRACE_TEST_DEVICE=cpu re
 	@test -n "$$HEADRACE_TEST_DEVICE" || $(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'; \
 	case $$? in 0) ;; 3) echo 'skipped: the GPU suite needs a CUDA GPU, and torch sees none here'; exit 0 ;; *) exit 1 ;; esac; \
 	if ! $(GPU_PYTHON) -c 'import headrace.engine' 2>/dev/null; then \
-		mkdir -p build/gpu/headrace && \
-		for folder in adapters engine ops server; do ln -sfn ../../../$$folder build/gpu/headrace/$$folder; done && \
-		export PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}"; \
+		export PYTHONPATH="$(CURDIR)/.src$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	fi; \
 	$(GPU_PYTHON) -m pytest -q --durations=10 tests/gpu tests/ops/test_cuda_*.py $(TESTS)
 
@@ -85,7 +84,7 @@ bench: $(TEST_READY) ## speed beside transformers, and memory; minutes on two co
 	@$(BIN)/headrace bench memory
 
 clean: ## remove the environment, caches and build output
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -150,7 +150,7 @@ def test_every_module_of_the_packages_names_its_exports() -> None:
 def test_every_package_is_listed_and_typed() -> None:
     listed = project()["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in sources(*PACKAGES) if path.suffix == ".py"}
-    assert sorted(listed) == sorted("headrace." + ".".join(folder.parts) for folder in folders)
+    assert sorted(listed) == ["headrace", *sorted("headrace." + ".".join(folder.parts) for folder in folders)]
     for folder in folders:
         assert (ROOT / folder / "__init__.py").is_file(), f"{folder} has modules but no __init__.py"
     for package in PACKAGES:
