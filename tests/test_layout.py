@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from importlib.metadata import requires
 from pathlib import Path
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("adapters", "engine", "ops", "server")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 18
 MAX_DIRECT_LIBRARIES = 15
 
 # Longer because it reads better so: a path, or path:function, with its own limit and the reason.
@@ -121,6 +123,23 @@ def test_exceptions_to_the_size_limits_are_still_needed() -> None:
     found = sizes()
     stale = [name for name in EXCEPTIONS if name not in found or found[name][0] <= found[name][1]]
     assert not stale
+
+
+def test_folders_stay_small() -> None:
+    """A reader sees all modules of a folder at once; families of models, one file each, are as many as there are."""
+    counts = Counter(path.parent for path in sources(*PACKAGES) if path.name != "__init__.py")
+    large = [
+        f"{name_of(folder)}: {count} modules, at most {MAX_MODULES}"
+        for folder, count in counts.items()
+        if count > MAX_MODULES and folder.name != "families"
+    ]
+    assert not large, large
+
+
+def test_what_is_for_one_device_is_in_its_folder() -> None:
+    """Code for the CPU lies under cpu/ and code for CUDA under cuda/, with one name on both sides."""
+    prefixed = [name_of(path) for path in sources("engine", "ops") if re.match(r"(cpu|cuda)_", path.name)]
+    assert not prefixed
 
 
 def test_every_file_says_what_it_owns() -> None:
