@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from headrace.engine.blocking.host import Call, Host
+from headrace.engine.blocking.host import Host, HostCall
 from headrace.engine.blocking.options import (
     ChatKeepingErrors,
     ChatManyOptions,
@@ -164,7 +164,7 @@ class LLM:
         one = _is_one(prompts)
         given: Any = [prompts] if one else prompts
         check_many(given, params)
-        call = Call(given)
+        call = HostCall(given)
 
         async def ask(engine: Engine) -> None:
             shown, kept = progress and not one, return_errors or one

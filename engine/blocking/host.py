@@ -23,7 +23,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.errors import EngineStopped
 from headrace.engine.many.bars import OpeningBar
 
-__all__ = ["Call", "Host"]
+__all__ = ["Host", "HostCall"]
 
 T = TypeVar("T")
 EXIT_SECONDS = 10.0
@@ -62,7 +62,7 @@ class _Pulled(AsyncIterator[Any]):
         return self._taken.pop()
 
 
-class Call:
+class HostCall:
     """One `generate`, or a load, made in the caller's thread and answered on the event loop."""
 
     def __init__(self, prompts: Any) -> None:
@@ -117,7 +117,7 @@ class Host:
         self._lock = threading.Lock()
         self._over = False
         """The event loop takes no more posts; set under the lock."""
-        self._calls: set[Call] = set()
+        self._calls: set[HostCall] = set()
         self._error: BaseException | None = None
         # a context of its own: the caller's may say that an event loop runs
         self._thread = threading.Thread(target=Context().run, args=(self._run,), name="headrace-llm", daemon=True)
@@ -142,7 +142,7 @@ class Host:
 
     def ask(self, question: Callable[[Engine], Awaitable[T]]) -> T:
         """Return the answer to a question that is put on the event loop; raises as `wait_for` does."""
-        call = Call([])
+        call = HostCall([])
 
         async def answer(engine: Engine) -> None:
             call.answers.append(await question(engine))
@@ -159,7 +159,7 @@ class Host:
 
         return self.ask(answer)
 
-    def wait_for(self, call: Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
+    def wait_for(self, call: HostCall, ask: Callable[[Engine], Awaitable[None]]) -> None:
         """Run `call` on the event loop and wait for its end, taking prompts as it wants them.
 
         Raises:
@@ -206,14 +206,14 @@ class Host:
         if error is not None:
             raise error
 
-    def _begin(self, call: Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
+    def _begin(self, call: HostCall, ask: Callable[[Engine], Awaitable[None]]) -> None:
         with self._lock:
             if self._stopping or self._over:
                 raise EngineStopped("the LLM is closed")
             self._calls.add(call)
         self._send(partial(self._start, call, ask))
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: HostCall) -> None:
         with self._lock:
             over = self._over
             self._calls.add(call)  # whatever becomes of the post, its end will be told
@@ -265,9 +265,9 @@ class Host:
         if not self._open:
             self._opening.cancel()
 
-    def _start(self, call: Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
+    def _start(self, call: HostCall, ask: Callable[[Engine], Awaitable[None]]) -> None:
         if not self._left.is_set() and not call.ended.is_set():
             self._tasks.start_soon(self._answer, call, ask)
 
-    async def _answer(self, call: Call, ask: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _answer(self, call: HostCall, ask: Callable[[Engine], Awaitable[None]]) -> None:
         await call.run(partial(ask, self._engine))

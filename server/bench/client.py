@@ -12,7 +12,7 @@ from anyio.abc import SocketStream
 
 from headrace.engine.bench.host.fake_device import FAKE_LETTER
 
-__all__ = ["Reading", "Target", "get", "stream"]
+__all__ = ["Reading", "Endpoint", "get", "stream"]
 
 _EVENT = b"data: {"
 _DONE = b"data: [DONE]"
@@ -20,7 +20,7 @@ _LETTER = FAKE_LETTER.encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Endpoint:
     """A server to be loaded."""
 
     port: int
@@ -45,7 +45,12 @@ class Reading:
 
 
 async def stream(
-    target: Target, body: dict[str, Any], reading: Reading, *, stop_after: float | None = None, keep_times: bool = True
+    target: Endpoint,
+    body: dict[str, Any],
+    reading: Reading,
+    *,
+    stop_after: float | None = None,
+    keep_times: bool = True,
 ) -> None:
     """Send a completion request that streams, and read it to its end.
 
@@ -89,7 +94,7 @@ async def _read(sock: SocketStream, reading: Reading, keep_times: bool) -> None:
         tail = part[-len(_DONE) :]
 
 
-async def get(target: Target, path: str) -> float:
+async def get(target: Endpoint, path: str) -> float:
     """Seconds that one GET on a fresh connection took."""
     began = time.perf_counter()
     async with await anyio.connect_tcp("127.0.0.1", target.port) as sock:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import anyio
 
 from headrace.engine.bench.report import conditions, percentile, show
-from headrace.server.bench.client import Reading, Target, get, stream
+from headrace.server.bench.client import Endpoint, Reading, get, stream
 from headrace.server.bench.process import cpu_seconds, resident_mb, started
 
 __all__ = ["SCENARIOS", "run"]
@@ -185,7 +185,7 @@ SCENARIOS: dict[str, Callable[[float, float], Figures]] = {
 
 
 async def _open(
-    start: Callable[..., object], target: Target, count: int, body: dict[str, Any], at_once: int = 200
+    start: Callable[..., object], target: Endpoint, count: int, body: dict[str, Any], at_once: int = 200
 ) -> list[Reading]:
     """Open streams, `at_once` of them waiting for their headers; returns when each has an event, or after a minute."""
     readings = [Reading() for _ in range(count)]
@@ -200,7 +200,7 @@ async def _open(
     return readings
 
 
-async def _controls(target: Target, seconds: float) -> list[float]:
+async def _controls(target: Endpoint, seconds: float) -> list[float]:
     """Milliseconds of a control request every tenth of a second."""
     found: list[float] = []
     end = time.perf_counter() + seconds
@@ -210,7 +210,7 @@ async def _controls(target: Target, seconds: float) -> list[float]:
     return found
 
 
-async def _arrivals(target: Target, rate: float, seconds: float, output: int) -> list[Reading]:
+async def _arrivals(target: Endpoint, rate: float, seconds: float, output: int) -> list[Reading]:
     """Requests at a steady rate, whatever becomes of them."""
     readings: list[Reading] = []
     body = {"prompt": "a fake prompt", "max_tokens": output, "ignore_eos": True}

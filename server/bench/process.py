@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.server.bench.client import Target
+from headrace.server.bench.client import Endpoint
 
 __all__ = ["Server", "cpu_seconds", "resident_mb", "started"]
 
@@ -22,7 +22,7 @@ _SLACK = 512
 class Server:
     """A running server process."""
 
-    def __init__(self, process: subprocess.Popen[str], target: Target) -> None:
+    def __init__(self, process: subprocess.Popen[str], target: Endpoint) -> None:
         """Hold a started process."""
         self.target = target
         self._process = process
@@ -67,7 +67,7 @@ def started(engine: dict[str, Any], *, fake: bool, connections: int, **settings:
         line = process.stdout.readline()
         if not line:
             raise RuntimeError("the server did not start")
-        server = Server(process, Target(**json.loads(line), pid=process.pid))
+        server = Server(process, Endpoint(**json.loads(line), pid=process.pid))
         yield server
         server.kill()
     finally:
@@ -76,13 +76,13 @@ def started(engine: dict[str, Any], *, fake: bool, connections: int, **settings:
         process.stdout.close()
 
 
-def resident_mb(target: Target) -> float:
+def resident_mb(target: Endpoint) -> float:
     """Resident memory of the server, in MB."""
     pages = int(Path(f"/proc/{target.pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
-def cpu_seconds(target: Target) -> float:
+def cpu_seconds(target: Endpoint) -> float:
     """Processor time that the server has used, in seconds."""
     fields = Path(f"/proc/{target.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

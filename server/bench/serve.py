@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 
 from headrace.engine.bench.report import conditions, percentile, show
-from headrace.server.bench.client import Reading, Target, stream
+from headrace.server.bench.client import Endpoint, Reading, stream
 from headrace.server.bench.process import started
 
 __all__ = ["run"]
@@ -66,7 +66,7 @@ def run(
 
 
 async def _load(
-    target: Target, requests: int, concurrency: int, prompt_tokens: int, output_tokens: int
+    target: Endpoint, requests: int, concurrency: int, prompt_tokens: int, output_tokens: int
 ) -> tuple[list[Reading], float]:
     generator = random.Random(0)
     readings = [Reading() for _ in range(requests)]

@@ -17,7 +17,7 @@ from headrace.engine.model.network.decoder import AdapterOps, PlainProducts
 from headrace.ops.cuda.adapters.expand import expand, expand_add_norm, expand_silu_mul
 from headrace.ops.cuda.adapters.inside import CudaWornOps
 from headrace.ops.cuda.adapters.products import CudaAdapterOps
-from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, LoraBatch, LoraSite, Tiling, group_rows, pick
+from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, LoraBatch, LoraSite, UpdateTiling, group_rows, pick
 from headrace.ops.cuda.adapters.shrink import shrink
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.decode import FusedDecode
@@ -215,7 +215,7 @@ def lora_sweep(bench: Bench) -> None:
 def _sweep_shrink(bench: Bench, batch: LoraBatch, places: list[LoraSite], where: str, floor: tuple[int, float]) -> None:
     x = random(len(batch.order_N), places[0].size_in)
     for choice in (_SWEPT if batch.rows == 1 else _SWEPT_GROUPS)["shrink"]:
-        how = Tiling(*choice)
+        how = UpdateTiling(*choice)
         timed = bench.time(lambda: [shrink(x, batch, place, how=how, pdl=True) for place in places], len(places))
         note = f"{tuple(how)}, over its bytes {timed[1] - floor[0] / floor[1] * 1e6:.2f} us"
         bench.add(f"shrink {where}", timed, floor[0], note)
@@ -229,7 +229,7 @@ def _sweep_expand(
     y = random(len(batch.order_N), sum(place.sizes_out))
     out, residual, weight = random(len(y), place.sizes_out[0]), random(*y.shape), random(y.shape[1])
 
-    def one(each: LoraSite, how: Tiling | None) -> None:
+    def one(each: LoraSite, how: UpdateTiling | None) -> None:
         if site == "gate_up":
             expand_silu_mul(low, y, out, batch, each, how=how, pdl=True)
         elif how is None:
@@ -237,11 +237,11 @@ def _sweep_expand(
         else:
             expand(low, y, batch, each, how=how, pdl=True)
 
-    def all_of(how: Tiling | None) -> None:
+    def all_of(how: UpdateTiling | None) -> None:
         for each in places:
             one(each, how)
 
-    choices = [Tiling(*choice) for choice in (_SWEPT if batch.rows == 1 else _SWEPT_GROUPS)["expand"]]
+    choices = [UpdateTiling(*choice) for choice in (_SWEPT if batch.rows == 1 else _SWEPT_GROUPS)["expand"]]
     for how in [*choices, *([None] if len(place.sizes_out) == 1 else [])]:
         timed = bench.time(lambda: all_of(how), len(places))
         note = f"{how and tuple(how)}, over its bytes {timed[1] - floor[0] / floor[1] * 1e6:.2f} us"

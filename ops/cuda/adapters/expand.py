@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, LoraBatch, LoraSite, Tiling, module_of
+from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, LoraBatch, LoraSite, UpdateTiling, module_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -260,7 +260,13 @@ def _expand_norm_kernel(
 
 
 def expand(
-    planes: Tensor, y_NO: Tensor, batch: LoraBatch, site: LoraSite, *, how: Tiling | None = None, pdl: bool = False
+    planes: Tensor,
+    y_NO: Tensor,
+    batch: LoraBatch,
+    site: LoraSite,
+    *,
+    how: UpdateTiling | None = None,
+    pdl: bool = False,
 ) -> None:
     """`y += t B` in place, for the tokens that have an adapter.
 
@@ -282,7 +288,7 @@ def expand_silu_mul(
     batch: LoraBatch,
     site: LoraSite,
     *,
-    how: Tiling | None = None,
+    how: UpdateTiling | None = None,
     pdl: bool = False,
 ) -> None:
     """`out = silu(gate + t_0 B_0) * (up + t_1 B_1)` for all tokens, those of no adapter too; else as `expand`."""
@@ -321,7 +327,7 @@ def _expand(
     out_NO: Tensor,
     batch: LoraBatch,
     site: LoraSite,
-    how: Tiling | None,
+    how: UpdateTiling | None,
     *,
     gated: bool,
     pdl: bool,
@@ -348,22 +354,22 @@ def _expand(
         )  # fmt: skip
 
 
-def _stages(batch: LoraBatch, how: Tiling, splits: int, *, gated: bool) -> int:
+def _stages(batch: LoraBatch, how: UpdateTiling, splits: int, *, gated: bool) -> int:
     """Steps over ranks whose loads are on their way at once: three, or as many as shared memory has room for."""
     step_bytes = how.rank * (4 * splits * batch.rows + 2 * how.block) * (2 if gated else 1)
     return max(1, min(_STAGES, batch.shared_bytes // step_bytes))
 
 
-def expand_tiling(batch: LoraBatch, site: LoraSite, *, gated: bool) -> Tiling:
+def expand_tiling(batch: LoraBatch, site: LoraSite, *, gated: bool) -> UpdateTiling:
     """The division of `expand` for a batch."""
     if batch.rows != 1:
-        return Tiling(16, 256, 8) if gated and batch.rows == GROUP else Tiling(16, 64 if gated else 128, 4)
+        return UpdateTiling(16, 256, 8) if gated and batch.rows == GROUP else UpdateTiling(16, 64 if gated else 128, 4)
     entries = batch.entries_E4.shape[0]
     if entries <= 4:
-        return Tiling(8, 256, 1)
+        return UpdateTiling(8, 256, 1)
     tiles = entries * sum(triton.cdiv(size, 512) for size in site.sizes_out[: 1 if gated else None])
     if gated:
-        return Tiling(8, 512, 2, 8 if tiles > 4096 else 4 if tiles > 1024 else 1)
+        return UpdateTiling(8, 512, 2, 8 if tiles > 4096 else 4 if tiles > 1024 else 1)
     if entries > 128 and len(site.sizes_out) == 1:
-        return Tiling(8, 1024, 4, 2)
-    return Tiling(8, 512, 2, 4 if tiles > 2560 else 1 if tiles <= 1024 else 2)
+        return UpdateTiling(8, 1024, 4, 2)
+    return UpdateTiling(8, 512, 2, 4 if tiles > 2560 else 1 if tiles <= 1024 else 2)

@@ -25,7 +25,7 @@ __all__ = [
     "UNIT",
     "LoraBatch",
     "LoraSite",
-    "Tiling",
+    "UpdateTiling",
     "WornSite",
     "group_rows",
     "module_of",
@@ -42,7 +42,7 @@ SEGMENT = 64
 """Tokens of one entry of a prefill."""
 
 
-class Tiling(NamedTuple):
+class UpdateTiling(NamedTuple):
     """How one launch is divided."""
 
     rank: int

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.ops.cuda.adapters.rows import GROUP, SEGMENT, LoraBatch, LoraSite, Tiling
+from headrace.ops.cuda.adapters.rows import GROUP, SEGMENT, LoraBatch, LoraSite, UpdateTiling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,7 +209,9 @@ def look_up(tokens_N: Tensor, batch: LoraBatch, site: LoraSite) -> Tensor:
     return planes
 
 
-def shrink(x_NI: Tensor, batch: LoraBatch, site: LoraSite, *, how: Tiling | None = None, pdl: bool = False) -> Tensor:
+def shrink(
+    x_NI: Tensor, batch: LoraBatch, site: LoraSite, *, how: UpdateTiling | None = None, pdl: bool = False
+) -> Tensor:
     """t = x A^T of each token's adapter.
 
     Args:
@@ -250,15 +252,15 @@ def shrink(x_NI: Tensor, batch: LoraBatch, site: LoraSite, *, how: Tiling | None
     return planes
 
 
-def shrink_tiling(batch: LoraBatch, site: LoraSite) -> Tiling:
+def shrink_tiling(batch: LoraBatch, site: LoraSite) -> UpdateTiling:
     """The division of `shrink` for a batch."""
     entries, modules = batch.entries_E4.shape[0], len(site.sizes_out)
     if batch.rows == SEGMENT:
         splits = max(1, min(8, _PROGRAMS // (entries * modules)))
-        return Tiling(16, 128, 4, triton.cdiv(triton.cdiv(site.size_in, 128), splits))
+        return UpdateTiling(16, 128, 4, triton.cdiv(triton.cdiv(site.size_in, 128), splits))
     if batch.rows == GROUP:
-        return Tiling(16, 256, 4, 2)
+        return UpdateTiling(16, 256, 4, 2)
     if entries > 128:
-        return Tiling(8, 256, 1, 8 if modules > 1 else 4)
+        return UpdateTiling(8, 256, 1, 8 if modules > 1 else 4)
     programs = entries * modules * triton.cdiv(site.size_in, 256)
-    return Tiling(16, 256, 4, 1 if programs <= 512 else 2 if programs <= 2048 else 4)
+    return UpdateTiling(16, 256, 4, 1 if programs <= 512 else 2 if programs <= 2048 else 4)
