@@ -23,7 +23,7 @@ from simulation.world import Broken
 
 from headrace.engine.errors import EngineStopped
 
-_DEFAULT = "800"
+_DEFAULT = "400"
 _CHUNK = 200
 _REACHED = (
     "sends", "branches", "searches", "many at once", "formats", "pages that a router knew of",

@@ -14,7 +14,7 @@ from simulation.world import Broken, play
 
 from headrace.engine.scheduling.plan import StepPlan
 
-_DEFAULT = "600"
+_DEFAULT = "400"
 _CHUNK = 100
 
 
