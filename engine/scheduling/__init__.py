@@ -1,1 +1,1 @@
-"""The host ring: requests, pages, plans and the scheduler, in pure Python; never imports torch or anyio."""
+"""Requests, pages, plans and the scheduler, in pure Python; never imports torch or anyio."""

@@ -1,6 +1,6 @@
-"""`Admission`: which waiting requests may start now, and with which pages; gives no row and plans nothing.
+"""`Admission` decides which waiting requests may start and with which pages; it assigns no rows and plans nothing.
 
-Next to read: roster.py, which moves those that may start.
+Next to read: roster.py, which moves the requests that may start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Looks for room for those that wait, in the order of a policy."""
+    """Admission control: finds room for waiting requests, in the order of a policy."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Admission:
         pace: Pace,
         slots: SlotTable,
     ) -> None:
-        """Look through `roster` for requests, in `pool` for pages and in `slots` for what requests wear."""
+        """Admit requests of `roster` as pages of `pool` and adapter slots of `slots` permit."""
         self._roster = roster
         self._pool = pool
         self._prefixes = prefixes
@@ -43,20 +43,20 @@ class Admission:
         self._swaps = swaps
         self._pace = pace
         self._max_rows = len(roster.free_rows)
-        self._spare = self._max_rows // 64  # free rows that may wait for a step with prompts
+        self._spare = self._max_rows // 64  # free rows that may stay free until a step computes prompts
         self.hopeless: list[Request] = []
-        """Requests passed over in the latest look because they cannot meet their deadline."""
+        """Requests skipped in the latest pass over the queue because they cannot meet their deadline."""
         self._overtaking = Overtaking(slots, patience=2 * self._max_rows)
 
     def check_deadline(self, request: Request) -> None:
-        """Refuse a new request that cannot meet its deadline, as far as the policy can see; none where nothing else is.
+        """Reject a new request if the policy expects it to miss its deadline; accept any while nothing runs or waits.
 
-        What steps took may have been out of the ordinary, and only further steps would tell.
+        Measured step times may have been outliers, which only further steps can correct, so an idle engine accepts it.
 
         Raises:
-            Overloaded: It cannot.
+            Overloaded: The first token is expected after the deadline.
         """
-        if request.deadline is None or request.leader is not None:  # choices of one prompt stand or fall together
+        if request.deadline is None or request.leader is not None:  # choices of one prompt share a fate
             return
         if not (self._roster.running or self._roster.waiting):
             return
@@ -72,7 +72,7 @@ class Admission:
             )
 
     def share_rows(self) -> None:
-        """Where hardly a row is free, preempt requests whose rows the policy gives to others, if their pages stay."""
+        """Preempt requests for rows that the policy gives to others, if few rows are free and pages stay cached."""
         roster = self._roster
         if len(roster.free_rows) > self._spare or roster.paused or not self._prefixes.enabled:
             return
@@ -86,16 +86,16 @@ class Admission:
     def candidates(
         self, plan: StepPlan, now: float, before: Request | None = None, *, alone: bool = False
     ) -> Iterator[tuple[Request, list[int]]]:
-        """Requests that may start in `plan`, first come those to serve first, with the pages of their prefix.
+        """Yield requests that may start in `plan`, the next to serve first, with the pages that hold their prefix.
 
-        Each must have been started, or left waiting for good, before the next is asked for. Paused requests are
-        preempted where their rows or pages are needed. Those that cannot meet their deadline are put into `hopeless`.
+        Start each request, or leave it waiting for this step, before asking for the next. Paused requests are preempted
+        if their rows or pages are needed. Requests that cannot meet their deadline are put into `hopeless`.
 
         Args:
-            plan: Its decodes, and what it computes of prompts that are begun.
+            plan: The plan so far: decodes, and chunks of prompts that have begun.
             now: Seconds, on the clock of `Request.deadline`.
-            before: Only those that overtake this one, whose prompt is begun.
-            alone: Only those that compute alone, or only others: none behind the first other one that could start.
+            before: Yield only requests that overtake this one, whose prompt has begun; None yields any.
+            alone: Yield only requests that compute alone, or only others, and stop at the first of the other kind.
         """
         looked_past, step = 0, plan.step
         beside = bool(alone or before or plan.others)
@@ -119,7 +119,7 @@ class Admission:
                 looked_past += 1
                 continue
             pages = self._prefixes.find(request, step) if self._swaps.is_ready(request) else None
-            if pages is None:  # another computes its prefix: waiting is cheaper than computing it twice
+            if pages is None:  # another request is computing its prefix: waiting is cheaper than computing it twice
                 looked_past += 1
                 continue
             if request.alone is not alone:
@@ -132,19 +132,19 @@ class Admission:
             yield request, pages
 
     def _is_left_to_others(self, request: Request) -> bool:
-        """Whether a row stays free for a moment, rather than that `request` alone makes a step one with prompts."""
+        """Return whether to keep the last rows free, so that `request` alone does not add a prompt to the step."""
         free = len(self._roster.free_rows)
         return free <= self._spare and bool(self._roster.running) and self._policy.is_ahead(request)
 
     def _reopen(self) -> None:
-        """Preempt paused requests that keep a closed adapter's slot."""
+        """Preempt paused requests that hold the slot of a closed adapter."""
         closed = self._overtaking.closed
         for request in self._roster.paused_holders() if closed else ():
             if request.wears in closed:
                 self._roster.preempt(request)
 
     def _pages_owed(self) -> int:
-        """Pages that prompts which are begun will still take."""
+        """Return how many more pages the prompts of running requests will take."""
         size = self._pool.page_size
         return sum(max(0, -(-request.known // size) - len(request.pages)) for request in self._roster.running)
 
@@ -154,27 +154,27 @@ class Admission:
         return bool(self._roster.free_rows)
 
     def _preempt_paused(self, now: float) -> bool:
-        """Preempt the last paused request that holds a row; True if its row and pages came back at once."""
+        """Preempt the last paused request that holds a row; return whether its row and pages were released at once."""
         holders = self._roster.paused_holders()
         if not holders:
             return False
         return self._roster.preempt(max(holders, key=lambda request: self._policy.standing(request, now)))
 
     def _find_room(self, request: Request, pages: list[int], step: int, now: float, reserved: int) -> list[int] | None:
-        """The pages `request` may start with once it fits, preempting paused requests; None if it does not fit now."""
+        """Return the pages to start `request` with, preempting paused requests for room; None if it does not fit."""
         found: list[int] | None = pages
         while found is not None and not self._fits(request, found, reserved):
             if request.before is not None and request.found % self._pool.page_size:
                 request.found -= request.found % self._pool.page_size
-                found = found[:-1]  # the copy of its last page is what finds no room: its tokens are computed again
+                found = found[:-1]  # do without a copy of the last page: its tokens are computed again
                 continue
             if self._roster.draining or not self._preempt_paused(now):
                 return None
-            found = self._prefixes.find(request, step)  # the paused request may have held them
+            found = self._prefixes.find(request, step)  # the paused request may have held these pages
         return found
 
     def _fits(self, request: Request, pages: Sequence[int], reserved: int) -> bool:
-        """Whether all known tokens of `request` find room, and one more page for every running request."""
+        """Return whether all known tokens of `request` fit, leaving one more page for every running request."""
         size = self._pool.page_size
         needed = -(-request.known // size) - len(pages)
         if request.found % size:

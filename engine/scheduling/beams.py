@@ -1,4 +1,4 @@
-"""`BeamSearch`: which sequences a beam search keeps, and when it ends; pure arithmetic on scores, never runs a model.
+"""`BeamSearch` decides which sequences a beam search keeps and when it ends, by their scores; it never runs a model.
 
 The rules are those of transformers' `generate(num_beams=...)`, so that both find the same sequences.
 """
@@ -21,7 +21,7 @@ class Beam(NamedTuple):
     """A sequence that still grows."""
 
     parent: int
-    """Index, among the beams before the last `advance`, of the beam that this one continues."""
+    """Index of the beam that this one continues, among the beams before the last `advance`."""
     tokens: list[int]
     """Tokens of the completion."""
     score: float
@@ -32,39 +32,39 @@ class Hypothesis(NamedTuple):
     """A sequence that has ended."""
 
     score: float
-    """The sum divided by its length to the power of the length penalty."""
+    """Sum of the log-probabilities, divided by the length to the power of the length penalty."""
     tokens: list[int]
     finish_reason: FinishReason
 
 
 @dataclass
 class BeamSearch:
-    """One search."""
+    """State of one beam search: its growing beams and its finished hypotheses."""
 
     width: int
     length_penalty: float
     early_stopping: EarlyStopping
     stop_ids: frozenset[int]
     limit: int
-    """Tokens after which every sequence ends; may change from one `advance` to the next."""
+    """Length in tokens at which every sequence ends; may change from one `advance` to the next."""
 
     def __post_init__(self) -> None:
         """Begin with the empty sequence."""
         self.beams = [Beam(0, [], 0.0)]
-        """The best that still grow, best first; empty once the search is over."""
+        """Best growing sequences, best first; empty once the search is over."""
         self.finished: list[Hypothesis] = []
-        """The best that have ended, best first, `width` at most."""
+        """Best finished sequences, best first, at most `width`."""
 
     @property
     def candidates(self) -> int:
-        """How many continuations are looked at: so many that `width` are left if all stop tokens come first."""
+        """Number of continuations to look at: enough that `width` remain if all stop tokens come first."""
         return max(2, 1 + len(self.stop_ids)) * self.width
 
     def advance(self, likeliest: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """Make the beams one token longer.
+        """Extend the beams by one token.
 
         Args:
-            likeliest: For each beam its `candidates` likeliest next tokens with their log-probabilities.
+            likeliest: For each beam, its `candidates` likeliest next tokens with their log-probabilities.
         """
         found = [
             (-beam.score - logprob, parent, token)
@@ -77,7 +77,7 @@ class BeamSearch:
             stops = token in self.stop_ids
             ends = stops or length >= self.limit
             if place >= self.width if ends else len(beams) == self.width:
-                continue  # it only makes sure that there is something to go on with
+                continue  # this candidate is only needed if better ones end
             tokens = [*self.beams[parent].tokens, token]
             if ends:
                 score = self._score(-cost, length)
@@ -91,7 +91,7 @@ class BeamSearch:
             self.beams = []
 
     def _is_settled(self, length: int) -> bool:
-        """Whether no beam is expected to end better than the worst that has ended."""
+        """Return whether no beam is expected to end better than the worst finished hypothesis."""
         if len(self.finished) < self.width:
             return False
         if self.early_stopping is True:

@@ -1,7 +1,7 @@
-"""Plans the next token of every running request, and takes those that come: the two loops that each token passes.
+"""Plans the next token of each running request, and takes sampled tokens in: the two loops of every decode step.
 
-Owns nothing, and never says which prompt is next. Nearly all requests need a place in the plan, and later a token, and
-nothing else (`Request.smooth`), so the loops ask as little as they can of each. Next to read: scheduler.py.
+It owns no state and does not order prompts. Nearly all requests need only a place in the plan and later a token
+(`Request.smooth`), so both loops check as little as they can of each. Next to read: scheduler.py.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["plan_decodes", "plan_tokens", "take_tokens"]
 def plan_decodes(
     plan: StepPlan, running: Sequence[Request], growth: Growth, page_size: int, now: float
 ) -> list[Request]:
-    """Plan one token of each request that owes one and samples the next.
+    """Plan one token of each request that owes one token and samples the next.
 
     Args:
-        plan: Without works.
-        running: In order; planning may preempt some of them.
-        growth: Makes room for those that need some.
+        plan: A plan without work items; decodes are added to it.
+        running: Requests in service order; planning may preempt some of them.
+        growth: Allocates pages to requests that need more.
         page_size: Tokens in a page.
-        now: As for `Scheduler.plan`.
+        now: Seconds, on the clock of `Request.arrived`.
 
     Returns:
-        Those that owe more, or are pooled: their tokens are prompts.
+        Requests that owe more than one token or are pooled, whose tokens are prefilled.
     """
     decodes, starts, step = plan.decodes, plan.starts, plan.step
     prefills = []
@@ -55,7 +55,7 @@ def plan_decodes(
 
 
 def plan_tokens(plan: StepPlan, request: Request, most: int, growth: Growth, now: float) -> int:
-    """Plan up to `most` of what `request` owes, as far as pages can be had; how many were planned."""
+    """Plan up to `most` of the tokens that `request` owes, as far as pages allow; return how many were planned."""
     start = request.planned
     count = growth.make_ready(plan, request, min(request.known - start, most), now)
     if not count:
@@ -75,19 +75,20 @@ def plan_tokens(plan: StepPlan, request: Request, most: int, growth: Growth, now
 def take_tokens(
     plan: StepPlan, tokens: Sequence[int], vocab_size: int, page_size: int
 ) -> tuple[list[Request], set[Request]]:
-    """Give a finished step's tokens to those of its decodes that only go on.
+    """Append the tokens of a finished step to those of its decodes for which `Request.smooth` allows it.
 
     Args:
-        plan: The step's.
-        tokens: One for each of its works.
-        vocab_size: Other tokens mean something else.
+        plan: The plan of the step.
+        tokens: One token for each work item of the plan.
+        vocab_size: Size of the vocabulary; a token outside it is a code such as `NON_FINITE`.
         page_size: Tokens in a page.
 
     Returns:
-        Those of them whose latest page is full now, and the requests of all other works, which were given nothing.
+        Requests among these decodes whose latest page is now full, and the requests of all other work items, which
+        were given nothing.
 
     Raises:
-        ValueError: The runner gave another number of tokens: a defect of it.
+        ValueError: The runner returned another number of tokens, which is a defect of the runner.
     """
     if len(tokens) != plan.size:
         raise ValueError(f"{len(tokens)} tokens for {plan.size} works")

@@ -1,7 +1,7 @@
-"""`Failures`: what a failed step means for its requests, and how small steps are to be until they succeed again.
+"""`Failures` decides what a failed step means for its requests, and limits step sizes after a step ran out of memory.
 
-A step that found no memory is not its requests' fault: they start over, in steps of half its size and half of that, and
-only what finds none alone fails. Never plans a step.
+Running out of memory is not the fault of the requests: they start over in steps of half the size, then half of that,
+and only a step of the least size fails its request. It never plans a step.
 """
 
 from __future__ import annotations
@@ -14,29 +14,32 @@ from headrace.engine.scheduling.roster import Roster
 
 __all__ = ["Failures"]
 
-_STEPS = 64  # that must go well before steps may be twice as large again
+_STEPS = 64  # steps that must succeed before the size limit doubles
 
 
 class Failures:
-    """The failed steps of one scheduler."""
+    """Handling of failed steps for one scheduler."""
 
     def __init__(self, capacity: Capacity, roster: Roster, swaps: Swaps) -> None:
-        """Allow steps as large as `capacity` does."""
+        """Start with the limits of `capacity`."""
         self._capacity = capacity
         self._roster = roster
         self._swaps = swaps
         self._good = 0
         self.retries = 0
-        """Steps that found no memory, and whose requests were tried again."""
+        """Steps that ran out of memory and whose requests were tried again."""
         self.is_cautious = False
-        """Whether a step found no memory of late: steps may have to be smaller than the device was opened for."""
+        """Whether steps are limited to less than `capacity` because one ran out of memory lately."""
         self.most_rows = capacity.max_rows
-        """Requests in a step."""
+        """Largest number of requests in a step."""
         self.most_tokens = capacity.max_batched_tokens
-        """Tokens in a step."""
+        """Largest number of tokens in a step."""
 
     def take_in(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
-        """A step raised: its requests fail with `error` or start over, sharers of its pages start over."""
+        """Take in a step that raised, after which its requests fail or start over; return the failures.
+
+        Requests that share pages with them start over.
+        """
         again = isinstance(error, OutOfMemory) and self._can_shrink(plan)
         size = self._capacity.page_size
         emissions = []
@@ -58,25 +61,28 @@ class Failures:
         return emissions
 
     def limit(self, running: list[Request]) -> tuple[list[Request], bool]:
-        """Return the requests of `running` that one step may hold, and whether these are all: if not, none starts."""
+        """Return those of `running` that one step may hold, and whether these are all that can go on.
+
+        If they are not, no request may start.
+        """
         if not self.is_cautious:
             return running, True
         able = [request for request in running if request.can_go_on]
         return able[: self.most_rows], len(able) <= self.most_rows
 
     def went_well(self) -> None:
-        """A step succeeded while `is_cautious`."""
+        """Count a step that succeeded while `is_cautious`."""
         self._good += 1
         if self._good == _STEPS:
             self._allow(2 * self.most_rows, 2 * self.most_tokens)
 
     def _can_shrink(self, plan: StepPlan) -> bool:
-        """Make the next steps at most half of `plan`; False if it was as small as can be, and not the first."""
+        """Limit the next steps to half of `plan`; False if it had the least size and was not the first to fail."""
         if not plan.size:
             return True
         is_least = plan.size == 1 and (plan.alone or plan.tokens <= self._capacity.page_size)
         if is_least and self.is_cautious:
-            self._allow(self._capacity.max_rows, self._capacity.max_batched_tokens)  # it was this one's fault
+            self._allow(self._capacity.max_rows, self._capacity.max_batched_tokens)  # the request itself needs too much
             return False
         self._allow(min(self.most_rows, plan.size // 2), min(self.most_tokens, plan.tokens // 2))
         self.is_cautious = True
@@ -84,7 +90,7 @@ class Failures:
         return True
 
     def _allow(self, rows: int, tokens: int) -> None:
-        """Steps of so many, as far as the device was opened for them."""
+        """Limit steps to `rows` requests and `tokens` tokens, at most the capacity."""
         most_rows, most_tokens = self._capacity.max_rows, self._capacity.max_batched_tokens
         self.most_rows, self.most_tokens = max(1, min(rows, most_rows)), max(1, min(tokens, most_tokens))
         self.is_cautious = self.most_rows < most_rows or self.most_tokens < most_tokens

@@ -1,4 +1,4 @@
-"""The scheduler's invariants, as one assertion each; looks at state that others own and never changes it."""
+"""The invariants of the scheduler, as one assertion each; reads state that other modules own and never changes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_scheduler(
     """Assert that pages, rows, queues, progress and promises agree.
 
     Raises:
-        AssertionError: They do not: a defect of headrace.
+        AssertionError: They disagree, which is a defect of headrace.
     """
     pool.check(request.pages for request in requests)
     rows = [*free_rows, *(request.row for request in requests if request.row >= 0)]

@@ -1,4 +1,4 @@
-"""`Overview`: what may be asked of a scheduler between its changes; changes nothing itself.
+"""`Overview`: a read-only view of a scheduler's requests and counters.
 
 Next to read: scheduler.py.
 """
@@ -12,50 +12,50 @@ __all__ = ["Overview"]
 
 
 class Overview:
-    """The books of one scheduler, to be read."""
+    """A read-only view of the requests of one scheduler."""
 
     def __init__(self, roster: Roster) -> None:
-        """Look into `roster`."""
+        """Read from `roster`."""
         self._roster = roster
 
     @property
     def requests(self) -> dict[int, Request]:
-        """Every request that still holds something or waits, by its id."""
+        """Every request that waits or still holds a row or pages, by its id."""
         return self._roster.requests
 
     @property
     def preemptions(self) -> int:
-        """Number of times that a request lost its row and pages to another."""
+        """Number of times that a request lost its row and pages to another request."""
         return self._roster.preemptions
 
     @property
     def num_swapped(self) -> int:
-        """Requests, waiting or paused, whose pages the host keeps."""
+        """Number of waiting or paused requests whose pages are in host memory."""
         return sum(1 for request in self._roster.requests.values() if request.places)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold neither row nor pages and are not paused."""
+        """Number of requests that hold neither row nor pages and are not paused."""
         return len(self._roster.waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that are planned."""
+        """Number of requests that are being planned."""
         return len(self._roster.running)
 
     @property
     def num_paused(self) -> int:
-        """Requests whose reader is behind."""
+        """Number of requests that are paused because their reader is behind."""
         return len(self._roster.paused)
 
     def live_tokens(self) -> int:
-        """Distinct tokens whose keys and values requests hold now; a page that several share counts once."""
+        """Number of distinct tokens whose keys and values requests hold; a page that several share counts once."""
         return self._roster.live_tokens()
 
     def check(self) -> None:
         """Assert every invariant of requests, rows and pages (invariants.py lists them).
 
         Raises:
-            AssertionError: One does not hold: a defect of headrace.
+            AssertionError: An invariant does not hold, which is a defect of headrace.
         """
         self._roster.check()

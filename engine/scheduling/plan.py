@@ -1,6 +1,6 @@
-"""`StepPlan`: the one value that crosses from the scheduler to a runner, and the protocols of both sides of that line.
+"""`StepPlan`, which the scheduler hands to a runner, and the protocols of both sides; it has no behaviour of its own.
 
-Owns no behaviour and never holds a tensor. Next to read: scheduler.py, which makes plans and commits results.
+It never holds a tensor. Next to read: scheduler.py, which makes plans and commits results.
 """
 
 from __future__ import annotations
@@ -39,40 +39,42 @@ __all__ = [
 ]
 
 Ability: TypeAlias = Literal["hooks", "shaping", "logprobs", "grammar", "pooling"]
-"""What not every runner can do: the parts of `RowOptions`."""
+"""Optional features of a runner; each corresponds to parts of `RowOptions`."""
 
 NON_FINITE = -1
-"""What a step returns instead of a token where the logits held NaN or infinity."""
+"""Code that a step returns in place of a token if the logits held NaN or infinity."""
 NOTHING_LEFT = -2
-"""What a step returns instead of a token where the masks of the row's shaping left none."""
+"""Code that a step returns in place of a token if the masks of the row's shaping allow no token."""
 
 CHOSEN_LATER = -3
-"""What a step returns instead of a token that the host chooses from the logits; `ReportedTokens.choices` has how."""
+"""Code that a step returns in place of a token that the host has yet to choose, by calling an entry of
+`ReportedTokens.choices`."""
 LATE = -4
-"""What a step returns instead of a token where the mask of the row's grammar was not there in time. Nothing was chosen,
-and the device leaves the row alone until it is given tokens, or none, from that place on."""
+"""Code that a step returns in place of a token if the mask of the row's grammar was not ready in time. No token was
+chosen, and the device skips the row until it is given tokens, or an empty list, from that position on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a device can hold; measured or configured once, before the first request."""
+    """Limits of a device, measured or configured once before the first request."""
 
     num_pages: int
     page_size: int
     max_rows: int
-    """Requests in one step."""
+    """Maximum number of requests in one step."""
     max_batched_tokens: int
-    """Tokens in one step, prefill and decode together; at least `max_rows`, so that every decode fits."""
+    """Maximum number of tokens in one step, prefill and decode together; at least `max_rows`, so that every decode
+    fits."""
     max_context: int
-    """Tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
     vocab_size: int
     """Width of the logits."""
 
     def check_length(self, prompt_len: int, room: int = 1) -> int:
-        """The most tokens that a prompt of so many tokens may grow to, which is at least by `room`.
+        """Return the length in tokens to which a prompt of `prompt_len` tokens may grow, which leaves at least `room`.
 
         Raises:
-            PromptTooLong: It leaves no room for so many tokens, ever.
+            PromptTooLong: The context or the page pool never has room for `room` more tokens.
         """
         pool_tokens = self.num_pages * self.page_size + room  # the last token is never written
         most = min(self.max_context, pool_tokens)
@@ -91,52 +93,50 @@ class Capacity:
 
 
 class Work(NamedTuple):
-    """One request's share of a step: compute `num_tokens` tokens from position `start`."""
+    """A request's share of a step: compute `num_tokens` tokens from position `start`."""
 
     request: Request
     row: int
     start: int
     num_tokens: int
     samples: bool
-    """The last computed position is the last known one, so a new token is sampled at `start + num_tokens`.
-
-    Never where the request is pooled.
-    """
+    """Whether a new token is sampled at `start + num_tokens`, because the last computed token is the last known one.
+    False for a pooled request."""
 
 
 class NewRow(NamedTuple):
-    """A request takes a row: what the device must know of it from now on."""
+    """A row that a request takes, with what the device must know of the request from now on."""
 
     row: int
     start: int
-    """Position of `tokens[0]`; what lies before it is already in the row's pages."""
+    """Position of `tokens[0]`; the tokens before it are already in the row's pages."""
     tokens: list[int]
     sampling: Sampling
     slot: int = -1
-    """Slot of the adapter that the row has for as long as the request holds it; -1 for none."""
+    """Slot of the row's adapter for as long as the request holds the row; -1 for none."""
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the request: once the device has sampled one, steps launched ahead may leave the row alone."""
+    """Token ids that end the request; after sampling one, the device may skip the row in steps launched ahead."""
 
 
 class RowOptions(NamedTuple):
-    """What a new row asks beyond its sampling; rows that ask nothing more have no such entry."""
+    """Options of a new row beyond its sampling; a row without such options has no entry."""
 
     row: int
     tokens: list[int]
-    """All known tokens from position 0, those that the cache spared included: penalties count them."""
+    """All known tokens from position 0, cached ones included, since penalties count them."""
     prompt_len: int
     shaping: Shaping | None
     reporting: Reporting | None
     grammar: Grammar | None
     pooling: Pooling | None = None
     processor: LogitsProcessor | None = None
-    """The host then chooses the row's tokens, from what this makes of the logits."""
+    """Caller's hook that processes the logits; the host then chooses the row's tokens from its result."""
     jumps: bool = False
-    """Steps tell which tokens `grammar` forces behind the one that they choose."""
+    """Whether steps report the tokens that `grammar` forces after the one that they choose."""
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """What a request that has just got its row asks."""
+        """Return the options of a request that has just been given its row."""
         return cls(
             request.row, list(request.tokens), request.prompt_len,
             request.shaping, request.reporting, request.grammar, request.pooling, request.processor, request.jumps,
@@ -144,16 +144,16 @@ class RowOptions(NamedTuple):
 
 
 class GivenTokens(NamedTuple):
-    """Tokens of a row that the host chose, not the device; none where the row only goes on after it was `LATE`."""
+    """Tokens of a row that the host chose; an empty list only lets a row go on that was `LATE`."""
 
     row: int
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     tokens: list[int]
 
 
 class PageEntry(NamedTuple):
-    """Entry `place` of a row's page table becomes `page`."""
+    """Assignment of `page` to entry `place` of a row's block table."""
 
     row: int
     place: int
@@ -162,44 +162,44 @@ class PageEntry(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, in this order: spills, left rows, new rows, given tokens, page entries, page copies, fetches, works.
+    """One step, in this order: spills, left rows, new rows, given tokens, page entries, copies, fetches, work items.
 
-    Requests that were running come before those just admitted, and among them decodes before prefill chunks. An entry
-    may set a place twice: the last one holds. Once `plan()` has returned it, nobody changes it.
+    Running requests come before newly admitted ones, and among running requests decodes before prefill chunks. If two
+    page entries set the same place, the last one wins. A plan is not changed after `plan()` has returned it.
     """
 
     step: int
     left_rows: list[int] = field(default_factory=list)
-    """Rows that requests with options have left since the last plan; the options may be forgotten."""
+    """Rows that requests with options have left since the last plan; the device may forget their options."""
     new_rows: list[NewRow] = field(default_factory=list)
     options: list[RowOptions] = field(default_factory=list)
-    """Options of the new rows that ask for more than sampling; only runners that have the abilities get any."""
+    """Options of new rows that need more than sampling; only sent to runners with the abilities that they need."""
     given: list[GivenTokens] = field(default_factory=list)
     entries: list[PageEntry] = field(default_factory=list)
     spills: list[tuple[int, int]] = field(default_factory=list)
-    """(page, place in the host pool) to keep there; only for runners that swap."""
+    """(page, host place) pairs to copy to host memory; only for runners that swap."""
     fetches: list[tuple[int, int]] = field(default_factory=list)
-    """(place in the host pool, page) to bring back."""
+    """(host place, page) pairs to copy back to the device."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source page, destination page), copied before anything of this step is written."""
+    """(source page, destination page) pairs, copied before this step writes anything."""
     decodes: list[Request] = field(default_factory=list)
-    """Requests that compute one token and sample the next: the first works. They are the most, so they stand in columns
-    and become `Work` values only for whoever wants those."""
+    """Requests that compute one token and sample the next, which are the first work items. Nearly all work items are
+    decodes, so they are kept in columns and turned into `Work` values only on request."""
     rows: list[int] = field(default_factory=list)
     """Rows of `decodes`, in order."""
     starts: list[int] = field(default_factory=list)
     """Positions of the tokens that `decodes` compute, in order."""
     others: list[Work] = field(default_factory=list)
-    """The works after them."""
+    """Work items that follow `decodes`."""
     tokens: int = 0
-    """Sum over the works."""
+    """Number of tokens that the work items compute."""
     alone: bool = False
-    """Whether the one work depends on nothing else: a single token is computed as a decode is, sampled or not."""
+    """Whether the only work item is of a deterministic request; one token is then computed as a decode."""
     _works: list[Work] | None = None
 
     @property
     def works(self) -> list[Work]:
-        """All shares of the step, of a finished plan."""
+        """All work items of a finished plan, as a list."""
         if not self.decodes:
             return self.others
         if self._works is None:
@@ -208,48 +208,48 @@ class StepPlan:
 
     @property
     def is_bare(self) -> bool:
-        """Whether decodes and page entries are all that it has, as most plans do."""
+        """Whether the plan has only decodes and page entries, as most plans do."""
         of_prompts = self.others or self.new_rows or self.options or self.left_rows
         of_pages = self.copies or self.spills or self.fetches
         return bool(self.decodes) and not (of_prompts or of_pages or self.given)
 
     @property
     def size(self) -> int:
-        """How many works there are."""
+        """Number of work items."""
         return len(self.decodes) + len(self.others)
 
     def each_work(self) -> Iterator[Work]:
-        """The works, one after another."""
+        """Yield the work items in order."""
         for request, row, start in zip(self.decodes, self.rows, self.starts, strict=True):
             yield Work(request, row, start, 1, True)
         yield from self.others
 
     def shares(self) -> Iterator[tuple[Request, int, int, bool]]:
-        """(request, start, number of tokens, whether it samples) of each work."""
+        """Yield (request, start, number of tokens, whether it samples) of each work item."""
         decodes = zip(self.decodes, self.starts, itertools.repeat(1), itertools.repeat(True), strict=False)
         others = ((work.request, work.start, work.num_tokens, work.samples) for work in self.others)
         return itertools.chain(decodes, others)
 
 
 class Emission(NamedTuple):
-    """What happened to one request."""
+    """Event of one request: a token, an end or a failure."""
 
     request: Request
     token: int | None
     finish_reason: FinishReason | None
     error: RequestFailed | None = None
-    """Why the request failed; it then has no finish reason."""
+    """Error with which the request failed; it then has no finish reason."""
     report: Report | None = None
-    """Log-probabilities at the token, where the request wants them."""
+    """Log-probabilities at the token, if the request asked for them."""
     pooled: Any = None
-    """What came of the hidden states, where the request ended with that: an array or tensor of the runner's making."""
+    """Result of pooling, with which the request ended: an array or tensor of the runner."""
 
 
 class Outcome(NamedTuple):
-    """What a commit means for the requests of its step."""
+    """Result of committing a step: a token, an end or a failure for each of its requests."""
 
     requests: Sequence[Request]
-    """Requests that gained one token and go on. They are the most, so they stand in columns."""
+    """Requests that gained one token and go on. They are the majority, so they are kept in columns."""
     tokens: Sequence[int]
     """Tokens that `requests` gained, in order."""
     others: list[Emission]
@@ -262,7 +262,7 @@ class Outcome(NamedTuple):
             yield Outcome((), (), self.others[start : start + size])
 
     def each(self) -> Iterator[Emission]:
-        """All emissions, one after another."""
+        """Yield all emissions, one for each request."""
         for request, token in zip(self.requests, self.tokens, strict=True):
             yield Emission(request, token, None)
         yield from self.others
@@ -275,10 +275,9 @@ class Step(Protocol):
         """Block the calling thread until the step is done.
 
         Returns:
-            One vocabulary id for each work of the plan, in order; `NON_FINITE` where the logits were not finite,
-            `NOTHING_LEFT`, `CHOSEN_LATER` or `LATE` where there is none for those reasons; any value where the work
-            samples nothing, or its row is left alone since it was `LATE`. A `ReportedTokens` where a row wants more
-            than a token.
+            One vocabulary id for each work item of the plan, in order, or in its place one of the codes `NON_FINITE`,
+            `NOTHING_LEFT`, `CHOSEN_LATER` and `LATE`. The value is arbitrary if the item samples nothing, or if its row
+            is skipped since it was `LATE`. A `ReportedTokens` if a row wants more than a token.
 
         Raises:
             Exception: The step failed; what it wrote is undefined.
@@ -300,60 +299,60 @@ class Runner(Protocol):
 
 @runtime_checkable
 class Swapping(Protocol):
-    """What a runner can do besides if it can keep pages in host memory: the spills and fetches of a plan."""
+    """A runner that can also keep pages in host memory: it carries out the spills and fetches of a plan."""
 
     def open_host_pool(self, places: int) -> float:
-        """Have room for so many pages there; called once, before the first launch.
+        """Allocate host memory for `places` pages; called once, before the first launch.
 
         Returns:
             Seconds that moving one page takes, one way.
 
         Raises:
-            Exception: The host has not so much memory.
+            Exception: The host does not have that much memory.
         """
         ...
 
 
 @runtime_checkable
 class Resizable(Protocol):
-    """What a runner can do besides if its pages may become fewer or more while it lives."""
+    """A runner whose number of pages may change while it lives."""
 
     @property
     def most_pages(self) -> int:
-        """Number of pages that the runner can hold at most."""
+        """Largest number of pages that the runner can hold."""
         ...
 
     def resize(self, num_pages: int) -> None:
-        """Have room for pages 0 .. num_pages, and give back the memory of the others; blocks for some milliseconds.
+        """Have pages 0 to `num_pages` - 1, and free the memory of any others; blocks for some milliseconds.
 
-        No step is in flight, and nobody holds a page from `num_pages` on. What the pages that stay hold is kept.
+        No step is in flight, and nobody holds a page from `num_pages` on. Pages that stay keep their content.
 
         Raises:
-            Exception: The device has not so much memory, as an out-of-memory error; all is as it was.
+            Exception: The device is out of memory; nothing has changed.
         """
         ...
 
 
 @runtime_checkable
 class Sleeping(Protocol):
-    """What a runner can do besides if it can do without its memory for a while. No step is in flight."""
+    """A runner that can free its memory for a while. Its methods are called with no step in flight."""
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back the memory of all pages, and that of the weights; blocks. May be called again, to keep less.
+        """Free the memory of all pages and of the weights; blocks. May be called again, to keep less.
 
         Args:
-            keep_weights: In host memory, if they are not there anyway.
+            keep_weights: Keep the weights in host memory, copying them there if necessary.
 
         Raises:
-            Exception: The host has not so much memory, as an out-of-memory error; `wake` still works.
+            Exception: The host is out of memory; `wake` still works.
         """
         ...
 
     def wake(self, num_pages: int) -> None:
-        """Have the weights again, from wherever they are, and so many empty pages; blocks.
+        """Load the weights again, from wherever they are, and allocate `num_pages` empty pages; blocks.
 
         Raises:
-            ModelRejected: The model's files cannot be used any more; it sleeps on.
-            Exception: The device has not so much memory, as an out-of-memory error; it sleeps on.
+            ModelRejected: The model's files can no longer be used; the runner stays asleep.
+            Exception: The device is out of memory; the runner stays asleep.
         """
         ...

@@ -1,6 +1,6 @@
-"""The policies besides `FirstCome`: ageing, size classes, fair shares and deadlines; each is order and nothing else.
+"""The policies besides `FirstCome`: ageing, size classes, fair shares and deadlines; each defines an order, no more.
 
-docs/scheduling.md says what each is for and what it costs, with figures.
+docs/scheduling.md describes what each is for and what it costs, with figures.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from headrace.engine.scheduling.request import Request
 __all__ = ["POLICIES", "Ageing", "Deadlines", "FairShare", "SizeClasses", "policy_of"]
 
 _SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False)
-_FAR = 600.0  # logarithm of the largest weight: a priority is any int, and a float has its end
-_GIVES_WAY = 2  # times that a request gives way where standings change; from then on only arrival counts
+_FAR = 600.0  # natural logarithm of the largest weight: a priority is any int, but a float overflows
+_GIVES_WAY = 2  # preemptions after which only arrival counts, so that no request is preempted for ever
 
 
 @checked(frozen=True, config=_SETTINGS)
 class Ageing(FirstCome):
     """Highest score first: `weight * (1 + min(wait / seconds, most) + model + adapter)`.
 
-    The weight of priority `p` is `ratio ** -p`, and the wait is since the request arrived. The defaults are the preset
-    for a dense model; `moe=2.0` is the one for a mixture of experts. Newcomers of the next higher priority pass a
+    The weight of priority `p` is `ratio ** -p`, and the wait counts from arrival. The defaults are the preset
+    for a dense model; `moe=2.0` suits a mixture of experts. Newcomers of the next higher priority pass a
     request only for a time wherever `ratio` is below `(1 + most + moe + 1) / (1 + moe + adapter)`.
     """
 
     ratio: Annotated[float, Field(ge=1.0)] = 2.0
-    """How many times the weight of a priority is that of the next."""
+    """Factor between the weights of two neighbouring priorities."""
     seconds: Annotated[float, Field(gt=0.0)] = 60.0
     most: Annotated[float, Field(ge=0.0)] = 10.0
     moe: Annotated[float, Field(ge=0.0)] = 1.0
-    """2.0 for a mixture of experts."""
+    """Model term of the score; 2.0 for a mixture of experts."""
     adapter: Annotated[float, Field(ge=0.0)] = 1.5
-    """For requests with an adapter; those without get 1.0."""
+    """Adapter term of the score for requests with an adapter; it is 1.0 for those without."""
 
     def lane(self, request: Request) -> Hashable:
-        """Requests whose scores grow alike: the first that came is ahead for ever."""
+        """Return the lane of requests whose scores grow alike, so that the first to arrive always stays ahead."""
         return request.priority, request.adapter is None
 
     def urgency(self, request: Request, now: float) -> Any:
-        """The score, highest first, then arrival."""
+        """Order by score, highest first, then by arrival."""
         return -self.score(request, now), request.order
 
     def score(self, request: Request, now: float) -> float:
-        """The score of `request` at `now`."""
+        """Return the score of `request` at `now` (seconds)."""
         waited = min((now - request.arrived) / self.seconds, self.most)
         extra = self.moe + (1.0 if request.adapter is None else self.adapter)
         most = _FAR / max(log(self.ratio), 0.001)
@@ -67,91 +67,92 @@ class Ageing(FirstCome):
 
 @checked(frozen=True, config=_SETTINGS)
 class SizeClasses(FirstCome):
-    """Short prompts first, then medium and long ones; whoever has waited `most_wait` seconds comes before all."""
+    """Short prompts first, then medium and long ones; requests that have waited `most_wait` seconds come before all."""
 
     short: Annotated[int, Field(ge=1)] = 128
-    """Tokens of a prompt from which it is no longer short."""
+    """Prompt length in tokens from which a prompt is medium."""
     long: Annotated[int, Field(ge=1)] = 512
-    """Tokens from which it is long."""
+    """Prompt length in tokens from which a prompt is long."""
     most_wait: Annotated[float, Field(ge=0.0)] = 5.0
-    """Seconds."""
+    """Seconds after which a waiting request precedes all size classes."""
 
     def lane(self, request: Request) -> Hashable:
-        """Class and priority: who came first in it has waited longest, too."""
+        """Return size class and priority; the first to arrive in a lane has also waited longest."""
         return self.size(request), request.priority
 
     def urgency(self, request: Request, now: float) -> Any:
-        """Requests that have waited too long come first, by arrival; then one class after another."""
+        """Order overdue requests first, by arrival, then by size class."""
         return -1 if self.is_late(request, now) else self.size(request), request.order
 
     def standing(self, request: Request, now: float) -> Any:
-        """Order as in the queue: a request that has waited too long gives way to none that came later."""
+        """Order as in the queue: an overdue request is preempted for none that came later."""
         return self.urgency(request, now)
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
-        """A lower class starts before the prompt of a higher one goes on, until that has waited too long."""
+        """Let a smaller class start before a larger prompt goes on, until the larger one is overdue."""
         return self.size(waiting) < self.size(prefilling) and not self.is_late(prefilling, now)
 
     def size(self, request: Request) -> int:
-        """0 for short prompts, 1 for medium ones, 2 for long ones."""
+        """Return 0 for short prompts, 1 for medium ones and 2 for long ones."""
         return (request.prompt_len >= self.short) + (request.prompt_len >= self.long)
 
     def is_late(self, request: Request, now: float) -> bool:
-        """Whether it has been there for `most_wait`."""
+        """Return whether the request arrived at least `most_wait` seconds ago."""
         return now - request.arrived >= self.most_wait
 
 
 @checked(config=_SETTINGS)
 class FairShare(FirstCome):
-    """Tokens shared by weight: the tenant that was given least is next, and within it the adapter that was.
+    """Tokens shared by weight: serves the tenant that was given least, and within it the adapter that was given least.
 
-    A counter for each tenant grows with every token that it is given, divided by its weight. Who asks for less
-    than its share saves up no more than `burst`: with nothing in the queue its counter keeps up with those of the
-    others. Whoever is alone gets all: the share is work-conserving. Rows are shared, too: where none is free, a
-    tenant that was given an eighth of `burst` more than another gives one up to it.
+    A counter for each tenant grows with every token that it is given, divided by its weight. A tenant that asks for
+    less than its share saves up no more than `burst`: with nothing in the queue its counter keeps up with the others.
+    A tenant that is alone gets everything: sharing is work-conserving. Rows are shared, too: if none is free, a
+    tenant that was given an eighth of `burst` more than another loses rows to it.
     """
 
     weights: dict[str, Annotated[float, Field(gt=0.0)]] = field(default_factory=dict)
-    """Tenant -> its weight; 1.0 for the others."""
+    """Weight of each tenant; 1.0 for tenants that are not listed."""
     adapter_weights: dict[str, Annotated[float, Field(gt=0.0)]] = field(default_factory=dict)
-    """Adapter -> its weight among those of the same tenant; 1.0 for the others, and for none."""
+    """Weight of each adapter among those of the same tenant; 1.0 for adapters that are not listed, and for none."""
     prompt_cost: Annotated[float, Field(ge=0.0)] = 1.0
-    """What a computed token of a prompt counts, and one that a grammar forces behind a sampled one."""
+    """Cost of a computed prompt token, and of a token that a grammar forces after a sampled one."""
     output_cost: Annotated[float, Field(gt=0.0)] = 2.0
-    """What a sampled token counts."""
+    """Cost of a sampled token."""
     burst: Annotated[float, Field(ge=0.0)] = 16384.0
     """Weighted tokens that a tenant may save up while it runs something and asks for less than its share."""
 
     def __post_init__(self) -> None:
-        """Start with nobody served."""
+        """Start with empty accounts."""
         self._tenants = Shares(self.burst)
-        self._margin = self.burst / 8  # by which one is ahead: less comes and goes with every request
+        self._margin = self.burst / 8  # lead at which a tenant counts as ahead: smaller leads change with every request
         self._paid: dict[int, int] = {}
-        """Request -> its leading tokens that nobody pays for again; only of those with more than a prompt."""
+        """Request id -> its leading tokens that are not charged again; only for requests with tokens beyond their
+        prompt."""
 
     def lane(self, request: Request) -> Hashable:
-        """Tenant and adapter."""
+        """Return tenant and adapter."""
         return request.tenant, request.adapter
 
     def urgency(self, request: Request, now: float) -> Any:
-        """What the tenant was given, then the adapter, then arrival."""
+        """Order by what the tenant was given, then the adapter, then by arrival."""
         tenant, adapter = self._accounts(request)
         return tenant.served, adapter.served, request.order
 
     def standing(self, request: Request, now: float) -> Any:
-        """Requests that gave way too often already come first, by arrival; then the tenant that was given least."""
+        """Order requests that were preempted too often first, by arrival; then by what the tenant was given."""
         if request.preemptions >= _GIVES_WAY:
             return 0, 0.0, request.order
         return 1, self._accounts(request)[0].served, request.order
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
-        """The tenant that was given less comes first, but not before one that gave way too often already."""
+        """Let a tenant that was given less start first, but not before a prompt that was preempted too often."""
         if prefilling.preemptions >= _GIVES_WAY:
             return False
         return self._accounts(waiting)[0].served < self._accounts(prefilling)[0].served
 
     def displaced(self, running: Sequence[Request], coming: int) -> Iterator[Request]:
-        """The latest of whoever is ahead of one that waits, the next prompts of that one paid."""
+        """Yield requests of tenants that are ahead, latest first; a waiting tenant counts as given its next prompts."""
         accounts = self._tenants.accounts
         least = inf
         for name, each in accounts.items():
@@ -167,22 +168,22 @@ class FairShare(FirstCome):
             yield from reversed(ahead[name])
 
     def is_ahead(self, request: Request) -> bool:
-        """Whether its tenant is ahead of another that is busy."""
+        """Return whether the request's tenant is ahead of another busy tenant."""
         accounts = self._tenants.accounts
         least = min(each.served for each in accounts.values() if each.live)
         return accounts[request.tenant].served > least + self._margin
 
     def share(self, tenant: str | None) -> float:
-        """The part of the device that `tenant` would get beside those that are busy now, itself included."""
+        """Return the fraction of the device that `tenant` would get among the tenants that are busy now and itself."""
         busy = {name for name, account in self._tenants.accounts.items() if account.live} | {tenant}
         return self._weight(tenant) / sum(map(self._weight, busy))
 
     def arrived(self, request: Request) -> None:
-        """Let the request's tenant and adapter catch up with those served now, if they had nothing in the queue."""
+        """Queue the request in the accounts of its tenant and adapter, which catch up if they had nothing queued."""
         self._tenants.join(request.tenant, request).parts.join(request.adapter, request)
 
     def started(self, request: Request) -> None:
-        """Charge the prompt as far as it is to be computed; the engine pays for computing it again."""
+        """Charge the prompt tokens that are yet to be computed; recomputing after a preemption is free."""
         if not request.preemptions:
             self._tenants.start(request.tenant, request)
             self._tenants.accounts[request.tenant].parts.start(request.adapter, request)
@@ -191,7 +192,7 @@ class FairShare(FirstCome):
             self._paid[request.id] = request.known
 
     def served(self, works: Iterable[Work]) -> None:
-        """Charge the tokens that will be sampled, and those that were forced behind earlier ones."""
+        """Charge the tokens that will be sampled, and those that were forced after earlier ones."""
         given: dict[tuple[str | None, str | None], float] = defaultdict(float)
         for request, _, start, count, samples in works:
             if count > 1 and start >= request.prompt_len:
@@ -203,7 +204,7 @@ class FairShare(FirstCome):
             self._charge(tenant, adapter, tokens)
 
     def ended(self, request: Request) -> None:
-        """Forget whoever has nothing left and is not ahead of the busy ones."""
+        """Forget tenants and adapters that have no requests and are not ahead of the busy ones."""
         self._tenants.accounts[request.tenant].parts.leave(request.adapter, request)
         self._tenants.leave(request.tenant, request)
         self._paid.pop(request.id, None)
@@ -223,44 +224,44 @@ class FairShare(FirstCome):
 
 @checked(config=_SETTINGS)
 class Deadlines(FairShare):
-    """The earliest deadline first within a tenant's share; what cannot be met is refused, or ended before it is begun.
+    """Earliest deadline first within a tenant's share; refuses or ends requests that can no longer meet their deadline.
 
     Requests without a deadline come after those with one, in the order of arrival.
     """
 
     answer: Annotated[int, Field(ge=1)] = 256
-    """Begin only what can be done in time, counting so many generated tokens, or `max_tokens` where that is less."""
+    """Number of generated tokens, or `max_tokens` if less, that a request must have time for in order to be started."""
 
     def lane(self, request: Request) -> Hashable:
-        """Tenant: its adapters share a queue."""
+        """Return the tenant, whose adapters share a queue."""
         return request.tenant
 
     def place(self, request: Request) -> Any:
-        """Deadline, then arrival."""
+        """Order by deadline, then by arrival."""
         return inf if request.deadline is None else request.deadline, request.order
 
     def urgency(self, request: Request, now: float) -> Any:
-        """What the tenant was given, then the deadline."""
+        """Order by what the tenant was given, then by deadline."""
         return self._accounts(request)[0].served, self.place(request)
 
     def standing(self, request: Request, now: float) -> Any:
-        """Order as in the queue, after the requests that gave way too often already."""
+        """Order as in the queue, after the requests that were preempted too often."""
         if request.preemptions >= _GIVES_WAY:
             return super().standing(request, now)
         return 1, *self.urgency(request, now)
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
-        """Within a tenant the earlier deadline, among tenants the one that was given less."""
+        """Let the earlier deadline start first within a tenant, and the tenant that was given less among tenants."""
         if waiting.tenant == prefilling.tenant and prefilling.preemptions < _GIVES_WAY:
             return bool(self.place(waiting) < self.place(prefilling))
         return super().overtakes(waiting, prefilling, now)
 
     def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
-        """Whether enough of it can be had in time if it starts now."""
+        """Return whether the prompt and `answer` tokens can be computed in time if the request starts now."""
         return request.deadline is None or now + self._needs(request, pace) <= request.deadline
 
     def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
-        """What waits before it within its tenant, at the tenant's share of the device."""
+        """Return the seconds that the queue before the request takes, at the tenant's share of the device."""
         return pace.prefill(tokens) / self.share(request.tenant)
 
     def _needs(self, request: Request, pace: Pace) -> float:
@@ -275,19 +276,19 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "fair_share": FairShare,
     "deadlines": Deadlines,
 }
-"""The built-in policies by the names that `EngineConfig.policy` knows."""
+"""Built-in policies by the names that `EngineConfig.policy` accepts."""
 
 _FAIR = ("fair_share", "deadlines")
 _BACKGROUND_LAST = "background_last"
-"""A setting of those in `_FAIR`, whose own order knows priorities only within a tenant."""
+"""Setting of the policies in `_FAIR`, which by themselves respect priorities only within a tenant."""
 
 
 def policy_of(wanted: str | Mapping[str, Any] | Policy) -> Policy:
-    """The policy of that name, with settings where `wanted` is a mapping of `name` and settings; or `wanted` itself.
+    """Return the policy that `wanted` names, with settings if it is a mapping of them and `name`; or `wanted` itself.
 
     Raises:
         InvalidParams: The policy has no such setting, or the setting's value is out of range.
-        ValueError: There is no such policy.
+        ValueError: No policy has that name.
     """
     if isinstance(wanted, Policy):
         return wanted

@@ -1,7 +1,7 @@
-"""`Policy`: who is served next and who gives way; decides order alone, never touches a row, a page or a queue.
+"""`Policy` defines who is served next and who is preempted; it decides order alone and never touches rows or pages.
 
-A policy is pure: it knows what the scheduler tells it, and the time is a value that it is given. `FirstCome` is what an
-engine uses unless told otherwise; the others are in policies.py. Next to read: waiting.py, the queue in that order.
+A policy is pure: it knows what the scheduler tells it, and is given the time as a value. `FirstCome` is the default of
+an engine; the others are in policies.py. Next to read: waiting.py, the queue in that order.
 """
 
 from __future__ import annotations
@@ -20,99 +20,99 @@ __all__ = ["FirstCome", "Policy"]
 class Policy(Protocol):
     """The order of service. One policy serves one engine, since it may remember who was served.
 
-    Waiting requests queue in lanes. Within a lane the order is fixed when a request arrives; which lane's first request
-    comes next is asked anew each time, so that it may depend on the time and on who was served. A queue of a thousand
-    therefore never needs to be sorted.
+    Waiting requests queue in lanes. Within a lane the order is fixed when a request arrives. Which lane's first request
+    comes next is asked each time, so it may depend on the time and on who was served. A queue of a thousand therefore
+    never needs to be sorted.
 
-    Keys are whatever compares with `<`; lower comes first. `now` is in seconds, on the clock of `Request.arrived` and
-    `Request.deadline`. Derive from `FirstCome` to change only some of it.
+    Keys are any values that compare with `<`; lower comes first. `now` is in seconds, on the clock of
+    `Request.arrived` and `Request.deadline`. Derive from `FirstCome` to change only some methods.
     """
 
     def lane(self, request: Request) -> Hashable:
-        """Which lane `request` waits in; the same for as long as the request lives."""
+        """Return the lane in which `request` waits, which must not change while the request lives."""
         ...
 
     def place(self, request: Request) -> Any:
-        """Key of `request` within its lane; the same for as long as the request lives."""
+        """Return the key of `request` within its lane, which must not change while the request lives."""
         ...
 
     def urgency(self, request: Request, now: float) -> Any:
-        """Key of a lane whose first request is `request`; asked only where several lanes wait."""
+        """Return the key of a lane whose first request is `request`; called only if several lanes wait."""
         ...
 
     def standing(self, request: Request, now: float) -> Any:
-        """Key of a request that holds a row: prefills go on in this order, and the largest gives way first.
+        """Return the key of a request that holds a row: prefills go on in this order; the largest is preempted first.
 
-        Where it changes with time, the policy must see to it that no request gives way for ever.
+        If the key changes with time, the policy must ensure that no request is preempted for ever.
         """
         ...
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
-        """Whether a waiting request starts before the prompt of one that holds a row goes on."""
+        """Return whether a waiting request starts before the prompt of one that holds a row goes on."""
         ...
 
     def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
-        """Whether `request`, which waits and has a deadline, can still meet it; if not, it ends with `deadline`."""
+        """Return whether the waiting `request` can still meet its deadline; if not, it ends with `deadline`."""
         ...
 
     def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
-        """Seconds before the prompt of a new request with a deadline is begun; those that cannot meet it are refused.
+        """Return the seconds until the prompt of a new request with a deadline begins; late ones are rejected.
 
         Args:
-            request: It is not queued yet.
-            tokens: Known ones of those that wait in its lane and come before it.
-            pace: What steps take.
+            request: The new request, which is not queued yet.
+            tokens: Known tokens of the requests that wait in its lane and come before it.
+            pace: Measured step times.
         """
         ...
 
     def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:
-        """Requests that may lose their row to those that wait, in the order in which they do; asked where none is free.
+        """Return requests that may lose their row to waiting ones, in order of preemption; called if few rows are free.
 
-        They wait again, and go on from their pages, which the prefix cache keeps: what one loses is a few tokens.
+        A preempted request waits again and goes on from its pages, which the prefix cache keeps: it loses few tokens.
 
         Args:
-            running: All that hold a row, in the order of `Request.order`.
-            coming: Rows that are about to come free, by this or otherwise.
+            running: All requests that hold a row, in the order of `Request.order`.
+            coming: Rows that are free or about to be freed.
         """
         ...
 
     def is_ahead(self, request: Request) -> bool:
-        """Whether `request`, and whoever comes after it, leaves the last free rows to others as long as it can.
+        """Return whether `request`, and any request after it, leaves the last free rows to others for now.
 
-        That is until the step computes prompts in any case, or more than one row in 64 is free.
+        It waits until the step computes prompts in any case, or more than one row in 64 is free.
         """
         ...
 
     def arrived(self, request: Request) -> None:
-        """`request` begins to wait for the first time."""
+        """Take note that `request` begins to wait for the first time."""
         ...
 
     def started(self, request: Request) -> None:
-        """`request` has got a row; it owes `known - planned` tokens."""
+        """Take note that `request` was given a row and owes `known - planned` tokens."""
         ...
 
     def served(self, works: Iterable[Work]) -> None:
-        """A step was planned."""
+        """Take note of the work items of a planned step."""
         ...
 
     def ended(self, request: Request) -> None:
-        """`request` waits and runs no more."""
+        """Take note that `request` has ended."""
         ...
 
 
 class FirstCome:
-    """First come, first served within a priority. Whoever comes later gives way, so the first always gets on."""
+    """First come, first served within a priority. Later requests are preempted first, so the first always goes on."""
 
     def lane(self, request: Request) -> Hashable:
-        """One lane for all."""
+        """Return the same lane for all requests."""
         return None
 
     def place(self, request: Request) -> Any:
-        """Priority, then arrival."""
+        """Order by priority, then by arrival."""
         return request.order
 
     def urgency(self, request: Request, now: float) -> Any:
-        """Order within the one lane."""
+        """Order as within the only lane."""
         return request.order
 
     def standing(self, request: Request, now: float) -> Any:
@@ -120,7 +120,7 @@ class FirstCome:
         return request.order
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
-        """A prompt that is begun goes on."""
+        """Let a prompt that has begun go on."""
         return False
 
     def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
@@ -128,7 +128,7 @@ class FirstCome:
         return True
 
     def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
-        """Expect no wait, as none is foreseen."""
+        """Expect no wait."""
         return 0.0
 
     def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:

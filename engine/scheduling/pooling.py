@@ -1,6 +1,7 @@
-"""What a request that generates nothing wants of its hidden states; plain values, never arrays.
+"""`Pooling` and `Embedding`: requests for hidden states in place of tokens, as plain values; never holds an array.
 
-Such a request is prefilled like any other, in chunks too, and ends with its last token computed. Next to read: plan.py.
+A pooled request is prefilled like any other, in chunks too, and ends when its last token is computed. Next to read:
+plan.py.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from typing import Literal, TypeAlias
 __all__ = ["Embedding", "Pooling", "PoolingKind"]
 
 PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
-"""How the hidden states of a text become one vector: that of its last token, their mean, or that of its first token."""
+"""Way to turn the hidden states of a text into one vector: that of its last token, their mean, or that of its first
+token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What is wanted: one vector, the score of a pair, or all hidden states."""
+    """Kind of result that a pooled request asks for: one vector, the score of a pair, or all hidden states."""
 
     kind: PoolingKind | Literal["score", "all"]
     second: int = 0
-    """Position from which tokens belong to the second text of a pair; 0 where there is one text."""
+    """Position from which tokens belong to the second text of a pair; 0 for a single text."""
 
     @property
     def spares(self) -> bool:
@@ -30,13 +32,14 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """How a model embeds texts."""
+    """Embedding settings of a model."""
 
     size: int
     """Elements of a vector."""
     kinds: tuple[PoolingKind, ...]
-    """What it can do."""
+    """Kinds of pooling that the model supports."""
     kind: PoolingKind | None
-    """What its files ask for; None where that is none of `kinds`, and a caller has to choose."""
+    """Kind of pooling that the model's files ask for; None if it is not in `kinds`, so that callers have to choose
+    one."""
     normalize: bool
-    """Whether they ask for vectors of length 1."""
+    """Whether the model's files ask for vectors of length 1."""

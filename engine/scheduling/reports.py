@@ -1,4 +1,4 @@
-"""Takes what a finished step tells beside its tokens to the requests that want it; most steps never come here."""
+"""Passes log-probabilities, pooled results and forced tokens of a step to the requests that want them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["accept_run", "failure_of", "forced_runs", "take_prompt_reports", "wi
 
 
 def take_prompt_reports(plan: StepPlan, tokens: ReportedTokens) -> None:
-    """Keep what a step that is about to be committed says of prompts."""
+    """Keep the prompt log-probabilities of a step that is about to be committed."""
     for index, reports in tokens.prompts.items():
         work = plan.works[index]
         if not work.request.discard and work.request.state is not State.FINISHED:
@@ -22,7 +22,7 @@ def take_prompt_reports(plan: StepPlan, tokens: ReportedTokens) -> None:
 
 
 def with_reports(plan: StepPlan, tokens: ReportedTokens, outcome: Outcome) -> Outcome:
-    """The outcome of a step, each token with what the step says of it, or with what came of hidden states."""
+    """Return the outcome of a step with the report on each token, or with the result of pooling."""
     works = plan.works
     reports = {works[index].request.id: report for index, report in tokens.chosen.items()}
     pooled = {works[index].request.id: value for index, value in tokens.pooled.items()}
@@ -34,7 +34,7 @@ def with_reports(plan: StepPlan, tokens: ReportedTokens, outcome: Outcome) -> Ou
 
 
 def forced_runs(plan: StepPlan, tokens: Sequence[int], pace: Pace) -> dict[int, Sequence[int]]:
-    """What grammars force behind the tokens of a step, by request, where it is worth computing at once."""
+    """Return the tokens that grammars force after those of a step, by request id, if worth computing at once."""
     if not isinstance(tokens, ReportedTokens) or not tokens.forced:
         return {}
     if not pace.is_worth(sum(map(len, tokens.forced.values())), plan.size):
@@ -45,16 +45,16 @@ def forced_runs(plan: StepPlan, tokens: Sequence[int], pace: Pace) -> dict[int, 
 def accept_run(
     request: Request, place: int, token: int, forced: Sequence[int], accept: Callable[[Request, int], Emission]
 ) -> list[Emission]:
-    """Take a sampled token and those that a grammar forces behind it, up to the request's end.
+    """Accept a sampled token and the tokens that a grammar forces after it, up to the request's end.
 
-    Steps launched ahead sample the first of these as well: what they give is known when they are committed.
+    Steps launched ahead sample the first of these as well; their result is known when they are committed.
 
     Args:
-        request: One that jumps.
-        place: Of the sampled token.
-        token: What was sampled.
-        forced: What must follow.
-        accept: Takes one token.
+        request: A request with `jumps`.
+        place: Position of the sampled token.
+        token: The sampled token.
+        forced: Tokens that must follow.
+        accept: Accepts one token.
     """
     if place < len(request.tokens):
         if token == request.tokens[place]:
@@ -62,14 +62,14 @@ def accept_run(
         return [accept(request, NON_FINITE if token == NON_FINITE else NOTHING_LEFT)]
     run = (token, *forced)
     emissions = [accept(request, each) for each in run if request.state is not State.FINISHED]
-    ahead = max(0, len(request.tokens) - request.known)  # of what the device has sampled, or is about to
+    ahead = max(0, len(request.tokens) - request.known)  # how far they pass what the device samples
     request.unsent += ahead
     request.known += ahead
     return emissions
 
 
 def failure_of(request: Request, token: int, vocab_size: int) -> RequestFailed:
-    """Why `request` fails, which was given `token`, none of the vocabulary."""
+    """Return the error of `request`, which was given `token`, a code or an id outside the vocabulary."""
     if token == NON_FINITE:
         return NonFiniteLogits("the logits of this request were not finite")
     if token == NOTHING_LEFT:

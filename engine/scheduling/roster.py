@@ -1,7 +1,7 @@
-"""`Roster`: which request waits, runs or pauses, on which row and with which pages; never decides which should.
+"""`Roster` records which request waits, runs or pauses, on which row and with which pages; it never decides which.
 
-Every change of a request's state is one method here. Rows and pages of a request with launched steps go back only when
-the last of them is committed: until then it is counted as draining.
+Each change of a request's state is one method here. Rows and pages of a request with launched steps are released when
+the last of them is committed; until then the request counts as draining.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _order(request: Request) -> tuple[int, int, int]:
 
 
 class Roster:
-    """All requests of one scheduler that have not ended, or still hold something."""
+    """All requests of one scheduler that have not ended or still hold a row or pages."""
 
     def __init__(
         self, capacity: Capacity, pool: PagePool, prefixes: Prefixes, policy: Policy, swaps: Swaps, slots: SlotTable
@@ -41,9 +41,10 @@ class Roster:
         self.paused: list[Request] = []
         self.free_rows = list(range(capacity.max_rows - 1, -1, -1))
         self.left_rows: list[int] = []
-        """Rows that requests with options have left since somebody last looked and cleared this."""
+        """Rows that requests with options have left since the scheduler last read and cleared this list."""
         self.draining = 0
-        """Requests that ended or were preempted, and whose row and pages come back with their last launched step."""
+        """Number of requests that ended or were preempted and whose row and pages are freed with their last launched
+        step."""
         self.preemptions = 0
         self._max_rows = capacity.max_rows
         self._policy = policy
@@ -54,7 +55,7 @@ class Roster:
         self._arrivals = 0
 
     def take_in(self, request: Request) -> None:
-        """Let a new request wait."""
+        """Queue a new request and give it an id."""
         request.id = self._arrivals
         self._arrivals += 1
         self.requests[request.id] = request
@@ -66,7 +67,7 @@ class Roster:
             self._slots.enter(request.wears)
 
     def start(self, request: Request, pages: Sequence[int]) -> None:
-        """Give a waiting request a free row, which starts with `pages`."""
+        """Give a waiting request a free row that starts with `pages`."""
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         for page in pages:
@@ -84,7 +85,7 @@ class Roster:
         self._policy.started(request)
 
     def pause(self, request: Request) -> None:
-        """Stop planning `request`; nothing happens to one that pauses or has ended."""
+        """Stop planning `request`; do nothing if it is paused or has ended."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.RUNNING:
@@ -97,7 +98,7 @@ class Roster:
         self.paused.append(request)
 
     def resume(self, request: Request) -> None:
-        """Undo `pause`; nothing happens in any other state."""
+        """Undo `pause`; do nothing in any other state."""
         if request.state is not State.PAUSED:
             return
         self.paused.remove(request)
@@ -111,11 +112,11 @@ class Roster:
             self._prefixes.promise(request)
 
     def paused_holders(self) -> list[Request]:
-        """Paused requests that hold a row, and will unless they are preempted."""
+        """Return the paused requests that hold a row and are not being preempted."""
         return [request for request in self.paused if request.row >= 0 and not request.leaving]
 
     def preempt(self, victim: Request) -> bool:
-        """Send `victim` back to wait, now or at its last commit; True if now."""
+        """Send `victim` back to wait, now or at its last commit; return True if now."""
         self.preemptions += 1
         victim.preemptions += 1
         victim.smooth = 0
@@ -136,16 +137,16 @@ class Roster:
         return Emission(request, None, None, error)
 
     def spoil(self, pages: set[int], failed: set[Request]) -> None:
-        """Let those start over that hold one of `pages`, which a failed step wrote, or that branched off its requests.
+        """Preempt requests that hold one of `pages`, which a failed step wrote, or that forked one of its requests.
 
-        Both sets grow by what was written from such pages.
+        Both sets grow by the pages and requests that were computed from them. All of these requests start over.
         """
         for request in list(self.requests.values()):
             first = next((index for index, page in enumerate(request.pages) if page in pages), None)
             if first is None and (request.leader not in failed or not request.pages):
                 continue
             pages.update(request.pages[first or 0 :])
-            failed.add(request)  # whoever branched off it may hold a copy of such a page
+            failed.add(request)  # a request that forked it may hold a copy of such a page
             request.spoilt = True
             if request.state is not State.FINISHED:
                 request.discard = request.in_flight
@@ -155,7 +156,7 @@ class Roster:
             self._pool.forget(page)
 
     def end(self, request: Request) -> None:
-        """Take `request` out of every queue; pages and row follow when nothing of it is in flight."""
+        """Remove `request` from every queue; its pages and row are released once none of its steps is in flight."""
         self._prefixes.withdraw(request)
         if request.state is State.WAITING:
             self.waiting.remove(request)
@@ -173,7 +174,7 @@ class Roster:
             self._release(request)
 
     def let_go(self, request: Request) -> None:
-        """The last launched step of a request that ended or was preempted is committed."""
+        """Release or requeue a request that ended or was preempted, when its last launched step has been committed."""
         self.draining -= 1
         if request.state is State.FINISHED:
             self._release(request)
@@ -181,7 +182,7 @@ class Roster:
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        """Let a preempted request keep its tokens and what is worth storing, and wait again."""
+        """Release the row and pages of a preempted request, swapping out pages if worthwhile, and queue it again."""
         self._swaps.put_out(request)
         self._give_back(request)
         request.leaving = request.spoilt = False
@@ -198,13 +199,13 @@ class Roster:
         self._swaps.drop(request)
         self._give_back(request)
         self._take_over(request)
-        request.leader = None  # one that goes on for another would keep all that went before it
+        request.leader = None  # a chain of continued requests would otherwise keep all earlier ones alive
         if request.wears is not None:
             self._slots.leave(request.wears)
         del self.requests[request.id]
 
     def _take_over(self, request: Request) -> None:
-        """What the turn before `request` left is its own now, or of no use to it."""
+        """Stop keeping the pages of the previous turn: `request` holds those that it uses."""
         before, request.before = request.before, None
         if before is not None:
             self._prefixes.let_go(before)
@@ -221,7 +222,7 @@ class Roster:
                 self._slots.drop(request.wears)
 
     def live_tokens(self) -> int:
-        """Distinct tokens whose keys and values requests hold now; a page that several share counts once."""
+        """Number of distinct tokens whose keys and values requests hold; a page that several share counts once."""
         size = self._pool.page_size
         filled: dict[int, int] = {}
         for request in self.requests.values():
@@ -233,7 +234,7 @@ class Roster:
         """Assert every invariant of requests, rows and pages (invariants.py lists them).
 
         Raises:
-            AssertionError: One does not hold: a defect of headrace.
+            AssertionError: An invariant does not hold, which is a defect of headrace.
         """
         self.waiting.check()
         self._slots.check()

@@ -1,7 +1,7 @@
-"""`Scheduler`: which requests compute how many tokens in the next step, and what a finished step means for them.
+"""`Scheduler` decides which requests compute how many tokens in the next step, and applies results of finished steps.
 
-Changes state only in its own synchronous methods and returns what others must do; roster.py keeps the books, and a
-policy says who comes first. Never waits, never reads a clock, never sees a tensor. Next to read: roster.py.
+Changes state only in its own synchronous methods and returns work for others; roster.py keeps the books, and a policy
+defines the order. Never waits, never reads a clock, never sees a tensor. Next to read: roster.py.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(Overview):
-    """Continuous batching over paged memory.
+    """A scheduler of continuous batches over paged memory.
 
-    One rule: a request owes `known - planned` tokens. Decodes (which owe one) are planned first, then running
-    prefills, then waiting requests, each in the order of the policy, all under one token budget.
+    One rule: a request owes `known - planned` tokens. Decodes, which owe one token, are planned first, then running
+    prefills, then waiting requests. Each group is in the order of the policy, and all share one token budget.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class Scheduler(Overview):
         """Start with no requests.
 
         Args:
-            capacity: What the device holds.
+            capacity: Limits of the device.
             secret: Key of the prefix hash, up to 64 bytes.
             prefix_cache: False computes every prompt in full.
-            policy: Who comes first; None is `FirstCome`.
-            slots: Where adapters are on the device; None where it takes none.
-            host: Where pages are kept that the device has no room for; None keeps none.
-            itl_target: Seconds that a step with decodes should take at most; prompts get what is left of it.
+            policy: Order of service; None is `FirstCome`.
+            slots: LoRA slots of the device; None if it takes no adapters.
+            host: Host memory for pages that do not fit on the device; None for none.
+            itl_target: Seconds that a step with decodes should take at most; prompts get the time that decodes leave.
         """
         self.capacity = capacity
         self.pool = PagePool(capacity.num_pages, capacity.page_size, secret=secret, remember=prefix_cache)
         self.prompt_tokens = 0
-        """Prompt tokens of all requests admitted so far."""
+        """Number of prompt tokens of all requests admitted so far."""
         self.cached_tokens = 0
-        """Prompt tokens that the prefix cache spared."""
+        """Number of prompt tokens that the prefix cache spared."""
         self.prefixes = Prefixes(self.pool, enabled=prefix_cache)
         self._policy = FirstCome() if policy is None else policy
         self.pace = Pace()
-        """What steps take; whoever runs them says so."""
+        """Measured step times, which the step loop updates."""
         self.slots = SlotTable() if slots is None else slots
         self.swaps = Swaps(host or HostPages(0), self.pool, self.prefixes, self.pace)
         super().__init__(Roster(capacity, self.pool, self.prefixes, self._policy, self.swaps, self.slots))
@@ -97,7 +97,7 @@ class Scheduler(Overview):
         self.failures = Failures(capacity, self._roster, self.swaps)
         self._resizing = Resizing(self._roster, self.pool, self.swaps, self._policy)
         self.sleep_level = 0
-        """Beyond 0, it has no pages and plans nothing."""
+        """Level of sleep: above 0, the scheduler has no pages and plans nothing."""
         self._deadlines = DeadlineQueue()
         self._lapsed: list[Emission] = []
         self._itl_target, self._now, self._step = itl_target, 0.0, 0
@@ -108,21 +108,21 @@ class Scheduler(Overview):
         """Queue `request`, lowering its `limit` to what the context and the pool can hold.
 
         Raises:
-            PromptTooLong: Its prompt leaves no room for one token, ever; one that is pooled needs none.
-            Overloaded: Its deadline cannot be met, as the policy sees it.
+            PromptTooLong: The prompt never leaves room for one token; a pooled request needs none.
+            Overloaded: The policy expects the request to miss its deadline.
         """
         room = 1 if request.pooling is None else 0
         request.asked = request.limit
         request.limit = min(request.limit, self.capacity.check_length(request.prompt_len, room) + 1 - room)
         self._admission.check_deadline(request)
         if request.leader is not None:
-            request.leader.forked, request.leader.smooth = True, 0  # what it writes to next may be shared from now on
+            request.leader.forked, request.leader.smooth = True, 0  # its next page may be shared from now on
         self._roster.take_in(request)
         self._turns.arrived(request)
         self._deadlines.add(request)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
-        """End `request` now, in whatever state it is; False if it has already ended."""
+        """End `request` now, in any state; return False if it has already ended."""
         if request.state is State.FINISHED:
             return False
         self._roster.end(request)
@@ -130,7 +130,7 @@ class Scheduler(Overview):
         return True
 
     def let_go(self, request: Request) -> None:
-        """Note that one reader fewer may go on after `request`."""
+        """Count one stream fewer that may continue `request`."""
         self.prefixes.let_go(request)
 
     def pause(self, request: Request) -> None:
@@ -138,13 +138,13 @@ class Scheduler(Overview):
         self._roster.pause(request)
 
     def resume(self, request: Request) -> None:
-        """Undo `pause`; nothing happens in any other state."""
+        """Undo `pause`; do nothing in any other state."""
         self._roster.resume(request)
 
     # -- planning -------------------------------------------------------------------------------------------------
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """Decide the next step and count it as launched; None when nothing may run now.
+        """Decide the next step and count it as launched; return None if nothing may run now.
 
         Args:
             now: Seconds, on the clock of `Request.arrived`. Deadlines that have passed end their requests.
@@ -174,7 +174,7 @@ class Scheduler(Overview):
         return plan
 
     def _plan_alone(self, plan: StepPlan) -> bool:
-        """Plan a step of one request that computes alone, if there is one that can."""
+        """Plan a step of one request that computes alone; return whether one could go on."""
         self._admit(plan, self.capacity.max_batched_tokens, alone=True)
         if not plan.size:
             self._turns.plan_next(plan, self._roster.running, self._growth, self.capacity.page_size, self._now)
@@ -182,21 +182,21 @@ class Scheduler(Overview):
         return plan.alone
 
     def _plan_together(self, plan: StepPlan) -> None:
-        """Plan a step of all others."""
+        """Plan a step of requests that do not compute alone."""
         usual, complete = self.failures.limit(self._turns.together(self._roster.running))
         prefills = plan_decodes(plan, usual, self._growth, self.capacity.page_size, self._now)
         if prefills or self._roster.waiting:
             self._plan_prefills(plan, prefills, may_start=complete)
 
     def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request], *, may_start: bool) -> None:
-        """Plan prompts with what decodes leave of the budget: those that are begun, then new ones if they may start."""
+        """Plan prompts with the budget that decodes leave: those that have begun, then new ones if they may start."""
         budget = min(self.failures.most_tokens, self.pace.budget(plan.tokens, self.capacity, self._itl_target))
         for request in sorted(prefills, key=lambda each: self._policy.standing(each, self._now)):
             if may_start and self._has_room(plan, budget) and self._roster.waiting:
                 self._admit(plan, budget, before=request)
             if self._has_room(plan, budget) and request.plannable:
                 plan_tokens(plan, request, budget - plan.tokens, self._growth, self._now)
-        if plan.new_rows:  # some overtook: a plan ends with the rows that are new in it
+        if plan.new_rows:  # new requests that overtook others go to the end of the plan
             new = {row.row for row in plan.new_rows}
             plan.others.sort(key=lambda work: work.row in new)
         if may_start and self._has_room(plan, budget) and self._roster.waiting:
@@ -209,10 +209,10 @@ class Scheduler(Overview):
         """Give rows to waiting requests and plan their first chunks.
 
         Args:
-            plan: To be filled up to `budget` tokens.
-            budget: Tokens.
-            before: Only those that overtake this one, whose prompt is begun.
-            alone: Only one, if it is next and computes alone; it gets its pages at once, so that no chunk falls short.
+            plan: Plan to fill up to `budget` tokens.
+            budget: Largest number of tokens in the step.
+            before: Admit only requests that overtake this one, whose prompt has begun.
+            alone: Admit only the next request, if it computes alone, and give it all its pages at once.
         """
         for request, pages in self._admission.candidates(plan, self._now, before, alone=alone):
             self._take_row(plan, request, pages)
@@ -225,7 +225,7 @@ class Scheduler(Overview):
         for request in self._admission.hopeless:
             self._lapse(request)
         if self._admission.hopeless and not (self._roster.running or self._roster.waiting):
-            self.pace.forget()  # no other step would tell that the device is faster by now
+            self.pace.forget()  # no other step would show that the device is faster by now
 
     def _take_row(self, plan: StepPlan, request: Request, pages: Sequence[int]) -> None:
         """Move `request` from the queue to a row that starts with `pages`."""
@@ -245,12 +245,12 @@ class Scheduler(Overview):
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next request must end."""
+        """Time in seconds at which the next request must end; None if no request has a deadline."""
         first = self._deadlines.first
         return None if first is None else first.deadline
 
     def take_lapsed(self) -> list[Emission]:
-        """The ends of requests whose deadline passed, or could no longer be met, by the latest `plan`."""
+        """Return, once, the ends of requests whose deadline passed or could no longer be met in the latest `plan`."""
         lapsed, self._lapsed = self._lapsed, []
         return lapsed
 
@@ -261,15 +261,14 @@ class Scheduler(Overview):
     # -- results --------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, tokens: Sequence[int]) -> Outcome:
-        """Take in a finished step; plans must be committed in the order in which they were made.
+        """Apply the results of a finished step; commit plans in the order in which they were made.
 
         Args:
             plan: A plan of this scheduler.
-            tokens: What `Step.wait` returned: one id for each work.
+            tokens: Result of `Step.wait`: one id for each work item.
 
         Returns:
-            What happened to each request that gained a token, ended or failed; tokens of requests that had already
-            ended are dropped here.
+            The token, end or failure of each request; tokens of requests that had already ended are dropped.
         """
         self.swaps.host.settled(plan)
         if self.failures.is_cautious:
@@ -283,7 +282,7 @@ class Scheduler(Overview):
         return with_reports(plan, tokens, outcome) if isinstance(tokens, ReportedTokens) else outcome
 
     def _take_others(self, plan: StepPlan, tokens: Sequence[int], others: set[Request]) -> Outcome:
-        """Commit the works of `others`; what happened to all."""
+        """Commit the work items of `others`, and return the outcome of the whole step."""
         gained: list[tuple[Request, int]] = []
         emissions, runs = [], forced_runs(plan, tokens, self.pace)
         for (request, start, count, samples), token in zip(plan.shares(), tokens, strict=True):
@@ -309,7 +308,7 @@ class Scheduler(Overview):
         return Outcome([request for request, _ in gained], [token for _, token in gained], emissions)
 
     def supply(self, request: Request, step: int, chosen: tuple[int, Report | None] | RequestFailed) -> list[Emission]:
-        """Take in what the host chose for `request` after `step`, or why it could not; dropped if nobody awaits it."""
+        """Accept the host's choice of a token after `step`, or its failure; ignore it if no longer awaited."""
         if request.awaited != step or request.state is State.FINISHED:
             return []
         request.awaited = -1
@@ -320,19 +319,19 @@ class Scheduler(Overview):
         return [self._accept(request, token)._replace(report=report)]
 
     def fail(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
-        """Take in a step that raised: its requests fail with `error`, sharers of its pages start over.
+        """Take in a step that raised: its requests fail with `error`, and requests that share its pages start over.
 
-        Where it found no memory, its requests start over in smaller steps instead, unless it was as small as can be.
+        If the step ran out of memory, its requests start over in smaller steps instead, unless it had the least size.
         """
         return self.failures.take_in(plan, error)
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
-        """Take in that the device could not be given `version`: requests that wait for it fail with `error`."""
+        """Fail requests that wait for `version`, with which the device could not be filled, with `error`."""
         waiting = [request for request in self._roster.requests.values() if request.wears is version]
         return [self._roster.fail(request, error) for request in waiting if request.state is State.WAITING]
 
     def _accept(self, request: Request, token: int) -> Emission:
-        """Append a sampled token and see whether it is the last; a pooled request ends without one."""
+        """Append a sampled token and end the request if it is the last; a pooled request ends without one."""
         if not 0 <= token < self.capacity.vocab_size or request.pooling is not None:
             return self._end_without(request, token)
         request.tokens.append(token)
@@ -346,12 +345,12 @@ class Scheduler(Overview):
         return Emission(request, token, request.finish_reason)
 
     def _end_without(self, request: Request, token: int) -> Emission:
-        """The end of a request that was not given a token of the vocabulary, or was only pooled."""
+        """End a request that was given no token of the vocabulary or was only pooled, and return its end."""
         if request.pooling is not None and token not in (NON_FINITE, NOTHING_LEFT):
             self.finish(request, "stop")
             return Emission(request, None, request.finish_reason)
         if token == NON_FINITE:
-            for page in request.pages:  # whoever read them would fail in the same way
+            for page in request.pages:  # any request that reads these pages would fail in the same way
                 self.pool.forget(page)
         return self._roster.fail(request, failure_of(request, token, self.capacity.vocab_size))
 
@@ -359,30 +358,30 @@ class Scheduler(Overview):
 
     @property
     def least_pages(self) -> int:
-        """The fewest pages for `resize` with which every request that has been taken in can go on."""
+        """The fewest pages for `resize` with which every accepted request can go on."""
         return self._resizing.least_pages
 
     def resize(self, num_pages: int) -> list[StepPlan]:
-        """Have so many pages; nothing is in flight. No token is lost, and limits follow what the pages can hold.
+        """Change the number of pages, with nothing in flight; no token is lost, and the limits of requests follow.
 
         Args:
             num_pages: At least `least_pages`. The runner has more before this is called, and fewer afterwards.
 
         Returns:
-            Plans without works: to be carried out, in order, before pages go.
+            Plans without work items, to be carried out in order before pages are removed.
         """
         self.capacity = replace(self.capacity, num_pages=num_pages)
         self._resizing.set_limits(self.capacity)
         return [] if self.sleep_level else self._fit(num_pages)
 
     def fall_asleep(self, level: int) -> list[StepPlan]:
-        """Give up every page and plan nothing until `wake_up`; nothing is in flight. Requests wait, new ones, too.
+        """Give up every page and plan nothing until `wake_up`, with nothing in flight; requests wait, new ones too.
 
         Args:
-            level: From 2 on, nothing is kept in host memory either: it was made with weights that may change.
+            level: From 2 on, pages in host memory are dropped as well, since the weights may change.
 
         Returns:
-            As `resize`.
+            Plans without work items, to be carried out in order before pages are removed.
         """
         self.sleep_level = level
         return self._fit(0, forget=level > 1)

@@ -1,1 +1,1 @@
-"""Which request holds which pages, and which pages come, stay and go; counts, never moves a byte."""
+"""Page ownership: which request holds which pages, and which pages are evicted or kept; counts, never moves a byte."""

@@ -1,4 +1,4 @@
-"""`Growth`: makes a request ready for a step that is planned, above all its pages writable; plans no tokens."""
+"""`Growth` prepares a request for a step that is being planned, above all by making its pages writable."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Growth"]
 
 
 class Growth:
-    """Takes pages from a pool and, where it is empty, from those that come last in the order of a policy."""
+    """Page allocation for running requests: takes free pages, and preempts requests last in order if there are none."""
 
     def __init__(self, roster: Roster, pool: PagePool, policy: Policy) -> None:
-        """Preempt requests of `roster` for pages of `pool`."""
+        """Allocate pages of `pool`, preempting requests of `roster` in the order of `policy`."""
         self._roster = roster
         self._pool = pool
         self._policy = policy
 
     def make_ready(self, plan: StepPlan, request: Request, count: int, now: float) -> int:
-        """Have `request` ready for its next `count` tokens: pages of its own, and on the device what the host chose.
+        """Prepare `request` for its next `count` tokens: allocate pages, and send tokens that the host chose.
 
         Returns:
-            How many of them may be planned.
+            Number of these tokens that may be planned.
         """
         if request.planned + count > len(request.pages) * self._pool.page_size or request.forked:
             count = self.grow(plan, request, count, now)
@@ -35,7 +35,7 @@ class Growth:
         return count
 
     def grow(self, plan: StepPlan, request: Request, count: int, now: float) -> int:
-        """Make pages writable for `count` tokens from `request.planned`; how many of them have room."""
+        """Make pages writable for `count` tokens from `request.planned`; return how many of them have room."""
         size = self._pool.page_size
         pages = request.pages
         index = request.planned // size
@@ -57,16 +57,16 @@ class Growth:
         return min(count, len(pages) * size - request.planned)
 
     def _obtain(self, request: Request, now: float) -> int | None:
-        """A page for `request`, preempting whoever comes after it; None if it must wait for one."""
+        """Return a page for `request`, preempting requests after it in order; None if it must wait for one."""
         page = self._pool.allocate()
         while page is None and self._preempt_after(request, now):
             page = self._pool.allocate()
         return page
 
     def _preempt_after(self, request: Request, now: float) -> bool:
-        """Preempt the last in order behind `request`; True if its pages came back at once."""
+        """Preempt the last request in order, if it is not `request`; return whether its pages were freed at once."""
         roster = self._roster
-        if roster.draining:  # pages are on their way back: taking more than is needed would thrash
+        if roster.draining:  # pages are about to be freed: taking more than needed would thrash
             return False
         victim = max(roster.paused_holders() or roster.running, key=lambda other: self._policy.standing(other, now))
         return victim is not request and roster.preempt(victim)

@@ -1,9 +1,9 @@
-"""`HostPages`: what is kept in host memory of pages that the device had no room for; counts integers, moves no byte.
+"""`HostPages` records which pages are kept in host memory for lack of room on the device; it moves no bytes itself.
 
-A place is free, holds a page of a swapped request, or holds an evicted page of a remembered prefix (the least recently
-spilled goes first). The moves themselves travel in a plan: spills before everything else in it, fetches after its
-copies. So a page may be given away in the plan that spills it, but a place may not be refilled in the plan that fetches
-from it, and what is spilled by a step that is not committed may not be fetched by another, since the step may fail.
+A place is free, holds a page of a swapped request, or holds an evicted page of a cached prefix (the least recently
+spilled is evicted first). The moves themselves are part of a plan: spills before everything else, fetches after its
+copies. So a page may be reused in the plan that spills it, but a place may not be refilled in the plan that fetches
+from it, and a page spilled by an uncommitted step may not be fetched by another, since the step may fail.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["HostPages"]
 
 
 class HostPages:
-    """A fixed number of places, each for one page."""
+    """A fixed number of places in host memory, each for one page."""
 
     def __init__(self, num_places: int, page_seconds: float = 0.0) -> None:
         """Start empty.
 
         Args:
             num_places: Pages that the host has room for; 0 turns swapping off.
-            page_seconds: What moving one page takes, one way.
+            page_seconds: Seconds that moving one page takes, one way.
         """
         self.num_places = num_places
         self.page_seconds = page_seconds
@@ -35,21 +35,21 @@ class HostPages:
         self._spills: dict[int, int] = {}
         self._fetches: list[tuple[int, int]] = []
         self.log: PageLog | None = None
-        """Told of prefixes that come and go."""
+        """Log that is notified of prefixes stored in host memory or removed from it; None for no log."""
         self._in_flight: dict[int, int] = {}
-        """Place -> the latest step that spills to it, if it is not committed."""
+        """Place -> the latest step that spills to it, until that step is committed."""
 
     @property
     def used(self) -> int:
-        """Places that hold something."""
+        """Number of places that hold a page."""
         return self.num_places - len(self._free) - len(self._spent)
 
     def has_room(self, count: int) -> bool:
-        """Whether so many pages can be stored."""
+        """Return whether `count` pages can be stored."""
         return count <= len(self._free) + len(self._cached)
 
     def store(self, pages: Sequence[int]) -> list[int]:
-        """Spill `pages` in the next plan; the places that will hold them. There must be room."""
+        """Spill `pages` in the next plan; return the places that will hold them. There must be room."""
         return [self._spill(page) for page in pages]
 
     def keep(self, page: int, key: bytes) -> None:
@@ -60,7 +60,7 @@ class HostPages:
                 self.log.spilled(key)
 
     def take(self, keys: Iterable[bytes]) -> list[int]:
-        """The places of those of `keys`, from the first on, that can be fetched now; each must be fetched."""
+        """Return the places of the leading `keys` that can be fetched now; the caller must fetch each of them."""
         found = []
         for key in keys:
             place = self._cached.get(key)
@@ -71,28 +71,28 @@ class HostPages:
         return found
 
     def is_ready(self, places: Iterable[int]) -> bool:
-        """Whether all of `places` can be fetched from by the next plan."""
+        """Return whether the next plan can fetch from all of `places`."""
         return self._in_flight.keys().isdisjoint(places)
 
     def fetch(self, place: int, page: int) -> None:
-        """Bring what `place` holds to `page` in the next plan; the place is free afterwards."""
+        """Copy the content of `place` to `page` in the next plan; the place is free afterwards."""
         self._fetches.append((place, page))
         self._spent.append(place)
 
     def release(self, places: Iterable[int]) -> None:
-        """Give up what `places` hold."""
+        """Free `places` and drop their content."""
         for place in places:
             self._spills.pop(place, None)
             self._spent.append(place)
 
     def forget(self, places: Iterable[int]) -> None:
-        """Give up those prefixes that are in `places`, whose content is undefined."""
+        """Drop cached prefixes that are in `places`, whose content is undefined."""
         lost = set(places)
         for key in [key for key, place in self._cached.items() if place in lost]:
             self.release([self._forget(key)])
 
     def load(self, plan: StepPlan) -> None:
-        """Let `plan` carry all moves that are due; afterwards places that were fetched from are free."""
+        """Add all pending moves to `plan`; afterwards the places that are fetched from are free."""
         plan.spills = [(page, place) for place, page in self._spills.items()]
         plan.fetches, self._fetches = self._fetches, []
         self._in_flight.update(dict.fromkeys(self._spills, plan.step))
@@ -101,16 +101,16 @@ class HostPages:
         self._spent.clear()
 
     def settled(self, plan: StepPlan) -> None:
-        """`plan` was committed, or failed."""
+        """Take note that `plan` was committed or has failed."""
         for _, place in plan.spills:
             if self._in_flight.get(place) == plan.step:
                 del self._in_flight[place]
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert that every place is free, cached or held by one of `holders`, and none is two of these.
+        """Assert that every place is free, cached or held by one of `holders`, and only one of these.
 
         Raises:
-            AssertionError: A defect of headrace.
+            AssertionError: A place is lost or doubly owned, which is a defect of headrace.
         """
         held = [place for places in holders for place in places]
         places = [*self._free, *self._spent, *self._cached.values(), *held]
@@ -119,11 +119,11 @@ class HostPages:
 
     def _spill(self, page: int) -> int:
         place = self._free.pop() if self._free else self._forget(next(iter(self._cached)))
-        self._spills[place] = page  # in place of what was to be spilled there
+        self._spills[place] = page  # replaces an earlier spill to this place
         return place
 
     def _forget(self, key: bytes) -> int:
-        """Stop offering a prefix; its place."""
+        """Stop offering a prefix; return its place."""
         if self.log is not None and self.log.is_on:
             self.log.removed(key, "host")
         return self._cached.pop(key)

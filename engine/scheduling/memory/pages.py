@@ -1,8 +1,8 @@
-"""`PagePool`: who holds which page, and which prefix each full page holds; counts integers, never sees a tensor.
+"""`PagePool` records who holds which page and which prefix each full page holds; it never sees a tensor.
 
-A page is in exactly one of four places: free (nothing worth keeping), cached (unreferenced, but its prefix is
-remembered; evicted least recently used first), kept (the same, for somebody who said so; evicted last) or held by one
-or more requests. Next to read: engine/steps/loop.py.
+A page is in exactly one of four states: free (no useful content), cached (unreferenced, with a remembered prefix;
+evicted least recently used first), kept (cached, but reserved for the next turn of a conversation; evicted last) or
+held by one or more requests. Next to read: engine/steps/loop.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.refs = [0] * num_pages
-        """Holders of each page."""
+        """Number of holders of each page."""
         self._keyed = blake2b(key=secret, digest_size=_KEY_BYTES)
         self._pack = Struct(f"{page_size}q").pack
         self._remember = remember
@@ -48,25 +48,26 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self.log = PageLog(secret)
         self.on_evict: Callable[[int, bytes], None] | None = None
-        """Told of a page that is given away, and of the prefix that it holds until it is written."""
+        """Callback for the eviction of a full page: called with the page and its prefix key before the page is
+        reused."""
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give: free ones and unreferenced ones whose prefix is remembered."""
+        """Number of pages that `allocate` can give: free, cached and kept ones."""
         return len(self._free) + len(self._cached) + len(self._kept)
 
     @property
     def cached(self) -> int:
-        """Unreferenced pages whose prefix is remembered, those that are kept included."""
+        """Number of unreferenced pages whose prefix is remembered, kept ones included."""
         return len(self._cached) + len(self._kept)
 
     @property
     def held(self) -> int:
-        """Pages that at least one request holds."""
+        """Number of pages that at least one request holds."""
         return self.num_pages - self.available
 
     def allocate(self) -> int | None:
-        """Give one page with one holder, evicting the least recently used cached page if none is free; None if full."""
+        """Return a page with one holder, evicting the least recently used one if none is free; None if all are held."""
         if self._free:
             page = self._free.pop()
         elif self._cached or self._kept:
@@ -77,7 +78,7 @@ class PagePool:
         return page
 
     def _evict(self) -> int:
-        """Forget the prefix that is the first to go; its page, which is nobody's then."""
+        """Forget the prefix that is evicted first, and return its page, which then has no holder."""
         page, _ = (self._cached or self._kept).popitem(last=False)
         if self.on_evict is not None and page not in self._partly:
             self.on_evict(page, self._key_of[page])
@@ -85,10 +86,10 @@ class PagePool:
         return page
 
     def shrink(self, num_pages: int) -> dict[int, int]:
-        """Have pages 0 .. num_pages alone, of which no more may be held; evicts what has no room among them.
+        """Keep only pages 0 to `num_pages` - 1, evicting pages that do not fit; at most `num_pages` may be held.
 
         Returns:
-            Page from `num_pages` on -> the page that is in its place from now on, for those that hold something.
+            Old page number -> new one, for pages from `num_pages` on that still hold content.
         """
         while self.num_pages - len(self._free) > num_pages:
             self._free.append(self._evict())
@@ -107,7 +108,7 @@ class PagePool:
         return moved
 
     def grow(self, num_pages: int) -> None:
-        """Have pages 0 .. num_pages, at least as many as now; the new ones are free."""
+        """Have pages 0 to `num_pages` - 1, at least as many as before; the new ones are free."""
         self._free[:0] = range(num_pages - 1, self.num_pages - 1, -1)
         self.refs += [0] * (num_pages - self.num_pages)
         self.num_pages = num_pages
@@ -119,7 +120,7 @@ class PagePool:
         self.refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop one holder of each page; of those nobody holds, the later pages of a prefix are evicted first."""
+        """Drop one holder of each page; among pages left without one, later pages of a prefix are evicted first."""
         for page in reversed(pages):
             self.refs[page] -= 1
             if self.refs[page] == 0:
@@ -129,7 +130,7 @@ class PagePool:
                     self._free.append(page)
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """Evict the pages with these keys after all others, until `unkeep`; each call counts."""
+        """Evict the pages with these keys after all others, until `unkeep`; calls nest."""
         for key in keys:
             self._move(key, 1)
 
@@ -139,7 +140,7 @@ class PagePool:
             self._move(key, -1)
 
     def is_writable(self, page: int) -> bool:
-        """Whether a holder of `page` may write behind what it holds: nobody else does, or counts on it, or could."""
+        """Return whether the only holder of `page` may append to it, which it may not if the page is full or kept."""
         key = self._key_of.get(page)
         return self.refs[page] == 1 and (key is None or (page in self._partly and key not in self._keepers))
 
@@ -155,7 +156,7 @@ class PagePool:
             self._place_of(page)[page] = None
 
     def _place_of(self, page: int) -> OrderedDict[int, None]:
-        """Where a page with a key is while nobody holds it."""
+        """Return the eviction queue of a page that has a key, for while it has no holder."""
         return self._kept if self._key_of[page] in self._keepers else self._cached
 
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int], root: bytes) -> None:
@@ -169,7 +170,7 @@ class PagePool:
             keys.append(self._link(keys[-1] if keys else root, self._pack(*tokens[start : start + size])))
 
     def key_of_rest(self, keys: Sequence[bytes], tokens: Sequence[int], root: bytes) -> bytes:
-        """The key of a page that holds only the last of `tokens`, which follow the full pages with `keys`."""
+        """Return the key of a partly full page that holds the last of `tokens`, after the full pages with `keys`."""
         return self._link(keys[-1] if keys else root, array("q", tokens[len(keys) * self.page_size :]).tobytes())
 
     def _link(self, before: bytes, ids: bytes) -> bytes:
@@ -179,7 +180,7 @@ class PagePool:
         return link.digest()
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages that hold the longest remembered prefix of `keys`; the caller must `share` those it takes."""
+        """Return the pages that hold the longest remembered prefix of `keys`; the caller must `share` those it uses."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -189,11 +190,7 @@ class PagePool:
         return pages
 
     def register(self, page: int, key: bytes) -> bool:
-        """Remember that a held, full `page` holds the prefix `key`; a page that already holds it stays the one.
-
-        Returns:
-            Whether the prefix was not remembered before, and is now.
-        """
+        """Remember that a held, full `page` holds the prefix `key`, unless another page already does."""
         if not self._remember or key in self._page_of:
             return False
         if page in self._partly:
@@ -205,13 +202,13 @@ class PagePool:
         return True
 
     def register_rest(self, page: int, key: bytes) -> None:
-        """Remember the prefix `key` of a page that is not full, until a key of more tokens replaces it."""
+        """Remember the prefix `key` of a partly full page, until a key of more tokens replaces it."""
         self.register(page, key)
         if self._key_of.get(page) == key:
             self._partly.add(page)
 
     def forget(self, page: int) -> None:
-        """Stop offering `page` to others; if nobody holds it, it becomes free."""
+        """Stop offering `page` to others; it becomes free if it has no holder."""
         key = self._key_of.pop(page, None)
         if key is None:
             return
@@ -225,10 +222,10 @@ class PagePool:
                 self._free.append(page)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert that `holders` (the page tables of all requests) explain every reference, and every page is somewhere.
+        """Assert that `holders` (the block tables of all requests) explain every reference, and no page is lost.
 
         Raises:
-            AssertionError: The pool is inconsistent: a defect of headrace.
+            AssertionError: The pool is inconsistent, which is a defect of headrace.
         """
         counts = [0] * self.num_pages
         for pages in holders:

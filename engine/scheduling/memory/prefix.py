@@ -1,8 +1,8 @@
-"""`Prefixes`: which pages already hold the start of a request, or soon will; never allocates or releases a page.
+"""`Prefixes` finds pages that hold the start of a request or soon will; it never allocates or releases a page.
 
-Full pages are offered under a hash of everything before and in them; where a turn of a conversation ended, the last
-page, too, however full it is. A page that a running request is about to fill is
-promised: whoever has the same prefix waits for it instead of computing it again.
+Full pages are offered under a hash of all tokens before and in them; when a turn of a conversation has ended, so is its
+last page, however full it is. A page that a running request is about to fill is promised: requests with the same prefix
+wait for it instead of computing it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Prefixes:
         self.enabled = enabled
 
     def find(self, request: Request, step: int) -> list[int] | None:
-        """Pages that `step` may read and that hold the start of a waiting `request`; None if it should wait."""
+        """Return the pages that `step` may read and that hold the start of `request`; None if it should wait."""
         size = self._pool.page_size
         leader = request.leader
         if leader is not None and not (request.preemptions or request.alone or leader.failed):
@@ -39,11 +39,11 @@ class Prefixes:
         request.found = 0
         before = request.before
         if before is not None and before.row >= 0:
-            return None  # its last launched steps are about to end
+            return None  # the last launched steps of the previous turn are about to end
         usable = self.usable(request)
         pages = self._pool.match(usable)
         request.found = len(pages) * size
-        if request.places:  # the host has the rest
+        if request.places:  # the rest is in host memory
             return pages
         if len(pages) < len(usable) and usable[len(pages)] in self.promises:
             return None
@@ -52,15 +52,17 @@ class Prefixes:
         return pages
 
     def usable(self, request: Request) -> list[bytes]:
-        """Hashes of the full pages that `request` may take from others."""
+        """Return the hashes of the full pages that `request` may share."""
         if not self.enabled:
             return []
         self._pool.extend_keys(request.keys, request.tokens, request.root)
         return request.keys[: request.cacheable // self._pool.page_size]
 
     def _rest(self, request: Request, count: int) -> list[int]:
-        """The page that holds the last of the first `count` tokens of `request` and is only partly full, if it may be
-        used and the pages before it were found."""
+        """Return the partly full page with the last of the first `count` tokens of `request`, as a list.
+
+        The list is empty if that page may not be shared, or the pages before it were not found.
+        """
         full = count // self._pool.page_size
         if request.found != full * self._pool.page_size or not request.found < count <= request.cacheable:
             return []
@@ -71,8 +73,8 @@ class Prefixes:
         return pages
 
     def keep(self, request: Request) -> None:
-        """Keep the pages of a request that has ended, and of which nothing is in flight, for what goes on after it."""
-        ended_itself = request.tokens[-1] in request.stop_ids  # a device may leave out what is planned behind that
+        """Keep the pages of an ended request, which has nothing in flight, for the next turn of the conversation."""
+        ended_itself = request.tokens[-1] in request.stop_ids  # a device may skip tokens planned after a stop token
         request.computed = min(request.planned, len(request.tokens) - ended_itself)
         if not self.enabled:
             return
@@ -87,21 +89,21 @@ class Prefixes:
         self._pool.keep(request.kept)
 
     def let_go(self, request: Request) -> None:
-        """One keeper less; without any, the pages of `request` are cached like all others."""
+        """Count one stream fewer that may continue `request`; after the last, its pages are cached like all others."""
         request.keepers -= 1
         if request.keepers <= 0:
             self._pool.unkeep(request.kept)
             request.kept = []
 
     def promise(self, request: Request) -> None:
-        """Announce the full pages that `request` is about to compute."""
+        """Promise the full pages that `request` is about to compute."""
         for key in request.keys[request.registered :]:
             self.promises.setdefault(key, request)
 
     def offer(self, request: Request) -> None:
-        """Offer the pages of `request` that are full, planned and known to whoever has the same prefix.
+        """Offer the pages of `request` that are full, planned and of known tokens to requests with the same prefix.
 
-        Where a step may turn out to have left the row alone, as with a grammar, those that are computed.
+        If a step may skip the row, as with a grammar, only computed pages are offered.
         """
         if not self.enabled:
             return
@@ -118,7 +120,7 @@ class Prefixes:
         request.registered = full
 
     def keeps(self, request: Request) -> bool:
-        """Whether a running `request` that loses its row finds all but its last page again while there is room."""
+        """Return whether a running `request` that loses its row would find all but its last page in the cache."""
         size = self._pool.page_size
         return request.planned - min(request.registered * size, request.cacheable) <= size
 
@@ -130,7 +132,7 @@ class Prefixes:
             pool.log.stored(request.keys, index, tokens, request.root)
 
     def withdraw(self, request: Request) -> None:
-        """Stop others from waiting for pages that `request` will not compute soon."""
+        """Withdraw promises of pages that `request` will not compute soon."""
         for key in request.keys[request.registered :]:
             if self.promises.get(key) is request:
                 del self.promises[key]

@@ -1,7 +1,7 @@
-"""`Resizing`: how a scheduler comes by more pages, and what goes when it must do with fewer; moves no byte itself.
+"""`Resizing` changes how many pages a scheduler has, and decides which pages go; it moves no bytes itself.
 
-Only between steps, with nothing in flight. What has no room among the pages that stay is evicted if it is but cached,
-and else swapped out or forgotten, as when pages run out; what has room there is moved there.
+It is used between steps, with nothing in flight. Pages that do not fit are evicted if only cached; their holders are
+preempted, and swapped out or recomputed, if too many pages are held; all other pages move to free places.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from headrace.engine.scheduling.roster import Roster
 
 __all__ = ["Resizing"]
 
-_MOST_COPIES = 256  # of a plan: a device may take as much memory again for what it copies at once
+_MOST_COPIES = 256  # per plan: a device may need as much extra memory for the pages that it copies at once
 
 
 class Resizing:
-    """Changes the number of pages of one pool."""
+    """Resizing of one page pool."""
 
     def __init__(self, roster: Roster, pool: PagePool, swaps: Swaps, policy: Policy) -> None:
         """Change nothing yet."""
@@ -30,28 +30,28 @@ class Resizing:
 
     @property
     def least_pages(self) -> int:
-        """Pages without which some request that has been taken in could not go on, were it alone."""
+        """Least number of pages with which each accepted request could go on if it were alone."""
         tokens = (r.known for r in self._roster.requests.values() if r.state is not State.FINISHED)
         return max(1, -(-max(tokens, default=1) // self._pool.page_size))
 
     def set_limits(self, capacity: Capacity) -> None:
-        """Let every request grow to what it was asked for, as far as `capacity` holds it."""
+        """Raise or lower the limit of every request to what was asked for, as far as `capacity` permits."""
         for request in self._roster.requests.values():
             room = 1 if request.pooling is None else 0
             request.limit = min(request.asked, capacity.check_length(0, room) + 1 - room)
             request.smooth = min(request.smooth, max(0, request.limit - 2))
 
     def fit(self, num_pages: int, step: int, now: float, *, forget: bool) -> list[StepPlan]:
-        """Have so many pages.
+        """Change the number of pages.
 
         Args:
-            num_pages: How many.
-            step: The first that is not planned yet.
-            now: As for `Scheduler.plan`.
-            forget: Give up what the host holds of pages, too.
+            num_pages: New number of pages.
+            step: Number of the first step that is not planned yet.
+            now: Seconds, on the clock of `Request.arrived`.
+            forget: Drop pages in host memory, too.
 
         Returns:
-            Plans without works, from `step` on, that save what would be lost with the pages that go.
+            Plans without work items, numbered from `step`, that save the pages that would be lost.
         """
         if num_pages >= self._pool.num_pages:
             self._pool.grow(num_pages)
@@ -71,11 +71,11 @@ class Resizing:
             part = copies[start : start + _MOST_COPIES]
             follow = [entry for _, page in part for entry in entries.get(page, ())]
             plans.append(StepPlan(step + len(plans), entries=follow, copies=part))
-        self._swaps.host.load(plans[0])  # what leaves is read before its page may be written
+        self._swaps.host.load(plans[0])  # spills read pages before they are overwritten
         return plans if copies or plans[0].spills else []
 
     def _follow(self, moved: dict[int, int]) -> dict[int, list[PageEntry]]:
-        """Change the page tables by what has `moved`; the entries of each page in its new place."""
+        """Update the block tables by `moved`; return the page entries for each new page."""
         entries: dict[int, list[PageEntry]] = {}
         for request in self._roster.requests.values():
             for place, page in enumerate(request.pages):

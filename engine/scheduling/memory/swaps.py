@@ -1,7 +1,7 @@
-"""`Swaps`: when a request that loses its pages keeps them in host memory, and how they come back; moves no byte itself.
+"""`Swaps` decides whether a preempted request keeps its pages in host memory, and brings them back; it moves no bytes.
 
-Swapping a request out and in again costs two moves of each page; forgetting it costs computing all its tokens again.
-Whichever is the shorter by what was measured is done.
+Swapping a request out and in again moves each page twice; dropping its pages means computing all its tokens again.
+The option that is faster by measured times is chosen.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Swaps:
     """Swapping between one page pool and one host pool."""
 
     def __init__(self, host: HostPages, pool: PagePool, prefixes: Prefixes, pace: Pace) -> None:
-        """Move nothing yet; pages that `pool` evicts are kept in `host` from now on."""
+        """Move nothing yet; from now on, pages that `pool` evicts are kept in `host`."""
         self.host = host
         self.count = 0
-        """Requests swapped out so far."""
+        """Number of requests swapped out so far."""
         self._pool = pool
         self._prefixes = prefixes
         self._pace = pace
@@ -34,11 +34,11 @@ class Swaps:
             host.log = pool.log
 
     def put_out(self, request: Request) -> None:
-        """Store the pages of a request that is about to lose them, if that is worth it and there is room."""
+        """Store the pages of a request that is about to lose them, if that is worthwhile and there is room."""
         pages = request.pages[: -(-request.planned // self._pool.page_size)]
         if not pages or request.spoilt or request.holds or request.pooling is not None:
             return
-        if request.alone and request.planned >= len(request.tokens):  # its last chunk is to come again, whole
+        if request.alone and request.planned >= len(request.tokens):  # its last chunk must be computed again as a whole
             return
         moving = 2 * len(pages) * self.host.page_seconds
         if self.host.has_room(len(pages)) and moving < self._pace.prefill(request.planned):
@@ -47,11 +47,11 @@ class Swaps:
             self.count += 1
 
     def is_ready(self, request: Request) -> bool:
-        """Whether what is stored of `request` can be brought in by the next plan."""
+        """Return whether the next plan can fetch the stored pages of `request`."""
         return self.host.is_ready(request.places)
 
     def bring_in(self, request: Request) -> None:
-        """Extend the pages of a request that starts by what the host holds of it, or of its prefix."""
+        """Extend the pages of a starting request by those that host memory holds for it or its prefix."""
         size, pages = self._pool.page_size, request.pages
         if request.places:
             wanted, reach = request.places[len(pages) :], request.stored
@@ -62,7 +62,7 @@ class Swaps:
             reach = (len(pages) + len(wanted)) * size
         else:
             return
-        for place in wanted:  # a page that this evicts may be spilled, but not to these
+        for place in wanted:  # allocation may evict and spill a page, but never to these places
             self.host.fetch(place, self._allocate(request))
         request.planned = max(request.planned, min(reach, len(request.tokens) - 1))
         request.computed = request.ready = request.planned
@@ -70,12 +70,12 @@ class Swaps:
             self._prefixes.remember(request, index)
 
     def drop(self, request: Request) -> None:
-        """Give up what is stored of `request`."""
+        """Drop the stored pages of `request`."""
         self.host.release(request.places)
         request.places, request.stored = [], 0
 
     def fail(self, plan: StepPlan, requests: Iterable[Request]) -> None:
-        """Give up what the spills of a failed `plan` should have stored."""
+        """Drop the pages that a failed `plan` should have spilled."""
         self.host.settled(plan)
         lost = {place for _, place in plan.spills}
         self.host.forget(lost)

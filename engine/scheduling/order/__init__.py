@@ -1,1 +1,1 @@
-"""Who is next: queues, shares, deadlines and turns; never gives a row or a page."""
+"""The order of service: queues, shares, deadlines and turns; never assigns a row or a page."""

@@ -1,6 +1,6 @@
-"""`BackgroundLast`: two policies in one order, users before background; each tier is as fair as its own policy.
+"""`BackgroundLast` combines two policies, users before background; each tier is ordered by its own policy.
 
-Background is every request of a priority above 0. What it is given never counts against its tenant's users.
+Background is every request of a priority above 0. Its service never counts against the users of its tenant.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["BackgroundLast"]
 
 
 class BackgroundLast:
-    """Serves a request of background only where no user waits, and has it give way to users first."""
+    """Policy that serves background requests only if no user waits, and preempts them before users."""
 
     def __init__(self, users: Policy, background: Policy) -> None:
-        """Order those of priority 0 and below by `users`, and the others behind them by `background`."""
+        """Order requests of priority 0 and below by `users`, and the others behind them by `background`."""
         self._tiers = users, background
         self._waiting_users: set[int] = set()
-        """Ids of users that have not started yet."""
+        """Ids of user requests that have not started yet."""
 
     def lane(self, request: Request) -> Hashable:
         """Return the tier of the request, and the lane that the tier's policy gives it."""
@@ -39,7 +39,7 @@ class BackgroundLast:
         return _tier(request), self._of(request).urgency(request, now)
 
     def standing(self, request: Request, now: float) -> Any:
-        """Return the tier, and the standing within it: all of background gives way before any user does."""
+        """Return the tier and the standing within it, so that all background requests are preempted before any user."""
         return _tier(request), self._of(request).standing(request, now)
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
@@ -53,11 +53,11 @@ class BackgroundLast:
         return self._of(request).worthwhile(request, now, pace)
 
     def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
-        """Return the wait in seconds that the tier's policy expects; users who are yet to come do not count."""
+        """Return the wait in seconds that the tier's policy expects; users who arrive later do not count."""
         return self._of(request).expected_wait(request, tokens, pace)
 
     def displaced(self, running: Sequence[Request], coming: int) -> Iterable[Request]:
-        """Give up the latest of background while more users wait than rows come, then as the users' policy does."""
+        """Return the latest background requests if users outnumber coming rows, then what the users' policy returns."""
         users, background = self._tiers
         tiers: tuple[list[Request], list[Request]] = [], []
         for request in running:
@@ -83,7 +83,7 @@ class BackgroundLast:
         self._of(request).started(request)
 
     def served(self, works: Iterable[Work]) -> None:
-        """Tell the policy of each tier of the works of its own requests."""
+        """Pass the work items of each tier's requests to its policy."""
         tiers: tuple[list[Work], list[Work]] = [], []
         for work in works:
             tiers[_tier(work.request)].append(work)

@@ -1,4 +1,4 @@
-"""`DeadlineQueue`: which live request's deadline is next; never ends a request."""
+"""`DeadlineQueue` finds the live request with the next deadline; never ends a request."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class DeadlineQueue:
         """Start empty."""
         self._heap: list[tuple[float, int, Request]] = []
         self._most = _FEW
-        """Entries at which those of requests that have ended are looked for."""
+        """Number of entries at which those of ended requests are removed."""
 
     def __len__(self) -> int:
-        """Entries, of which at most half and a few are of requests that have ended."""
+        """Return the number of entries, including some of requests that have ended: at most half, and a few more."""
         return len(self._heap)
 
     def add(self, request: Request) -> None:
-        """Watch the deadline of `request`, if it has one; it leaves by itself, some time after it has ended."""
+        """Watch the deadline of `request`, if it has one; its entry is removed some time after it has ended."""
         if request.deadline is None:
             return
         heappush(self._heap, (request.deadline, request.id, request))
@@ -36,13 +36,13 @@ class DeadlineQueue:
 
     @property
     def first(self) -> Request | None:
-        """The live request that must end next."""
+        """Live request with the earliest deadline; None if there is none."""
         heap = self._heap
         while heap and heap[0][2].state is State.FINISHED:
             heappop(heap)
         return heap[0][2] if heap else None
 
     def overdue(self, now: float) -> Request | None:
-        """A live request whose deadline has passed at `now`, in seconds."""
+        """Return a live request whose deadline has passed at `now`, in seconds; None if there is none."""
         first = self.first
         return None if first is None or first.deadline is None or first.deadline > now else first

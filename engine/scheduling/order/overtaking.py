@@ -1,8 +1,9 @@
-"""`Overtaking`: which waiting requests must wait for their adapter, so that none waits for ever; moves nothing itself.
+"""`Overtaking` decides which requests must wait for a LoRA slot, so that none waits for ever; it moves nothing itself.
 
-A request whose adapter is on the device may overtake one whose adapter finds no slot: batches reuse what is there. It
-may do so only so often: then no further adapter is put on, and those that rows wear are closed to newcomers, one after
-another from that of the fewest rows, until whoever waits longest has room. A large one may need several to go.
+A request whose adapter is on the device may overtake one whose adapter finds no slot, so that batches reuse adapters.
+After too many overtakings no further adapter is loaded, and adapters in use are closed to new requests, one after
+another from the one with the fewest rows, until the longest waiting request has room. A large adapter may need several
+slots to be freed.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ __all__ = ["Overtaking"]
 
 
 class Overtaking:
-    """Admission's view of the slots."""
+    """Admission's view of the LoRA slots."""
 
     def __init__(self, slots: SlotTable, patience: int) -> None:
         """Let the first request that finds no slot be overtaken `patience` times."""
         self._slots = slots
         self._patience = patience
         self._eldest: Request | None = None
-        """The first in order that found no room."""
+        """First request in order whose adapter found no room."""
         self._met = False
-        """Whether this look through the queue has come past it."""
+        """Whether the current pass through the queue has come past that request."""
         self._overtaken = 0
         self._urgent = False
-        """Whether it has waited long enough."""
+        """Whether that request has waited long enough to close adapters for it."""
         self._closed: set[AdapterVersion] = set()
 
     @property
     def closed(self) -> Set[AdapterVersion]:
-        """Adapters that take no newcomers: whoever holds a row of one without using it should give way."""
+        """Adapters that take no new requests; a paused request that holds a row of one should be preempted."""
         return self._closed
 
     def begin(self, *, idle: bool) -> None:
-        """A look through the queue begins; `idle` where nothing runs that could give a slot back."""
+        """Begin a pass through the queue; `idle` if nothing runs that could free a slot."""
         if self._eldest is not None and self._eldest.state is not State.WAITING:
             self._forget()
         self._met = False
@@ -47,9 +48,9 @@ class Overtaking:
             self._closed.add(min(active, key=lambda version: version.holders))
 
     def may_start(self, request: Request) -> bool:
-        """Whether the device has what `request` wears; if not, it is fetched as soon as there is room.
+        """Return whether the device has the adapter of `request`; if not, it is fetched as soon as there is room.
 
-        Nothing is fetched past one that found no room: it would take what comes free.
+        Nothing is fetched after a request that found no room, since it would take the next slot that is freed.
         """
         version = request.wears
         if version is None:
@@ -62,19 +63,19 @@ class Overtaking:
             if request is self._eldest:
                 self._forget()
             return False
-        self._eldest = request  # of two that change places in the order, neither begins to count anew
+        self._eldest = request  # if two requests change places in the order, the count continues
         self._met = True
         return False
 
     def starts(self, request: Request) -> None:
-        """`request` is given a row."""
+        """Take note that `request` is given a row."""
         if request is self._eldest:
             self._forget()
         elif self._met and request.wears is not None:
             self._overtaken += 1
 
     def _finds_room(self, version: AdapterVersion) -> bool:
-        """Whether it comes to the device without another adapter's rows being done first."""
+        """Start to fetch an adapter if it fits without waiting for the rows of others; return whether it does."""
         if version.residency is Residency.RESIDENT:
             return False
         if self._slots.fetch(version):
@@ -82,7 +83,7 @@ class Overtaking:
         return self._urgent and not self._slots.active and self._slots.fetch(version, Replacing.PINNED)
 
     def _is_closed(self, version: AdapterVersion) -> bool:
-        """Whether a newcomer would take, or keep, what the one that has waited long enough is to get."""
+        """Return whether a new request would take, or keep, the slot that the longest waiting one needs."""
         return version in self._closed or (self._urgent and not version.holders)
 
     def _forget(self) -> None:

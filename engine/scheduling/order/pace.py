@@ -1,4 +1,4 @@
-"""`Pace`: how long steps take on this device, learnt from those that have ended; never reads a clock."""
+"""`Pace` measures how long steps take on this device, from those that have ended; never reads a clock."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from headrace.engine.scheduling.plan import Capacity
 
 __all__ = ["Pace"]
 
-_KEEP = 0.9  # of the old value at each measurement: about the last ten steps count
-_TELLING = 16  # prefilled tokens of a step from which their cost can be told apart from the rest
-_FORGET = 0.998  # of what chunks cost in each step that does without them for that: it may have become less meanwhile
+_KEEP = 0.9  # weight of the old value at each measurement: about the last ten steps count
+_TELLING = 16  # prefilled tokens in a step from which their cost can be told from the rest
+_FORGET = 0.998  # decay of the cost of chunks in each step that avoids them for it: it may have become less meanwhile
 
 
 class Pace:
-    """Running figures of steps: seconds without a prefill and of any step, and what prefilled tokens add."""
+    """Running averages of step times: steps without prefill, any steps, and the time that prefilled tokens add."""
 
     def __init__(self) -> None:
-        """Know nothing: until steps have ended, everything takes no time."""
+        """Start without measurements, so that everything is expected to take no time."""
         self.step_seconds = 0.0
         self.token_seconds = 0.0
         self.chunk_seconds = 0.0
-        """Seconds that a chunk adds however few tokens it has: many on a device whose usual steps are graphs."""
+        """Seconds that a chunk adds even with few tokens: many on a device whose usual steps are graphs."""
         self.turn_seconds = 0.0
-        """Seconds of a step with whatever was in it: how long a running request waits for its next token."""
+        """Seconds of a step of any kind, which is the time that a running request waits for its next token."""
 
     def observe(self, prefilled: int, seconds: float, chunks: int = 1) -> None:
-        """Take in a step of so many seconds, in which so many tokens of prompts were computed, in so many chunks."""
+        """Take in a step of `seconds`, which computed `prefilled` prompt tokens in `chunks` chunks."""
         self.turn_seconds = _mixed(self.turn_seconds, seconds)
         if prefilled == 0:
             self.step_seconds = _mixed(self.step_seconds, seconds)
@@ -34,13 +34,13 @@ class Pace:
             self.chunk_seconds = _mixed(self.chunk_seconds, max(0.0, seconds - self.step_seconds))
 
     def is_worth(self, tokens: int, rows: int) -> bool:
-        """Whether computing tokens of some rows in chunks saves these more time than it costs all together.
+        """Return whether computing the tokens of some rows in chunks saves them more time than it costs the whole step.
 
-        To be asked once for a step.
+        Call this once for each step.
 
         Args:
-            tokens: In all chunks, each of which takes the place of a step of its row.
-            rows: Of the step.
+            tokens: Tokens in all chunks, each of which takes the place of a step of its row.
+            rows: Rows of the step.
         """
         worth = tokens * self.step_seconds >= rows * self.chunk_seconds
         if not worth:
@@ -48,17 +48,17 @@ class Pace:
         return worth
 
     def forget(self) -> None:
-        """Know nothing again."""
+        """Forget all measurements."""
         self.step_seconds = self.token_seconds = self.chunk_seconds = self.turn_seconds = 0.0
 
     def prefill(self, tokens: int) -> float:
-        """Seconds that so many prefilled tokens take."""
+        """Return the seconds that so many prefilled tokens take."""
         return tokens * self.token_seconds
 
     def budget(self, decodes: int, capacity: Capacity, target: float | None) -> int:
-        """Tokens that a step may hold with so many decodes if it shall take `target` seconds, a page more at least.
+        """Return how many tokens a step with `decodes` may hold to take `target` seconds, and at least a page more.
 
-        All that `capacity` allows where nothing decodes, where there is no target, or where the pace is not known yet.
+        Without decodes, a target or measurements, that is all that `capacity` allows.
         """
         most = capacity.max_batched_tokens
         if target is None or not decodes or not self.token_seconds:

@@ -1,7 +1,7 @@
-"""`Shares`: what each of several parties was given, by weight, and where newcomers begin; never decides who is next.
+"""`Shares` counts the weighted tokens that each of several parties was given; it never decides who is next.
 
-Start-time fair queuing (Goyal, Vin and Cheng, 1996), except that whoever runs something may save up a little: with
-nothing in the queue it begins at most `burst` below the latest that was served from it, and an idle one not below.
+Start-time fair queuing (Goyal, Vin and Cheng, 1996), except that a party that runs something may save up a little: with
+nothing queued it starts at most `burst` below the party served last from the queue, and an idle party not below it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ __all__ = ["Account", "Shares"]
 
 @dataclass(slots=True)
 class Account:
-    """What one party was given."""
+    """Service that one party was given, and its requests."""
 
     served: float
-    """Weighted tokens."""
+    """Weighted tokens that the party was given."""
     parts: Shares
-    """How it passed them on to those within it."""
+    """Accounts of the parties within this one."""
     live: int = 0
-    """Requests that wait or run."""
+    """Number of requests that wait or run."""
     queued: dict[int, int] = field(default_factory=dict)
-    """Id -> tokens of the prompt, of those that have not started yet, in the order in which they came."""
+    """Request id -> tokens of its prompt, for requests that have not started yet, in order of arrival."""
 
 
 class Shares:
-    """Accounts of the parties that have requests, and of those that newcomers would come before."""
+    """Accounts of the parties that have requests, and of idle ones that are ahead of new parties."""
 
     def __init__(self, burst: float) -> None:
-        """Start with nobody served; `burst` is in weighted tokens."""
+        """Start without accounts; `burst` is in weighted tokens."""
         self.accounts: dict[str | None, Account] = {}
         self._burst = burst
         self._level = 0.0
-        """What the latest to be served from the queue had been given by then."""
+        """Weighted tokens of the party that was served from the queue last."""
 
     def join(self, name: str | None, request: Request) -> Account:
         """Queue a request of `name`."""
@@ -49,13 +49,13 @@ class Shares:
         return account
 
     def start(self, name: str | None, request: Request) -> None:
-        """A request of `name` is served from the queue."""
+        """Take note that a request of `name` is served from the queue."""
         account = self.accounts[name]
         account.queued.pop(request.id, None)
         self._level = max(self._level, account.served)
 
     def leave(self, name: str | None, request: Request) -> None:
-        """Count a request of `name` no more, and forget idle parties that newcomers would not come before."""
+        """Remove a request of `name`, and forget idle parties that are not ahead of new ones."""
         account = self.accounts[name]
         account.live -= 1
         account.queued.pop(request.id, None)

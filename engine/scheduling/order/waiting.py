@@ -1,4 +1,4 @@
-"""`Waiting`: the requests that wait, in the order that a policy gives them; never admits one."""
+"""`Waiting` holds the waiting requests in the order of a policy; it never admits one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK = 256
 
 
 class _Sums:
-    """A list of numbers in chunks, so that the sum of its first ones is found without adding up all of them."""
+    """A list of numbers in chunks, which sums up its first numbers without adding all of them."""
 
     def __init__(self) -> None:
         self.chunks: list[list[int]] = [[]]
@@ -41,12 +41,12 @@ class _Sums:
             del self.chunks[which], self.sums[which]
 
     def first(self, count: int) -> int:
-        """The sum of the first `count`."""
+        """Return the sum of the first `count` numbers."""
         which, count = self._find(count)
         return sum(self.sums[:which]) + sum(islice(self.chunks[which], count))
 
     def _find(self, count: int) -> tuple[int, int]:
-        """The chunk in which the first `count` end, and how many of them are in it."""
+        """Return the chunk in which the first `count` numbers end, and how many of them it holds."""
         for which, chunk in enumerate(self.chunks):
             if count <= len(chunk):
                 return which, count
@@ -55,7 +55,7 @@ class _Sums:
 
 
 class _Lane:
-    """Requests in the order of their places."""
+    """Waiting requests of one lane, in the order of their keys."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -84,7 +84,7 @@ class Waiting:
         self._count = 0
 
     def __len__(self) -> int:
-        """Requests in all lanes."""
+        """Return the number of requests in all lanes."""
         return self._count
 
     def add(self, request: Request) -> None:
@@ -97,10 +97,10 @@ class Waiting:
         self._count += 1
 
     def remove(self, request: Request) -> None:
-        """Take `request` out, wherever it stands.
+        """Remove `request` from its lane.
 
         Raises:
-            ValueError: It does not wait.
+            ValueError: The request does not wait.
         """
         key = self._policy.lane(request)
         lane = self._lanes.get(key, _Lane())
@@ -110,16 +110,16 @@ class Waiting:
             del self._lanes[key]
 
     def tokens_before(self, request: Request) -> int:
-        """Known tokens of those in the lane of `request`, which is not queued, that would be before it."""
+        """Return the known tokens of queued requests that come before `request`, not queued yet, in its lane."""
         lane = self._lanes.get(self._policy.lane(request))
         if lane is None:
             return 0
         return lane.tokens.first(bisect_right(lane.places, self._policy.place(request)))
 
     def in_order(self, now: float) -> Iterator[Request]:
-        """Yield the requests that wait at `now` (seconds), the most urgent first; each may be removed once seen.
+        """Yield the requests that wait at `now` (seconds), the most urgent first; each may be removed once yielded.
 
-        What being served does to the urgency of its lane counts for the next.
+        Urgency is computed anew after each request, since serving it may change the urgency of its lane.
         """
         if len(self._lanes) == 1:
             yield from list(self)
@@ -130,7 +130,7 @@ class Waiting:
         heapify(heads)
         while heads:
             key, number, lane = heappop(heads)
-            if heads and (changed := urgency(lane[0], now)) != key:  # by what was served since
+            if heads and (changed := urgency(lane[0], now)) != key:  # changed by serving others
                 heappush(heads, (changed, number, lane))
                 continue
             yield lane.popleft()
@@ -141,7 +141,7 @@ class Waiting:
         """Assert that every lane is in order and that the count is right.
 
         Raises:
-            AssertionError: A defect of headrace, or a policy whose keys change.
+            AssertionError: A lane is out of order, which is a defect of headrace or of a policy whose keys change.
         """
         assert self._count == sum(1 for _ in self), "the count of waiting requests is wrong"
         for key, lane in self._lanes.items():
@@ -154,5 +154,5 @@ class Waiting:
             assert lane.tokens.sums == list(map(sum, lane.tokens.chunks)), "the tokens of a lane are added up wrongly"
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests that wait, in no order."""
+        """Yield the waiting requests in no particular order."""
         return (request for lane in self._lanes.values() for request in lane.requests)
