@@ -1,1 +1,1 @@
-"""The loop that drives a runner, and what the host does between its steps; never decides who is next."""
+"""The step loop that drives a runner, and the host's part between its steps; never decides who is next."""

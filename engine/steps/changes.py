@@ -1,4 +1,4 @@
-"""`Changes`: what is to be done to a runner between two steps, one after another; never does any of it by itself."""
+"""`Changes` queues changes to a runner that are made between two steps, one after another; it makes none by itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Change(NamedTuple):
 
 
 class Changes:
-    """A queue between those who want something changed and the step loop."""
+    """A queue of changes that the step loop carries out."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -30,10 +30,10 @@ class Changes:
         return bool(self._waiting)
 
     async def ask(self, carry_out: Callable[[], Awaitable[None]], wake: Callable[[], None]) -> None:
-        """Have the step loop, which `wake` wakes, carry out a change; it does so even if the caller is cancelled.
+        """Queue a change, `wake` the step loop and wait for the change, which is made even if the caller is cancelled.
 
         Raises:
-            Exception: What `carry_out` raised.
+            Exception: The error that `carry_out` raised.
         """
         change = _Change(carry_out, anyio.Event(), [])
         self._waiting.append(change)
@@ -43,10 +43,10 @@ class Changes:
             raise change.errors[0]
 
     async def carry_out_next(self) -> None:
-        """For the step loop, with nothing in flight: carry out the first change.
+        """Carry out the first change; called by the step loop with nothing in flight.
 
         Raises:
-            EngineCrashed: The device failed; who asked is told, too.
+            EngineCrashed: The device failed; the change's caller gets the same error.
         """
         change = self._waiting.popleft()
         try:
@@ -59,7 +59,7 @@ class Changes:
             change.done.set()
 
     def drop(self, error: HeadraceError) -> None:
-        """End every change that waits with `error`."""
+        """End every queued change with `error`."""
         while self._waiting:
             change = self._waiting.popleft()
             change.errors.append(error)

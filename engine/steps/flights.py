@@ -1,8 +1,8 @@
-"""`Flights`: the steps that are launched and not committed, and whether another may follow them; launches none itself.
+"""`Flights` holds launched steps that are not committed, and decides whether another may follow; it launches none.
 
-Two keep a device busy while the host takes in the result of the first. Where steps are short, the application's own
-coroutines hold the event loop for longer than that, so that more may be launched as long as nobody can be the worse for
-it: every request that runs has room in them, nobody waits for a row, and together they take `_SLACK` at most.
+Two steps keep a device busy while the host processes the result of the first. With short steps, the application's own
+coroutines hold the event loop for longer than that, so more steps may be launched if that delays nobody: every running
+request has room in them, no request waits for a row, and together they take `_SLACK` at most.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ __all__ = ["FailedLaunch", "Flight", "Flights"]
 
 _USUAL = 2
 _MOST = 8
-_SLACK = 0.005  # seconds for which a request that arrives, or is cancelled, may have to wait for what was launched
+_SLACK = 0.005  # longest delay in seconds that launched steps may cause for a new or cancelled request
 
 
 class Flight(NamedTuple):
-    """A launched step."""
+    """A launched step and its plan."""
 
     plan: StepPlan
     step: Step
 
 
 class FailedLaunch:
-    """A step that could not be launched: it fails in its turn, so that steps end in the order they were planned."""
+    """A step that could not be launched. It fails when it is waited for, so that steps end in the planned order."""
 
     def __init__(self, error: Exception) -> None:
         """Fail with `error`."""
         self._error = error
 
     def wait(self) -> Sequence[int]:
-        """Raise it."""
+        """Raise the error of the launch."""
         raise self._error
 
 
 class Flights(deque[Flight]):
-    """Oldest first."""
+    """Launched steps that are not committed, oldest first."""
 
     def __init__(self, usual: int, most: int) -> None:
-        """Start empty; up to `usual` steps may be in flight, up to `most` where that harms nobody."""
+        """Start empty; `usual` steps may be in flight, and up to `most` if that delays nobody."""
         super().__init__()
         self._usual = usual
         self._most = most
 
     @classmethod
     def of(cls, launch_ahead: int | None, device: str) -> Self:
-        """Up to `EngineConfig.launch_ahead`, if that is given, on a device as in `EngineInfo.device`."""
+        """Return an empty queue for `EngineConfig.launch_ahead` steps, or as many as suit `device` if that is None."""
         if launch_ahead is not None:
             return cls(launch_ahead, launch_ahead)
         return cls(_USUAL, _MOST if device.startswith("cuda") else _USUAL)
 
     def may_grow(self, scheduler: Scheduler) -> bool:
-        """Whether another step of `scheduler` may follow; none may build on one that the device never got."""
+        """Return whether another step may be launched; none may follow a step that failed to launch."""
         if not self:
             return True
         latest = self[-1]

@@ -1,4 +1,4 @@
-"""Hooks: a caller's own code in the middle of a generation, held to what it promised; never what is done about it."""
+"""Runs hooks, which are a caller's own code within a generation, and checks their results; does not act on them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from headrace.engine.events import Token
 __all__ = ["HookThread", "StopWhen", "asks_to_stop", "check_hook"]
 
 StopWhen: TypeAlias = Callable[[Token], bool]
-"""Whether a choice ends with the token that it is given."""
+"""Hook that is called with each token of a choice and returns whether the choice ends there."""
 
 
 def check_hook(hook: object, field: str) -> None:
-    """Refuse what cannot be called.
+    """Reject a hook that cannot be called.
 
     Raises:
-        InvalidParams: It is neither None nor callable.
+        InvalidParams: `hook` is neither None nor callable.
     """
     if hook is not None and not callable(hook):
         raise InvalidParams(f"{field}: must be callable, got {type(hook).__name__}", field=field, value=hook)
 
 
 def asks_to_stop(stop_when: StopWhen, token: Token, seconds: float) -> bool:
-    """Call `stop_when`, which has so many seconds.
+    """Return the answer of `stop_when`, which may take `seconds`.
 
     Raises:
-        HookFailed: It raised, took longer, or returned something other than a bool.
+        HookFailed: The hook raised, took longer, or returned something other than a bool.
     """
     started = time.perf_counter()
     try:
         answer = stop_when(token)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a cancellation, too: it is of whatever the hook looked at, and not of the engine
+    except BaseException as error:  # cancellations too: they concern code within the hook, not the engine
         raise HookFailed(f"stop_when raised {type(error).__name__} at token {token.position}") from error
     spent = time.perf_counter() - started
     if spent > seconds:
@@ -52,18 +52,18 @@ def asks_to_stop(stop_when: StopWhen, token: Token, seconds: float) -> bool:
 
 
 class HookThread:
-    """Calls hooks one after the other beside the event loop, and leaves behind a call that takes too long.
+    """A thread that calls hooks one after the other, off the event loop, and abandons a call that takes too long.
 
-    Python cannot end a call. One that does not return in time goes on in its thread, which nobody waits for any more;
-    another thread takes the calls that come after it.
+    Python cannot end a call. A call that does not return in time goes on in its thread, which is no longer waited for;
+    another thread makes the calls after it.
     """
 
     def __init__(self, post: Poster, seconds: float) -> None:
-        """Start nothing before the first call.
+        """Start no thread before the first call.
 
         Args:
-            post: How results get back.
-            seconds: That one call may take.
+            post: Callback that hands results to the event loop.
+            seconds: Longest time that one call may take.
         """
         self._post = post
         self._seconds = seconds
@@ -78,7 +78,7 @@ class HookThread:
         self._calls.put((call, done))
 
     def close(self) -> None:
-        """Drop what is queued, wait for the call that runs as long as it may take, and join the threads; blocks."""
+        """Drop queued calls, wait for the running one until its time is up, and join the threads; blocks."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._calls.get_nowait()
@@ -99,7 +99,7 @@ class HookThread:
                 what = f"logits_processor took longer than the {self._seconds:g} s that it has"
                 result, error = None, HookFailed(what)
             self._post(Outcome(done, result, error))
-            del item, call, done, result, error  # keep nothing alive while waiting for the next call
+            del item, call, done, result, error  # let go of the objects while waiting for the next call
         caller.calls.put(None)
         caller.thread.join()
 
@@ -108,7 +108,7 @@ _Call: TypeAlias = tuple[Callable[[], Any], Callable[[Any, BaseException | None]
 
 
 class _Caller:
-    """A thread that makes calls until it is given None."""
+    """A thread that makes calls until it receives None."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -121,7 +121,7 @@ class _Caller:
             result, error = None, None
             try:
                 result = call()
-            except BaseException as raised:  # raised where the result is awaited
+            except BaseException as raised:  # raised again when the result is awaited
                 error = raised
             self.results.put((result, error))
             del call, result, error

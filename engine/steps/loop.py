@@ -1,6 +1,6 @@
-"""`StepLoop`: plans, launches, waits for and commits steps, and delivers what they gave; the only driver of a runner.
+"""`StepLoop` plans, launches, waits for and commits steps, and delivers their results; it alone drives a runner.
 
-Owns the steps in flight; never decides what runs (scheduling/scheduler.py does) and never touches a tensor.
+It owns the steps in flight; scheduling/scheduler.py decides what runs. It never touches a tensor.
 Next to read: engine.py.
 """
 
@@ -39,13 +39,13 @@ logger = logging.getLogger("headrace.engine")
 
 T = TypeVar("T")
 
-_SLICE = 32  # readers woken at once: they run for some 10 µs each before anything else does
+_SLICE = 32  # readers woken in a row: each runs for some 10 µs before anything else does
 
 
 class StepLoop:
     """The step loop of one engine.
 
-    While step N runs, step N+1 is planned and launched, what step N-1 gave is delivered, and N is waited for and
+    While step N runs, step N+1 is planned and launched, the results of step N-1 are delivered, and N is waited for and
     committed. Nothing is awaited between a plan and its launch.
     """
 
@@ -63,19 +63,19 @@ class StepLoop:
         """Drive `runner` with the plans of `scheduler`.
 
         Args:
-            scheduler: Decides what runs.
-            runner: The device.
-            waiter: The thread that blocks on steps.
-            hooks: The thread that callers' hooks choose tokens in.
-            flights: None yet.
-            hang_after: Seconds for which a step may be waited for; what takes longer ends the loop.
-            clock: Seconds, of arrivals, deadlines and step times.
+            scheduler: Scheduler that makes the plans.
+            runner: Device that carries out the plans.
+            waiter: Thread that blocks on steps.
+            hooks: Thread in which callers' hooks choose tokens.
+            flights: Empty queue for the steps in flight.
+            hang_after: Longest time in seconds to wait for a step; a longer wait ends the loop.
+            clock: Clock, in seconds, for arrivals, deadlines and step times.
         """
         self.scheduler = scheduler
         self.meter = Meter()
         self.crashed: EngineCrashed | None = None
         self.hung = False
-        """Whether it died because the device did not answer: a step, or a change of its memory, may be going on."""
+        """Whether the loop ended because the device did not answer, so that a step or memory change may still go on."""
         self._runner = runner
         self._waiter = waiter
         self._hooks = hooks
@@ -88,36 +88,36 @@ class StepLoop:
         self._launched = flights
         self._hang_after = hang_after
         self.carry_out: Callable[[list[Move]], None] = _no_moves
-        """Fills and empties the slots of adapters."""
+        """Callback that fills and empties the LoRA slots."""
         self.kv = KvWatch(scheduler)
         self.changes = Changes()
-        """What is done to the runner once no step is in flight, before the next is planned."""
+        """Changes to the runner that are made as soon as no step is in flight, before the next is planned."""
         self._due: list[Outcome] = []
-        """What was committed and is still to be delivered; a change completes several steps in a row."""
+        """Committed outcomes that are still to be delivered; a change completes several steps in a row."""
 
     # -- what streams call ------------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more may be submitted."""
+        """Whether the loop is closing, so that nothing more may be submitted."""
         return self._closing
 
     @property
     def now(self) -> float:
-        """Seconds, on the clock of arrivals and deadlines."""
+        """Current time in seconds, on the clock of arrivals and deadlines."""
         return self._clock()
 
     def expect(self, generation: Generation) -> None:
-        """Let a drain wait for `generation`, which will be submitted or abandoned."""
+        """Make `drained` wait for `generation`, which will be submitted or abandoned."""
         self._expected.add(generation)
 
     def submit(self, generation: Generation, prompt: list[int], requests: Sequence[Request]) -> None:
         """Queue the choices of `generation`, all of the same `prompt`.
 
         Raises:
-            Rejected: They can never run; nothing is kept.
+            Rejected: The requests can never run; nothing is kept.
         """
-        self.add(generation, requests)  # all have the same prompt: if the first is accepted, so are the others
+        self.add(generation, requests)  # the choices share a prompt: if the first is accepted, so are the others
         generation.start(prompt, requests)
         self._idle = anyio.Event()
 
@@ -125,27 +125,27 @@ class StepLoop:
         """Queue more requests of a generation.
 
         Raises:
-            Rejected: The first can never run; nothing is kept.
+            Rejected: The first request can never run; nothing is kept.
         """
         now = self._clock()
         for request in requests:
-            if request.elder < 0:  # others go on for one that came before
+            if request.elder < 0:  # other requests continue an earlier one and keep its arrival
                 request.arrived = now
             self.scheduler.submit(request)
             self._generations[request.id] = generation
         self._wake()
 
     def let_go(self, request: Request) -> None:
-        """Note that one reader fewer may go on after `request`."""
+        """Count one stream fewer that may continue `request`."""
         self.scheduler.let_go(request)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of prompt and completion that a request may grow to, as memory is now."""
+        """Length in tokens, prompt and completion, to which a request may grow with the present memory."""
         return self.scheduler.capacity.check_length(0)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
-        """End a request now; its pages return when its last launched step is done. False if it has ended."""
+        """End a request now; return False if it has already ended. Its pages are freed after its last launched step."""
         ended = self.scheduler.finish(request, reason)
         if ended:
             self._generations.pop(request.id, None)
@@ -162,33 +162,33 @@ class StepLoop:
         self._wake()
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> None:
-        """End the requests that wait for an adapter which the device cannot be given."""
+        """End the requests that wait for `version`, with which the device could not be filled."""
         failed = self.scheduler.fail_wearers(version, error)
-        self._deliver(Outcome((), (), failed))  # now: the step in flight may take its time
+        self._deliver(Outcome((), (), failed))  # at once: the step in flight may take its time
         self.wake()
 
     def wake(self) -> None:
-        """Look again at what there is to do."""
+        """Wake the loop to check for work."""
         self._wakeup.set()
 
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Drive steps until `close`; whatever kills the loop reaches every stream as `EngineCrashed`."""
+        """Drive steps until `close`; an error that ends the loop reaches every stream as `EngineCrashed`."""
         try:
-            with anyio.CancelScope(shield=True):  # launched steps must be waited for, whatever cancels the host
+            with anyio.CancelScope(shield=True):  # launched steps must be waited for even if the host task is cancelled
                 await self._run()
         except anyio.get_cancelled_exc_class():
             raise
         except BaseException as error:
             self.crashed = EngineCrashed(f"the step loop died: {error!r}")
             self.crashed.__cause__ = error
-            self._end_all()  # before waiting for the device, which may be what hangs
+            self._end_all()  # before waiting for the device, which may hang
             await self._let_steps_end()
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
         finally:
-            self._closing = True  # also where the end of the event loop cancelled this task
+            self._closing = True  # also if the end of the event loop cancelled this task
             self._end_all()
             self.changes.drop(self.crashed or EngineStopped("the engine closed"))
             self._idle.set()
@@ -202,14 +202,14 @@ class StepLoop:
         self._wake()
 
     async def drained(self) -> None:
-        """Wait until no request is left, nor one that is still being prepared."""
+        """Wait until all requests have ended, including those that are still being prepared."""
         for generation in list(self._expected):
             await generation.admitted.wait()
         while self._generations:
             await self._idle.wait()
 
     def stats(self) -> EngineStats:
-        """One snapshot of queues, pages, counts and rates."""
+        """Return a snapshot of queues, pages, counts and rates."""
         scheduler, meter = self.scheduler, self.meter
         now = self._clock()
         tokens_per_second, step_seconds = meter.rates(now)
@@ -239,17 +239,17 @@ class StepLoop:
         )
 
     async def carry_out_moves(self, plans: Sequence[StepPlan]) -> None:
-        """Within a change: have plans without works carried out."""
+        """Carry out plans without work items; called within a change."""
         for plan in plans:
             self._launched.append(Flight(plan, self._launch(plan)))
             await self._complete(self._launched[0])
 
     async def wait_for(self, call: Callable[[], T], what: str, patience: float = 1.0) -> T:
-        """Have the waiter's thread make a call of the device, which has `patience` times as long as a step.
+        """Call the device in the waiter's thread, and wait for up to `patience` times as long as for a step.
 
         Raises:
-            EngineCrashed: It takes longer; `what` names it.
-            Exception: Whatever `call` raised.
+            EngineCrashed: The call takes longer; the message names it by `what`.
+            Exception: The error that `call` raised.
         """
         try:
             return await self._waiter.run(call, patience * self._hang_after)
@@ -286,13 +286,13 @@ class StepLoop:
         return plan
 
     async def _sleep(self) -> None:
-        """Wait for something to do, or for the next deadline."""
+        """Wait for work or for the next deadline."""
         deadline = self.scheduler.next_deadline
         with anyio.move_on_after(inf if deadline is None else max(0.0, deadline - self._clock())):
             await self._wakeup.wait()
 
     async def _let_steps_end(self) -> None:
-        """Wait for what a dead loop had launched: the device must be still before its memory is returned."""
+        """Wait for launched steps after a crash: the device must be idle before its memory is freed."""
         while self._launched and not self.hung:
             step = self._launched.popleft().step
             with contextlib.suppress(Exception):
@@ -311,7 +311,7 @@ class StepLoop:
             return FailedLaunch(error)
 
     def _note_taken_up(self, plan: StepPlan, now: float) -> None:
-        for work in plan.works[-len(plan.new_rows) :]:  # requests that just got their rows are planned last
+        for work in plan.works[-len(plan.new_rows) :]:  # requests that were just given their rows are planned last
             generation = self._generations.get(work.request.id)
             if generation is not None and generation.taken_up is None:
                 generation.take_up(now)
@@ -340,7 +340,7 @@ class StepLoop:
         self._due.append(outcome)
 
     def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
-        """Let callers' hooks choose the tokens of their rows; whatever else runs does not wait for them."""
+        """Let callers' hooks choose the tokens of their rows, without delaying other requests."""
         for index, choice in choices.items():
             request = plan.works[index].request
             if request.awaited == plan.step:
@@ -354,7 +354,7 @@ class StepLoop:
         self._wake()
 
     async def _deliver_all(self) -> None:
-        """Deliver what the last commit gave, and let its readers and everybody else run after each slice of it."""
+        """Deliver committed outcomes in slices, and let readers and other tasks run after each slice."""
         due, self._due = self._due, []
         for number, piece in enumerate([piece for outcome in due for piece in outcome.pieces(_SLICE)]):
             if number:
@@ -364,7 +364,7 @@ class StepLoop:
     def _deliver(self, outcome: Outcome) -> None:
         generations = self._generations
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
-            if (generation := generations.get(request.id)) is not None:  # another choice may have ended its stream
+            if (generation := generations.get(request.id)) is not None:  # another choice may have ended the stream
                 generation.deliver_token(request, token)
         for emission in outcome.others:
             request = emission.request

@@ -1,4 +1,4 @@
-"""What a request asks of its logits, done to those of one row on the host; chooses no token and needs no torch."""
+"""Applies a request's shaping or hook to the logits of one row on the host; chooses no token and needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["processed_logits", "shaper_of"]
 def processed_logits(
     processor: LogitsProcessor, tokens: list[int], logits_V: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Call a hook with the tokens of a row so far and its next logits, and return what it returned, as an array.
+    """Call a hook with the tokens of a row so far and its next logits, and return its result as an array.
 
     Args:
         processor: The hook, which may write to both and return an array or a torch tensor.
@@ -30,13 +30,13 @@ def processed_logits(
         float32 [vocabulary], each element finite or -inf.
 
     Raises:
-        HookFailed: The hook raised, or returned what are no logits.
+        HookFailed: The hook raised, or returned something other than logits.
     """
     try:
         returned: Any = processor(tokens, logits_V)
         is_tensor = callable(getattr(returned, "detach", None))
         changed_V = np.array(returned.detach().float().cpu().numpy() if is_tensor else returned, np.float32)
-    except BaseException as error:  # nothing that ends a thread's work is meant for the engine's
+    except BaseException as error:  # an error of a hook must not end the engine's thread
         raise HookFailed(f"logits_processor raised {type(error).__name__} after {len(tokens)} tokens") from error
     if changed_V.shape != logits_V.shape:
         what = f"an array [{len(logits_V)}]"
@@ -47,7 +47,7 @@ def processed_logits(
 
 
 def shaper_of(options: RowOptions, shaping: Shaping, vocab_size: int) -> Shaper:
-    """Return what applies `shaping` to the logits of a new row."""
+    """Return a `Shaper` that applies `shaping` to the logits of a new row."""
     return Shaper(
         tokens=options.tokens,
         prompt_len=options.prompt_len,
