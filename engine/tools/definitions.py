@@ -1,4 +1,4 @@
-"""`Tool` and `ToolChoice`: what a model may call and whether it must, checked when built; never calls anything."""
+"""`Tool` and `ToolChoice`: the functions that a model may or must call, checked when built; never calls one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
 
 
 class Tool(BaseModel):
-    """A function that a model may call. Frozen; treat `parameters` as frozen too.
+    """A function that a model may call. Frozen; do not change `parameters` either.
 
     Raises:
-        InvalidParams: A name that is not 1 to 64 of `a-zA-Z0-9_-`, or parameters that are no JSON schema of an object,
-            nest deeper than 128, or take more than 256 Ki characters.
+        InvalidParams: The name is not 1 to 64 of `a-zA-Z0-9_-`, or the parameters are no JSON schema of an object,
+            nest deeper than 128 or have more than 256 Ki characters.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,7 +36,7 @@ class Tool(BaseModel):
     name: Name
     description: Annotated[str, StringConstraints(max_length=_MAX_DESCRIPTION)] = ""
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of the arguments. A schema's own rules are the grammar's to check."""
+    """JSON schema of the arguments. Whether its rules are valid is checked when a grammar is compiled from it."""
 
     def __init__(self, **values: Any) -> None:
         """Validate `values`, turning pydantic's error into `InvalidParams`."""
@@ -47,9 +47,9 @@ class Tool(BaseModel):
 
     @classmethod
     def parse(cls, value: Tool | Mapping[str, Any]) -> Tool:
-        """Take a tool as OpenAI clients and transformers write it, with or without `{"type": "function"}` around it.
+        """Make a tool from the form that OpenAI clients and transformers write, with or without `{"type": "function"}`.
 
-        `strict` is accepted and left out, `None` counts as absent.
+        `strict` is accepted and ignored; a field that is None counts as absent.
         """
         if isinstance(value, Tool):
             return value
@@ -68,7 +68,7 @@ class Tool(BaseModel):
         if not isinstance(value.get("properties", {}), dict):
             raise ValueError("properties must be an object")
         if _depth(value) > MAX_DEPTH:
-            # No value: what nests too deep cannot be shown either.
+            # No value in the error: a value that nests too deep cannot be shown either.
             raise InvalidParams("parameters nest too deep", field="parameters", value=None, limit=MAX_DEPTH)
         try:
             size = len(json.dumps(value, allow_nan=False))
@@ -79,7 +79,7 @@ class Tool(BaseModel):
         return copy.deepcopy(value)
 
     def as_function(self) -> dict[str, Any]:
-        """Return it as chat templates and OpenAI's API write it."""
+        """Return the tool in the form that chat templates and OpenAI's API use."""
         function = {"name": self.name, "description": self.description, "parameters": copy.deepcopy(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -91,7 +91,7 @@ class ToolChoice(BaseModel):
     """Whether the model may call tools (`auto`), must not (`none`), must (`required`), or must call one by `name`.
 
     Raises:
-        InvalidParams: `named` without a name, or another mode with one.
+        InvalidParams: The mode is `named` without a name, or another mode with one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,10 +114,10 @@ class ToolChoice(BaseModel):
 
     @classmethod
     def parse(cls, value: ToolChoice | str | Mapping[str, Any] | None) -> ToolChoice:
-        """Take a choice as OpenAI clients write it: a mode, `{"type": "function", "function": {"name": ...}}`, None.
+        """Parse a choice as OpenAI clients write it: a mode, `{"type": "function", "function": {"name": ...}}`, None.
 
         Raises:
-            InvalidParams: It is none of these.
+            InvalidParams: `value` has none of these forms.
         """
         if isinstance(value, ToolChoice):
             return value
@@ -138,7 +138,7 @@ class ToolChoice(BaseModel):
         """Return the tools that may be called.
 
         Raises:
-            InvalidParams: A call is demanded, and there is no tool, or none of that name.
+            InvalidParams: A call is required, and there is no tool, or none of that name.
         """
         if self.mode == "none":
             return ()
@@ -154,7 +154,7 @@ def check_tools(tools: Iterable[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
     """Parse a request's tools.
 
     Raises:
-        InvalidParams: More than 128, two of one name, or one that is no tool.
+        InvalidParams: There are more than 128 tools, two of one name, or one that is not a tool.
     """
     checked: dict[str, Tool] = {}
     for value in tools:
@@ -168,14 +168,14 @@ def check_tools(tools: Iterable[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
 
 
 def template_tools(tools: Sequence[Tool], choice: ToolChoice | None = None) -> list[dict[str, Any]] | None:
-    """Return what `apply_chat_template(tools=...)` takes; None, which leaves tools out, if none may be called."""
+    """Return the `tools` argument for `apply_chat_template`; None, which leaves tools out, if none may be called."""
     if not tools or (choice is not None and choice.mode == "none"):
         return None
     return [tool.as_function() for tool in tools]
 
 
 def assistant_message(parsed: Parsed) -> dict[str, Any]:
-    """Return the completion as a message for the next turn's chat template, which wants arguments as mappings.
+    """Return the completion as a message for the chat template of the next turn, which expects arguments as mappings.
 
     Incomplete calls are left out, since no tool can have answered them.
     """
@@ -189,7 +189,7 @@ def assistant_message(parsed: Parsed) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """Nesting of lists and mappings, counted no further than one past the limit."""
+    """Return the nesting depth of lists and mappings, counted no further than one past the limit."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]

@@ -1,4 +1,4 @@
-"""What a completion turned out to hold, as events and as one value; never reads the model's text itself."""
+"""Parsed completions, as events and as one value: content, reasoning and tool calls; never reads the model's text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the user. `raw` of every event is the part of the completion that it stands for, tags included."""
+    """Text for the user. `raw` of every event is the part of the completion that it covers, tags included."""
 
     text: str
     raw: str = ""
@@ -39,7 +39,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call begins; `index` counts the calls of a completion from 0."""
+    """Start of a call; `index` counts the calls of a completion from 0."""
 
     index: int
     id: str
@@ -49,7 +49,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next part of the arguments' JSON text of the call that began last."""
+    """Next part of the arguments' JSON text, of the call that started last."""
 
     index: int
     text: str
@@ -58,7 +58,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """A call is over. `complete`: its arguments are a whole JSON object; otherwise they stop where the text did."""
+    """End of a call. `complete` is False if the text ended before its arguments were a whole JSON object."""
 
     index: int
     complete: bool
@@ -67,7 +67,7 @@ class ToolCallEnd:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The completion is over; always the last event, and there is one."""
+    """End of the completion; exactly one, after all other events."""
 
     raw: str = ""
 
@@ -77,7 +77,7 @@ Event = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd | 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a finished completion. `arguments` is JSON text, an object if `complete`."""
+    """One call of a finished completion. `arguments` is JSON text: an object if `complete`."""
 
     id: str
     name: str
@@ -96,7 +96,7 @@ class Parsed:
 
 @dataclass(slots=True)
 class _Call:
-    """A call whose parts are being gathered."""
+    """A call whose parts are being collected."""
 
     id: str
     name: str
@@ -122,7 +122,7 @@ def collect(events: Iterable[Event]) -> Parsed:
 
 
 def merge(events: list[Event]) -> list[Event]:
-    """Make one event of neighbours that continue each other."""
+    """Merge neighbouring events that continue each other."""
     if len(events) < 2:
         return events
     merged: list[Event] = []
@@ -142,7 +142,7 @@ def merge(events: list[Event]) -> list[Event]:
 
 
 def _continues(event: Event) -> object:
-    """Equal for events that may be joined, and for no others."""
+    """Return a key that is equal for two events if, and only if, they may be merged."""
     if isinstance(event, Content | Reasoning):
         return type(event)
     return ("arguments", event.index) if isinstance(event, ToolCallArguments) else id(event)

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls, one class each; never how text arrives or is accounted for."""
+"""The formats in which models write tool calls, one class each; machine.py reads the text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 class Hermes(ToolParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls: Hermes 2 and 3, Qwen."""
+    """Hermes 2 and 3, Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` for each call."""
 
     markers = ("<tool_call>",)
-    foreign_markers = ("<function=", "<arg_key>")  # the same tag around something else: Qwen3-Coder, GLM
+    foreign_markers = ("<function=", "<arg_key>")  # the same tag around other contents: Qwen3-Coder, GLM
 
     def read(self) -> Reading[None]:
         """Read text and calls in any order."""
@@ -37,13 +37,13 @@ class Hermes(ToolParser):
 
     @classmethod
     def structure(cls, shapes: tuple[CallShape, ...], maximum: int | None) -> CallStructure:
-        """Write calls as Qwen's template does."""
+        """Return the structure of calls as Qwen's template writes them."""
         calls = _objects(shapes, "arguments", before="<tool_call>\n", after="\n</tool_call>")
         return CallStructure("", calls, "\n", "", maximum)
 
 
 class LlamaJson(ToolParser):
-    """`{"name": ..., "parameters": {...}}` from the start of the text, or behind `<|python_tag|>`: Llama 3.1 to 3.3.
+    """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}` at the start of the text or after `<|python_tag|>`.
 
     Several calls are separated by `;` or whitespace. An object with other keys is content.
     """
@@ -72,14 +72,14 @@ class LlamaJson(ToolParser):
 
     @classmethod
     def structure(cls, shapes: tuple[CallShape, ...], maximum: int | None) -> CallStructure:
-        """Write bare objects."""
+        """Return a structure of bare objects."""
         return CallStructure("", _objects(shapes, "parameters"), "; ", "", maximum)
 
 
 class Pythonic(ToolParser):
-    """`[f(a=1, b="x"), g()]` from the start of the text: Llama 3.2 and 4, and others.
+    """Llama 3.2 and 4, and others: `[f(a=1, b="x"), g()]` at the start of the text.
 
-    Values are Python literals, read without evaluating anything. Positional arguments make it content.
+    Values are Python literals, which are read without evaluating anything. A list with positional arguments is content.
     """
 
     markers = ("[func_name1(", "[func1(")
@@ -140,23 +140,23 @@ class Pythonic(ToolParser):
 
     @classmethod
     def structure(cls, shapes: tuple[CallShape, ...], maximum: int | None) -> CallStructure:
-        """Write a list of calls with keywords."""
+        """Return the structure of a list of calls with keyword arguments."""
         calls = tuple(replace(shape, before=f"{shape.name}(", after=")", style="keywords") for shape in shapes)
         return CallStructure("[", calls, ", ", "]", maximum)
 
 
 class Mistral(ToolParser):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]` and `[TOOL_CALLS]name[ARGS]{...}`; forces the first of them."""
+    """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`; forces the first."""
 
     markers = ("[TOOL_CALLS]",)
     keeps_special_tokens = True
 
     def new_id(self, index: int) -> str:
-        """Draw the nine letters and digits that Mistral's templates demand."""
+        """Return a random id of nine letters and digits, as Mistral's templates demand."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def read(self) -> Reading[None]:
-        """Read text and calls of either way in any order."""
+        """Read text and calls in either form, in any order."""
         while (yield from self.text_until(("[TOOL_CALLS]",))):
             yield from self.attempt(self._calls())
 
@@ -183,24 +183,24 @@ class Mistral(ToolParser):
 
     @classmethod
     def structure(cls, shapes: tuple[CallShape, ...], maximum: int | None) -> CallStructure:
-        """Write one array of calls."""
+        """Return the structure of one array of calls."""
         return CallStructure("[TOOL_CALLS][", _objects(shapes, "arguments"), ", ", "]", maximum)
 
 
 class MistralArgs(Mistral):
-    """Reads the calls of the newer Mistral models, and forces these to write each call behind its name."""
+    """Newer Mistral models: reads the same calls as `Mistral`, and forces the form `[TOOL_CALLS]name[ARGS]{...}`."""
 
     markers = ("[ARGS]",)
 
     @classmethod
     def structure(cls, shapes: tuple[CallShape, ...], maximum: int | None) -> CallStructure:
-        """Write a tag for each call."""
+        """Return a structure with a tag for each call."""
         calls = tuple(replace(shape, before=f"[TOOL_CALLS]{shape.name}[ARGS]") for shape in shapes)
         return CallStructure("", calls, "", "", maximum)
 
 
 def _objects(shapes: tuple[CallShape, ...], key: str, before: str = "", after: str = "") -> tuple[CallShape, ...]:
-    """Write each call as an object of name and arguments."""
+    """Return the shape of each call as an object of name and arguments."""
     return tuple(
         replace(shape, before=f'{before}{{"name": {json.dumps(shape.name)}, "{key}": ', after="}" + after)
         for shape in shapes

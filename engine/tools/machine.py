@@ -1,7 +1,7 @@
-"""Reads a completion in pieces, once, and keeps account of every character; never knows how a format writes a call.
+"""`Machine` reads a completion in pieces, once, and accounts for every character; other files know the formats.
 
-What reads is a generator, `run`: it goes on to where the text ends so far, and from there with the next piece. What it
-has read is either held (it becomes content if the attempt at a call fails) or settled (part of a call or a tag); the
+The reader is the generator `run`: it reads to the end of the text so far, and goes on with the next piece. Text that it
+has read is either held (it becomes content if the attempt at a call fails) or settled (part of a call or a tag). The
 next event takes both along as its `raw`, so that joining the `raw` of all events gives the completion.
 Next to read: parser.py.
 """
@@ -30,43 +30,43 @@ __all__ = ["MAX_HELD", "MAX_NAME", "Machine", "Malformed", "Reading"]
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""A generator that yields where it needs more text."""
+"""Generator that yields when it needs more text."""
 
-MAX_HELD: Final = 65_536  # characters that may turn out to be a call or content, before that is known
+MAX_HELD: Final = 65_536  # most characters held while it is unknown whether they are a call or content
 MAX_NAME: Final = 128
-_MAX_SPACE: Final = 64  # characters of whitespace that may belong to the tag behind them
+_MAX_SPACE: Final = 64  # most whitespace characters that may belong to the tag after them
 
 
 class Malformed(Exception):
-    """Inside a parser: this is no call. It never leaves `feed` or `finish`."""
+    """Signal within a parser that the text is not a call. It never leaves `feed` or `finish`."""
 
 
 class Machine(ABC):
-    """One completion, from pieces to events.
+    """A state machine that turns the pieces of one completion into events.
 
-    No text makes it raise: what it cannot read is content. Its memory is bounded, its time linear, and the events,
-    merged, do not depend on how the text was cut, except for where their `raw` parts.
+    No text makes it raise: text that it cannot parse is content. Its memory is bounded and its time linear. After
+    merging, the events do not depend on how the text was cut into pieces, except for the boundaries of their `raw`.
     """
 
     def __init__(self, make_id: Callable[[int], str]) -> None:
         """Start a completion whose calls get their ids from `make_id(index)`."""
         self._make_id = make_id
         self._text = ""
-        self._at = 0  # what of `_text` has been read
+        self._at = 0  # number of characters of `_text` that have been read
         self._ended = False
         self._held: list[str] = []
         self._held_size = 0
         self._settled: list[str] = []
         self._events: list[Event] = []
-        self._index = 0  # of the call that is open, or else of the next one
+        self._index = 0  # of the open call, or else of the next one
         self._is_open = False  # a call has started and not ended
-        self._tagged = False  # a tag of calls was read, and what follows it is not yet judged
-        self._cut = False  # the text ends where it was cut
-        self._ran_out = False  # something more was to come when the text ended
+        self._tagged = False  # a tag of calls was read, and the text after it is still undecided
+        self._cut = False  # the model did not end the text itself
+        self._ran_out = False  # a reader needed more text than there was
         self._reading = self.run()
 
     def feed(self, text: str) -> list[Event]:
-        """Return what this piece of the completion makes certain; often nothing."""
+        """Read the next piece of the completion and return the events that are now certain; often none."""
         if self._ended:
             raise RuntimeError("this completion has ended; make a parser for each one")
         self._text = self._text[self._at :] + text
@@ -75,11 +75,11 @@ class Machine(ABC):
         return self._emitted()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Return what was still held, and `End`; the completion is over.
+        """End the completion, and return the events for the text still held, then `End`.
 
         Args:
-            cut: The model did not end the text itself, so that a call may lack its end. What is held of such a call,
-                behind a tag of calls or within a call that has begun, is then no content.
+            cut: Whether the text was cut before the model ended it, so that a call may lack its end. Held text of such
+                a call, after a tag of calls or within a call that has started, is then not content.
         """
         if self._ended:
             raise RuntimeError("this completion has ended; make a parser for each one")
@@ -89,14 +89,16 @@ class Machine(ABC):
 
     @abstractmethod
     def run(self) -> Reading[None]:
-        """Read the whole completion; it returns at the end of the text only."""
+        """Read the whole completion; return only at the end of the text."""
 
     # For `run`: text and tags.
 
     def text_until(self, tags: tuple[str, ...], kind: type[Content] | type[Reasoning] = Content) -> Reading[str]:
-        """Emit text up to the first of `tags`; hold it and the whitespace before it. Return it, or "" at the end."""
+        """Emit text up to the first of `tags`; hold and return that tag, or return "" at the end.
+
+        Whitespace before the tag is held, too."""
         begins = _begins(tags)
-        endless = False  # in whitespace too long to belong to a tag
+        endless = False  # within whitespace too long to belong to a tag
         while self._at < len(self._text) or (yield from self._more()):
             text, at = self._text, self._at
             found = begins.search(text, at) if begins else None
@@ -124,7 +126,7 @@ class Machine(ABC):
         return ""
 
     def attempt(self, reading: Reading[None]) -> Reading[bool]:
-        """Read what may be calls; where it turns out malformed, what is held becomes content."""
+        """Read text that may be calls, and return True; if it is malformed, make it content and return False."""
         try:
             yield from reading
         except Malformed:
@@ -138,7 +140,7 @@ class Machine(ABC):
             self._tagged = False
 
     def give_up(self) -> None:
-        """Take what is held as content, unless it is a call that was cut; a call that is open stays incomplete."""
+        """Turn held text into content, unless it belongs to a call that was cut; an open call ends as incomplete."""
         if self._take_cut():
             self.settle()
         if self._is_open:
@@ -146,14 +148,14 @@ class Machine(ABC):
         self._say(Content)
 
     def take(self, count: int) -> None:
-        """Hold the next `count` characters, which are there."""
+        """Hold the next `count` characters, which must be there."""
         if count:
             self._held.append(self._text[self._at : self._at + count])
             self._held_size += count
             self._at += count
 
     def settle(self) -> None:
-        """What is held is part of a call or tag."""
+        """Count held text as part of a call or tag."""
         self._settled += self._held
         self._held.clear()
         self._held_size = 0
@@ -170,7 +172,7 @@ class Machine(ABC):
             self._claim(1)
 
     def sees(self, literal: str) -> Reading[bool]:
-        """Wait until it is certain whether `literal` comes next."""
+        """Return whether `literal` comes next, waiting for text until that is certain."""
         while True:
             rest = self._text[self._at : self._at + len(literal)]
             if rest == literal:
@@ -183,18 +185,18 @@ class Machine(ABC):
             yield
 
     def accept(self, literal: str) -> Reading[bool]:
-        """Read `literal` if it comes next."""
+        """Read `literal` if it comes next, and return whether it did."""
         if (yield from self.sees(literal)):
             self._claim(len(literal))
             return True
         return False
 
     def tag(self, literal: str) -> Reading[None]:
-        """Read the tag `literal` if it comes next; what follows is then meant as a call."""
+        """Read the tag `literal` if it comes next; the text after it is then taken for a call."""
         self._tagged = (yield from self.accept(literal)) or self._tagged
 
     def expect(self, literal: str) -> Reading[None]:
-        """Read `literal`, which must come next."""
+        """Read `literal`, or raise `Malformed` if something else comes next."""
         if not (yield from self.accept(literal)):
             raise Malformed
 
@@ -213,7 +215,7 @@ class Machine(ABC):
     # For `run`: values and calls.
 
     def value(self, scanner: JsonScanner) -> Reading[str]:
-        """Read one value and hold it. Return it as JSON."""
+        """Read one value, hold its text and return it as JSON."""
         parts: list[str] = []
         while not scanner.done:
             if not (yield from self._scan(scanner, capped=True)):
@@ -222,7 +224,7 @@ class Machine(ABC):
         return "".join(parts)
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """A call is certain."""
+        """Emit the start of a call."""
         self._is_open = True
         self._events.append(ToolCallStart(self._index, call_id or self._make_id(self._index), name, self._raw()))
 
@@ -231,7 +233,7 @@ class Machine(ABC):
         self._events.append(ToolCallArguments(self._index, text, self._raw()))
 
     def stream_arguments(self, scanner: JsonScanner) -> Reading[None]:
-        """Read one value and emit it as it comes."""
+        """Read one value and emit it as JSON piece by piece."""
         while not scanner.done:
             sound = yield from self._scan(scanner, capped=False)
             self.settle()
@@ -241,13 +243,13 @@ class Machine(ABC):
                 raise Malformed
 
     def end_call(self) -> None:
-        """The call's arguments are whole."""
+        """Emit the end of a call whose arguments are complete."""
         self._close_call(complete=True, raw=self._raw())
 
     # The machine's own.
 
     def _more(self) -> Reading[bool]:
-        """Wait for text; False at the end."""
+        """Wait for text; return False at the end."""
         while self._at == len(self._text):
             if self._ended:
                 self._ran_out = True
@@ -256,7 +258,7 @@ class Machine(ABC):
         return True
 
     def _scan(self, scanner: JsonScanner, capped: bool) -> Reading[bool]:
-        """Let the scanner read what there is, if `capped` no more than may be held; False where it cannot go on."""
+        """Let the scanner read available text, no more than may be held if `capped`; False if it cannot go on."""
         if not (yield from self._more()):
             return False
         stop = min(len(self._text), self._at + MAX_HELD - self._held_size) if capped else len(self._text)
@@ -264,7 +266,7 @@ class Machine(ABC):
         return not scanner.bad and (scanner.done or self._at < stop or stop == len(self._text))
 
     def _take_cut(self) -> bool:
-        """Hold what is left of the text if it is a call's that was cut, and return whether it is."""
+        """Hold the rest of the text if it belongs to a call that was cut; return whether it does."""
         is_cut = self._cut and self._ran_out and (self._tagged or self._is_open)
         if is_cut:
             self.take(len(self._text) - self._at)

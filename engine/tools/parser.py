@@ -1,4 +1,4 @@
-"""What every format of tool calls shares: reasoning, ids, and calls written as JSON objects; never the tags of one.
+"""`ToolParser`, the base of all formats of tool calls: reads reasoning, ids, and calls written as JSON objects.
 
 Next to read: formats.py.
 """
@@ -19,13 +19,14 @@ from headrace.engine.tools.values import SPACE, JsonScanner
 __all__ = ["ReasoningMode", "ToolParser"]
 
 ReasoningMode = Literal["none", "tagged", "opened"]
-"""`tagged`: may start with <think>. `opened`: starts inside it, because the prompt ends with the tag."""
+"""Place of reasoning in a completion. `tagged`: it may start with <think>. `opened`: it starts inside it, because the
+prompt ends with the tag."""
 
 _ARGUMENTS: Final = ("arguments", "parameters")
 
 
 class ToolParser(Machine):
-    """A completion with reasoning and tool calls; the base of all formats, and by itself the one that has no calls.
+    """Parser of one completion with reasoning; the base of all formats, and by itself the format without calls.
 
     Whitespace beside a tag belongs to the tag.
 
@@ -33,37 +34,37 @@ class ToolParser(Machine):
     """
 
     markers: tuple[str, ...] = ()
-    """A chat template that contains one of these teaches this format."""
+    """Markers of this format: a chat template that contains one of them teaches it."""
     foreign_markers: tuple[str, ...] = ()
-    """Unless it contains one of these."""
+    """Markers of other formats: a chat template that contains one of them does not teach this format."""
     keeps_special_tokens = False
-    """Whether the format's tags are special tokens, which the text must then keep."""
+    """Whether the format's tags are special tokens, which the completion's text must then keep."""
 
     def __init__(self, reasoning: ReasoningMode = "none", make_id: Callable[[int], str] | None = None) -> None:
         """Start a completion.
 
         Args:
             reasoning: Whether the text may hold reasoning, and whether it starts inside it.
-            make_id: Gives the id of a call from its index; None draws random ones.
+            make_id: Function from the index of a call to its id; None draws random ids.
         """
         super().__init__(make_id or self.new_id)
         self._reasoning = reasoning
 
     def read(self) -> Reading[None]:
-        """Read the text behind the reasoning; what is left unread at its return is content."""
+        """Read the text after the reasoning; text that is left unread on return is content."""
         yield from ()
 
     @classmethod
     def structure(cls, shapes: tuple[CallShape, ...], maximum: int | None) -> CallStructure | None:
-        """Say how calls of these shapes are written, for a grammar; None where the format cannot be forced."""
+        """Return how calls of these shapes are written, for a grammar; None if the format cannot be forced."""
         return None
 
     def new_id(self, index: int) -> str:
-        """Draw an id for a call."""
+        """Return a random id for a call."""
         return "call_" + secrets.token_hex(12)
 
     def run(self) -> Reading[None]:
-        """Read reasoning, then what the format says, then content."""
+        """Read reasoning, then text in the format, then content."""
         if self._reasoning != "none":
             yield from self._read_reasoning()
         try:
@@ -73,7 +74,7 @@ class ToolParser(Machine):
         yield from self.text_until(())
 
     def _read_reasoning(self) -> Reading[None]:
-        with suppress(Malformed):  # endless whitespace
+        with suppress(Malformed):  # too much whitespace
             yield from self.space()
         if (yield from self.sees("<think>")):
             self._reasoning = "opened"
@@ -90,10 +91,10 @@ class ToolParser(Machine):
     def call_object(self, known: frozenset[str] | None = None) -> Reading[None]:
         """Read one `{"name": ..., "arguments": {...}}`, or with `parameters`, and emit the call.
 
-        The keys may stand in any order; arguments stream if the name came first. A missing last brace is forgiven.
+        Keys may be in any order. If the name comes first, arguments are streamed, and a missing last brace is accepted.
 
         Args:
-            known: Any other key makes it no call, and so does a lack of arguments; None skips unknown keys.
+            known: Keys that a call may have; another key, or no arguments, makes it malformed. None skips other keys.
         """
         name = arguments = None
         streamed = False
@@ -152,7 +153,7 @@ def _name(value: str) -> str:
 
 
 def _object(value: str) -> str | None:
-    """The arguments in a value: an object, an object written once more as a string, or none in `null` and ""."""
+    """Return the arguments in a value: an object, possibly written as a string; None for `null` and ""."""
     if value in ("null", '""'):
         return None
     if value.startswith('"'):

@@ -1,6 +1,6 @@
-"""Formats by name and by chat template; never parses a completion itself.
+"""Formats of tool calls by name and by chat template; never parses a completion itself.
 
-The names are the process's, so that a library can add a format once; a parser class can be used without any name.
+Names are global to the process, so that a library can add a format once; a parser class can be used without a name.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _formats: dict[str, type[ToolParser]] = {
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """What a chat template teaches."""
+    """Properties of a model that its chat template reveals."""
 
     tools: str | None
-    """Name of the format of its tool calls; None where it has none or an unknown one."""
+    """Name of the format of tool calls; None if the template has none or an unknown one."""
     reasoning: bool
-    """Whether completions may hold reasoning; whether they start inside it is for `reasoning_mode` to say."""
+    """Whether completions may hold reasoning; `reasoning_mode` tells whether they start inside it."""
     switches: frozenset[str] = frozenset()
-    """Which of the values `enable_thinking` and `reasoning_effort` the template reads."""
+    """Subset of `enable_thinking` and `reasoning_effort`: the values that the template reads."""
 
 
 def register(name: str, cls: type[ToolParser]) -> None:
-    """Add a format for `make_parser` and `detect`, which asks it before those that were there.
+    """Add a format for `make_parser` and `detect`, which tries it before earlier ones.
 
     Raises:
-        InvalidParams: The name is taken by another class, or `cls` is no `ToolParser`.
+        InvalidParams: Another class has the name, or `cls` is no subclass of `ToolParser`.
     """
     if not (isinstance(cls, type) and issubclass(cls, ToolParser)):
         raise InvalidParams("a format is a subclass of ToolParser", field="cls", value=cls, limit=None)
@@ -58,10 +58,10 @@ def format_names() -> list[str]:
 
 
 def parser_class(name: str | None) -> type[ToolParser]:
-    """Return the format of that name; None is the one without calls.
+    """Return the format called `name`; None stands for the format without calls.
 
     Raises:
-        InvalidParams: There is none of that name.
+        InvalidParams: No format has that name.
     """
     if name is None:
         return ToolParser
@@ -73,7 +73,7 @@ def parser_class(name: str | None) -> type[ToolParser]:
 
 
 def detect(chat_template: str) -> Detected:
-    """Tell from the text of a chat template how its model writes tool calls, and whether it reasons."""
+    """Return the format in which a chat template writes tool calls, and whether and how its model reasons."""
     found = None
     for name, cls in reversed(_formats.items()):
         taught = any(marker in chat_template for marker in cls.markers)
@@ -85,7 +85,7 @@ def detect(chat_template: str) -> Detected:
 
 
 def reasoning_mode(detected: Detected, prompt: str) -> ReasoningMode:
-    """Return the mode for a completion of the rendered prompt: templates may open the reasoning themselves."""
+    """Return the reasoning mode of a completion of the rendered `prompt`, which may open the reasoning itself."""
     if not detected.reasoning:
         return "none"
     return "opened" if prompt.rstrip().endswith("<think>") else "tagged"
@@ -94,7 +94,7 @@ def reasoning_mode(detected: Detected, prompt: str) -> ReasoningMode:
 def make_parser(
     tools: str | None = None, reasoning: ReasoningMode = "none", make_id: Callable[[int], str] | None = None
 ) -> ToolParser:
-    """Return a parser for one completion; see `ToolParser`."""
+    """Return a parser for one completion; its arguments are those of `parser_class` and `ToolParser`."""
     return parser_class(tools)(reasoning, make_id)
 
 
@@ -104,7 +104,7 @@ def parse(
     reasoning: ReasoningMode = "none",
     make_id: Callable[[int], str] | None = None,
 ) -> Parsed:
-    """Parse a whole completion; equal to collecting what a parser gives for its pieces."""
+    """Parse a whole completion; the result is the same as for its pieces."""
     parser = make_parser(tools, reasoning, make_id)
     events: list[Event] = [*parser.feed(text), *parser.finish()]
     return collect(events)

@@ -1,4 +1,4 @@
-"""`CallShape` and `CallStructure`: how calls that are forced are written, as plain values; never compile a grammar."""
+"""`CallShape` and `CallStructure`: the written form of forced calls, as plain values; never compile a grammar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CallShape", "CallStructure"]
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The calls of one tool: `before`, then arguments that satisfy `schema`, then `after`.
+    """Written form of the calls of one tool: `before`, then arguments that satisfy `schema`, then `after`.
 
     In style `json` the arguments are one JSON object. In style `keywords` they are `name=value` for each property that
     is present, separated by ", ", with values as Python writes them.
@@ -25,9 +25,9 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class CallStructure:
-    """A completion that consists of calls: `opening`, one to `maximum` of `calls` with `separator` between, `closing`.
+    """A completion of calls alone: `opening`, then 1 to `maximum` of `calls` with `separator` between, then `closing`.
 
-    All strings are literal. `maximum` None is without limit. Reasoning, if the model has any, comes before.
+    All strings are literal. A `maximum` of None is no limit. Reasoning, if the model has any, comes before.
     """
 
     opening: str

@@ -1,4 +1,4 @@
-"""`call_structure`: which calls a request forces, for the grammar that forces them; never compiles a grammar."""
+"""`call_structure` decides which calls a request forces; it compiles no grammar."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["call_structure"]
 def call_structure(
     parser: type[ToolParser], tools: Sequence[Tool], choice: ToolChoice, parallel: bool = True
 ) -> CallStructure | None:
-    """Return what a grammar must hold the completion to; None where `choice` leaves the model free.
+    """Return the structure that a grammar must force on the completion; None if `choice` leaves the model free.
 
     Args:
-        parser: The format, for instance `parser_class("hermes")`.
-        tools: Those of the request.
-        choice: `required` allows any of them, once or more; `named` one call of that one.
+        parser: Format of the calls, for instance `parser_class("hermes")`.
+        tools: Tools of the request.
+        choice: Choice of the request: `required` forces calls of any tools, `named` one call of that tool.
         parallel: Whether `required` allows several calls.
 
     Raises:

@@ -1,8 +1,8 @@
 """Reads one JSON or Python literal that arrives in pieces and writes it as JSON; never builds or evaluates a value.
 
-A scanner reads each character once and keeps no more than its nesting and an unfinished escape or word, so that a
-literal may be of any length. What it accepts is valid JSON when it is done, with two kindnesses that small models need:
-control characters inside strings are written as escapes, and whitespace stays as it was.
+A scanner reads each character once and stores no more than its nesting and an unfinished escape or word, so that a
+literal may be of any length. When it is done, its output is valid JSON. Small models need it to be lenient in two ways:
+control characters inside strings are written as escapes, and whitespace is kept.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["MAX_DEPTH", "MAX_NUMBER", "SPACE", "JsonScanner", "PythonScanner"]
 
 SPACE: Final = " \t\n\r"
 MAX_DEPTH: Final = 128  # deeper than any tool needs, and far from what exhausts a recursive reader's stack
-MAX_NUMBER: Final = 1000  # characters of a number: Python refuses to read integers of more than 4,300 digits
+MAX_NUMBER: Final = 1000  # most characters of a number: Python refuses to read integers of more than 4,300 digits
 
 _HEX = re.compile(r"[0-9a-fA-F]*\Z")
 _RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"""[^'"\\\x00-\x1f]+""")}
 _CLOSERS = {"{": "}", "[": "]"}
 
-# The grammar of a JSON number: state and kind of character to the next state.
+# Transitions of the grammar of a JSON number: state and kind of character to the next state.
 _NUMBER_STEPS: Final = {
     "sign": {"0": "zero", "9": "whole"},
     "zero": {".": "point", "e": "e"},
@@ -38,7 +38,7 @@ _NUMBER_KINDS: Final = {"0": "0", ".": ".", "e": "e", "E": "e", "+": "+", "-": "
 
 
 class JsonScanner:
-    """One JSON value. Feed it until `done` or `bad`; a bad character is left unread."""
+    """Scanner of one JSON value. Feed it until it is `done` or `bad`; a bad character is left unread."""
 
     quotes = '"'
     words: dict[str, str] = {"true": "true", "false": "false", "null": "null"}
@@ -59,30 +59,30 @@ class JsonScanner:
     def __init__(self) -> None:
         """Expect a value, or whitespace before it."""
         self.out: list[str] = []
-        """What was read, as JSON; the reader empties it."""
+        """Text read so far, as JSON; `take` empties it."""
         self.done = False
         self.bad = False
-        self._closers: list[str] = []  # of the containers that are open
-        self._partial = ""  # an escape or word that is not whole
-        self._quote = ""  # of the string being read
+        self._closers: list[str] = []  # closing characters of the open containers
+        self._partial = ""  # unfinished escape or word
+        self._quote = ""  # opening quote of the string being read
         self._is_key = False
         self._number = ""  # state of the number being read
         self._number_length = 0
         self._read: Callable[[str, int, int], int] = self._value
 
     def feed(self, text: str, at: int, limit: int) -> int:
-        """Read `text[at:limit]`; return how far: `limit`, or behind the value's end, or at the bad character."""
+        """Read `text[at:limit]`; return the position reached: `limit`, the end of the value, or a bad character."""
         while at < limit and not (self.done or self.bad):
             at = self._read(text, at, limit)
         return at
 
     def take(self) -> str:
-        """Empty `out`."""
+        """Return the output so far, and empty it."""
         text = "".join(self.out)
         self.out.clear()
         return text
 
-    # States: each reads some of `text[at:limit]`, or nothing where it only changes state, and returns how far it got.
+    # States: each reads some of `text[at:limit]`, or only changes the state, and returns the position reached.
 
     def _value(self, text: str, at: int, limit: int) -> int:
         char = text[at]
@@ -172,7 +172,7 @@ class JsonScanner:
     def _digits(self, text: str, at: int, limit: int) -> int:
         char = text[at]
         state = _NUMBER_STEPS[self._number].get(_NUMBER_KINDS.get(char, ""))
-        if state is None:  # the number ends here, or is none
+        if state is None:  # the number ends here, or is malformed
             if self._number not in _NUMBER_ENDS:
                 return self._reject(at)
             self._end_value()
@@ -195,7 +195,7 @@ class JsonScanner:
         return at + 1
 
     def translate(self, escape: str) -> str | None:
-        """Write an escape, without its backslash, as JSON; None where it goes on; sets `bad` where it is none."""
+        """Return an escape, given without its backslash, as JSON; None if unfinished. Set `bad` if it is invalid."""
         if escape in '"\\/bfnrt':
             return "\\" + escape
         if escape[0] == "u" and _HEX.match(escape, 1):
@@ -222,7 +222,7 @@ class JsonScanner:
 
 
 class PythonScanner(JsonScanner):
-    """One Python literal: strings, numbers as JSON writes them, True, False, None, lists, dicts with string keys."""
+    """Scanner of one Python literal: strings, numbers as in JSON, True, False, None, lists, dicts with string keys."""
 
     quotes = "\"'"
     words = {"True": "true", "False": "false", "None": "null"} | JsonScanner.words
@@ -230,7 +230,7 @@ class PythonScanner(JsonScanner):
     __slots__ = ()
 
     def translate(self, escape: str) -> str | None:
-        """Write a Python escape as JSON; a backslash before any other character stands for itself, as in Python."""
+        """Return a Python escape as JSON; a backslash before any other character stands for itself, as in Python."""
         kind, digits = escape[0], escape[1:]
         if kind in _HEX_LENGTHS and _HEX.match(digits):
             if len(digits) < _HEX_LENGTHS[kind]:
@@ -243,5 +243,5 @@ class PythonScanner(JsonScanner):
 
 
 _HEX_LENGTHS: Final = {"x": 2, "u": 4, "U": 8}
-_UNSUPPORTED_ESCAPES: Final = frozenset("01234567N\nxuU")  # x, u and U come here with something else than hex digits
+_UNSUPPORTED_ESCAPES: Final = frozenset("01234567N\nxuU")  # for x, u and U: the next character is no hex digit
 _PYTHON_ESCAPES: Final = {"'": "'", "a": "\\u0007", "v": "\\u000b"} | {char: "\\" + char for char in '"\\bfnrt'}
