@@ -1,4 +1,4 @@
-"""headrace.engine: a model inside your own event loop, as streams of tokens; imports neither torch nor transformers."""
+"""headrace.engine: a model within your own event loop, as streams of tokens; imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`Adapters`: loads, replaces and unloads adapters by name while the engine serves; the public face of adapters.
+"""`Adapters` loads, replaces and unloads adapters by name while the engine serves; the public interface to adapters.
 
-Owns names, host memory and the threads that read files and fill slots; the slot table decides what is on the device.
+It owns names, host memory and the threads that read files and fill slots; the slot table decides what is on the device.
 Next to read: ../adapters/slots.py.
 """
 
@@ -41,19 +41,19 @@ _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInfo:
-    """One loaded adapter."""
+    """Description of a loaded adapter."""
 
     name: str
     digest: str
-    """Digest of the weights, in hexadecimal: two adapters of the same digest give the same tokens."""
+    """Digest of the weights, in hexadecimal: two adapters with the same digest give the same tokens."""
     nbytes: int
-    """Memory of its weights: on a CPU in float32, else in the dtype of the arithmetic."""
+    """Bytes of the weights: in float32 on a CPU, else in the model's dtype."""
     virtual_tokens: int
-    """Before every prompt, of a prompt or prefix adapter."""
+    """Number of tokens that a prompt or prefix adapter puts before every prompt."""
     where: Literal["device", "loading", "host", "disk"]
     pinned: bool
     requests: int
-    """Requests with this adapter that have not ended."""
+    """Number of requests with this adapter that have not ended."""
 
 
 @dataclass(slots=True)
@@ -67,13 +67,13 @@ class _Source(NamedTuple):
     path: str
     root: Path | None
     stamp: Stamp | None = None
-    """The stamp of the files that were read there."""
+    """Stamp of the files that were read from the folder."""
 
 
 class Adapters:
-    """The adapters of one engine, as `engine.adapters`.
+    """The loaded adapters of one engine, available as `engine.adapters`.
 
-    All methods are called on the engine's event loop, and raise `RuntimeError` on another one or in another thread.
+    All methods are called on the engine's event loop, and raise `RuntimeError` on another loop or in another thread.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Adapters:
         loop: StepLoop,
         make_worker: Callable[..., Worker] = Worker,
     ) -> None:
-        """Start with none; `device` is None where the engine was opened for none, `model` is the base model's name."""
+        """Start empty; `device` is None in an engine without adapter slots, `model` is the base model's name."""
         self._device = device
         self._loop = loop
         self._slots = loop.scheduler.slots
@@ -92,11 +92,11 @@ class Adapters:
         self._model = model
         self._names: dict[str, _Named] = {}
         self.versions: dict[str, AdapterVersion] = {}
-        """The version that each name stands for now."""
+        """Present version of each name."""
         self._pool: WeakKeyDictionary[AdapterVersion, LoadedAdapter] = WeakKeyDictionary()
         """Weights in host memory, least recently used first."""
         self._sources: WeakKeyDictionary[AdapterVersion, dict[str, _Source]] = WeakKeyDictionary()
-        """The folder of each name that a version has; of a version without names, the folder of its last name."""
+        """Folder of each name of a version; for a version without names, the folder of its last name."""
         self._turn = anyio.Lock()
         self._closed_by: Exception | None = None
         self._workers: tuple[Worker, ...] = ()
@@ -115,22 +115,22 @@ class Adapters:
         root: str | os.PathLike[str] | None = None,
         pinned: bool | None = None,
     ) -> AdapterInfo:
-        """Read, check and register a PEFT folder under `name`, or put it in the place of what has that name.
+        """Read, check and register a PEFT folder under `name`, replacing the adapter that has that name.
 
-        Requests that began with what had the name go on with it; later ones wear the new one.
+        Requests that began with the replaced adapter go on with it; later ones use the new one.
 
         Args:
             name: 1 to 64 letters, digits, dots, dashes and underscores, the first not a dot; not the model's name.
-            path: The folder; with `root` the plain name of a folder in it, and no link is followed.
+            path: The folder; with `root`, the plain name of a folder in it, and no link is followed.
             root: The only folder that may be read from.
-            pinned: As `pin`; None leaves that as it is.
+            pinned: Pin the adapter, or unpin it, as `pin` does; None leaves that as it is.
 
         Returns:
-            What was loaded, as `list` has it.
+            The description of the adapter, as in `list`.
 
         Raises:
             AdapterRejected: The name, the files or the size do not fit; nothing changes.
-            InvalidParams: The engine was opened for no adapters, or it cannot be pinned; nothing changes.
+            InvalidParams: The engine has no adapter slots, or the adapter cannot be pinned; nothing changes.
             EngineStopped: The engine is closing.
         """
         self._post.check_here()
@@ -140,7 +140,7 @@ class Adapters:
                 "name", name, "1 to 64 letters, digits, dots (none first), dashes, underscores, and not the model's"
             )
         async with self._turn:
-            self._check_open()  # while others had their turn, the threads may have gone
+            self._check_open()  # the engine may have closed while others had their turn
             self._check_count(name)
             source = _source(os.fspath(path), root)
             loaded = await self._reader.ask(partial(device.read, source.path, source.root, None))
@@ -154,10 +154,10 @@ class Adapters:
             return self._info(name, self._names[name])
 
     async def unload(self, name: str) -> None:
-        """Forget `name`: new requests are refused, running ones finish, then its memory goes.
+        """Unload `name`: new requests are rejected, running ones finish, then its memory is freed.
 
         Raises:
-            UnknownAdapter: None has that name.
+            UnknownAdapter: No adapter has that name.
         """
         self._post.check_here()
         named = find(name, self._names)
@@ -173,12 +173,12 @@ class Adapters:
         return [self._info(name, named) for name, named in sorted(self._names.items())]
 
     def pin(self, name: str, pinned: bool = True) -> None:
-        """Keep an adapter on the device, or no longer. It is fetched now if nothing that is in use must go for it.
+        """Keep an adapter on the device, or no longer. It is fetched now if no adapter in use has to be evicted.
 
-        A pinned adapter goes only where a request could not be served otherwise.
+        A pinned adapter is evicted only if a request could not be served otherwise.
 
         Raises:
-            UnknownAdapter: None has that name.
+            UnknownAdapter: No adapter has that name.
             InvalidParams: All slots but one are pinned.
         """
         self._post.check_here()
@@ -193,7 +193,7 @@ class Adapters:
             self._loop.wake()
 
     def close(self, error: Exception) -> Callable[[], None]:
-        """End what waits for files with `error`; the result joins the threads and may block."""
+        """End calls that wait for files with `error`; return a call that joins the threads and may block."""
         self._closed_by = error
         for worker in self._workers:
             worker.drop(error)
@@ -225,7 +225,7 @@ class Adapters:
         self._loop.wake()
 
     def _part(self, name: str, version: AdapterVersion) -> None:
-        """`name` no longer stands for `version`, which goes if it has no other."""
+        """Detach `name` from `version`, and retire a version that no other name has."""
         if any(named.version is version for named in self._names.values()):
             del self._sources[version][name]
         else:
@@ -252,7 +252,7 @@ class Adapters:
         return self._device
 
     def known_to(self, name: object) -> Mapping[str, AdapterVersion]:
-        """Return what each name stands for now, for a request that asks for the adapter `name`, or for none.
+        """Return the present version of each name, for a request with the adapter `name`, which may be None.
 
         Raises:
             UnknownAdapter: The engine was opened without adapter slots; the message names the option.
@@ -276,7 +276,7 @@ class Adapters:
             _reject("max_adapters", len(self._names) + 1, f"at most {self._most} adapters")
 
     def _check_pin(self, name: str, digest: bytes) -> None:
-        """Refuse to pin what has, or is to have, a name and weights, where too many others are."""
+        """Refuse to pin an adapter with this name and digest if too many others are pinned."""
         most = self._slots.slots - 1
         others = {each.version.digest for other, each in self._names.items() if each.pinned and other != name}
         if len(others - {digest}) >= most:
@@ -290,7 +290,7 @@ class Adapters:
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def _keep(self, version: AdapterVersion, loaded: LoadedAdapter) -> None:
-        """Keep weights in host memory as the latest used, and let others go to disk as need be."""
+        """Keep weights in host memory as the most recently used, and drop those of others as necessary."""
         if self._closed_by is not None:
             return
         self._pool.pop(version, None)
@@ -302,7 +302,7 @@ class Adapters:
             held -= self._pool.pop(other).host_bytes
 
     def _carry_out(self, moves: Iterable[Move]) -> None:
-        """Have the mover's thread do what the slot table decided."""
+        """Carry out decisions of the slot table in the mover's thread."""
         for move in moves:
             version = move.version
             if version is None:
@@ -317,7 +317,7 @@ class Adapters:
     def _fill(
         self, move: Move, version: AdapterVersion, loaded: LoadedAdapter | None, sources: dict[str, _Source]
     ) -> tuple[LoadedAdapter, str | None]:
-        """Give the device an adapter's weights, of host memory or a name's folder; runs in the mover's thread."""
+        """Copy an adapter's weights to the device, from host memory or a name's folder; runs in the mover's thread."""
         device = self._opened_for_adapters()
         name = None
         if loaded is None:
@@ -328,7 +328,7 @@ class Adapters:
     def _read_again(
         self, device: AdapterDevice, version: AdapterVersion, sources: dict[str, _Source]
     ) -> tuple[LoadedAdapter, str]:
-        """Read `version` from the first name's folder that still has it: two may have brought the same weights."""
+        """Read `version` from the first name's folder that still has it: two names may have loaded the same weights."""
         *others, last = sources
         for name in others:
             with contextlib.suppress(AdapterRejected):
@@ -349,7 +349,7 @@ class Adapters:
         if filled is not None:
             loaded, name = filled
             known = self._sources[version]
-            if name in known:  # its files may have been too young to have a stamp before
+            if name in known:  # its files may have been too recent for a stamp before
                 known[name] = known[name]._replace(stamp=loaded.stamp)
             self._keep(version, loaded)
             self._slots.arrived(version)
@@ -370,14 +370,14 @@ class Adapters:
 
 
 def _source(path: str, root: str | os.PathLike[str] | None) -> _Source:
-    """A folder that stays the same when the process changes its own."""
+    """Return a source with absolute paths, which stay valid if the process changes its folder."""
     if root is None:
         return _Source(str(Path(path).expanduser().absolute()), None)
     return _Source(path, Path(root).expanduser().absolute())
 
 
 def slots_of(device: AdapterDevice | None, config: EngineConfig) -> SlotTable:
-    """The slot table of a device, which holds nothing yet."""
+    """Return an empty slot table for a device."""
     if device is None:
         return SlotTable()
     most = config.max_step_adapter_memory

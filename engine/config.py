@@ -1,4 +1,4 @@
-"""`EngineConfig`: what a user may choose when opening an engine, checked and frozen; never what a device measured."""
+"""`EngineConfig`: options that a user may choose when opening an engine, checked and frozen; never measured values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parse_bytes(value: object) -> object:
 
 
 def _as_path(value: object) -> object:
-    """The text of a path, with the home folder in the place of `~`; anything else passes through."""
+    """Return a path as text, with the home folder in place of `~`; any other value passes through."""
     return os.path.expanduser(os.fspath(value)) if isinstance(value, str | os.PathLike) else value
 
 
@@ -56,12 +56,12 @@ def _known_policy(value: str | dict[str, Any] | Policy) -> str | dict[str, Any] 
 
 
 class EngineConfig(Checked, frozen=True):
-    """Options of `Engine`. Frozen and complete before use; what is None is chosen for the device when it opens.
+    """Options of `Engine`. Frozen and complete before use; options that are None are chosen when the device opens.
 
     `ConfigOptions` (options.py) describes each option.
 
     Raises:
-        InvalidParams: A value is out of its range; names field, value and limit.
+        InvalidParams: A value is out of its range; the error names field, value and limit.
     """
 
     known_names = {**SYNONYMS, **all_names(ENGINE_NAMES)}
@@ -100,7 +100,7 @@ class EngineConfig(Checked, frozen=True):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
 
     def __init__(self, **options: Unpack[ConfigOptions]) -> None:
-        """Check `options`; vLLM's names of them (`SYNONYMS` of known_names.py) are understood.
+        """Check `options`; vLLM's names of options (`SYNONYMS` in known_names.py) are accepted, too.
 
         Raises:
             InvalidParams: An option is unknown or out of its range.
@@ -123,7 +123,7 @@ EngineConfig.__signature__ = inspect.Signature(parameters_of(ConfigOptions, Engi
 
 
 def spell_out_options(init: Callable[..., None]) -> None:
-    """Let the signature of a constructor that takes `EngineOptions` name each of them with its default.
+    """Make the signature of a constructor that takes `EngineOptions` name each option with its default.
 
     Type checkers read the options from the annotation; notebooks, `help` and `inspect.signature` read the signature.
     """

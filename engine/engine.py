@@ -1,7 +1,7 @@
-"""`Engine`: turns prompts into streams inside the caller's event loop; the public face of headrace.
+"""`Engine` turns prompts into streams within the caller's event loop; the public interface of headrace.
 
-Owns intake, from a prompt to a submitted request; never plans a step and never touches a tensor; life/lifespan.py opens
-and closes what it needs. Next to read: stream.py.
+It owns intake, from a prompt to a submitted request; it never plans a step and never touches a tensor. life/lifespan.py
+opens and closes what it needs. Next to read: stream.py.
 """
 
 from __future__ import annotations
@@ -85,27 +85,27 @@ class Engine(Elastic):
         logits_processor: LogitsProcessor | None = None,
         charge: Charge = charge_nobody,
     ) -> TokenStream:
-        """Start a generation; returns at once and does no I/O.
+        """Start a generation; return at once, without I/O.
 
         Args:
             prompt: Raw text, token ids, or a chat.
-            params: How to choose tokens and when to stop.
+            params: Options for choosing tokens and for stopping.
             adapter: Name of a loaded adapter.
-            tenant: Whom the request belongs to; tenants do not share prefix pages.
-            cache_salt: Shares prefix pages with requests of the same salt instead.
-            priority: Lower is served first.
-            deadline: Seconds from now after which what is left is not generated: it ends with `deadline`.
-            stop_when: Called with each token after which its choice would go on; True ends it there, with `stop`.
+            tenant: Tenant of the request; tenants do not share prefix pages.
+            cache_salt: Share prefix pages with requests of the same salt instead.
+            priority: Priority of service; lower is served first.
+            deadline: Seconds from now after which generation stops, with `deadline` as the finish reason.
+            stop_when: Called with each token after which its choice would go on; True ends the choice, with `stop`.
             logits_processor: Called with the tokens so far and the next one's logits, a float32 array [vocabulary] that
                 it may write to; returns the logits to choose from. Runs in a thread.
-            charge: Called here with the tokens of work besides steps, whatever becomes of the request, even after its
-                end: those made of text, and 1,000 a second where its format was tried or tokenising failed.
+            charge: Called on the event loop with the tokens of work besides steps, even after the request's end:
+                tokens made from text, and 1,000 for each second of compiling its format or of failed tokenising.
 
         Returns:
             A stream; a `Rejected` request raises in its `admitted()` or first read.
 
         Raises:
-            InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`, which is known at the end alone.
+            InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`, which cannot be streamed.
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
@@ -129,14 +129,14 @@ class Engine(Elastic):
         stop_when: StopWhen | None = None,
         logits_processor: LogitsProcessor | None = None,
     ) -> Completion:
-        """Run a generation to its end; arguments and errors as `stream`.
+        """Run a generation to its end; arguments and errors are those of `stream`.
 
         Raises:
             Rejected: The request can never run.
-            RequestFailed: It ended early.
+            RequestFailed: The request ended early.
         """
         streamed = streamed_params(params)
-        if streamed is not params:  # the stream would be refused by another name
+        if streamed is not params:  # the stream would reject other fields
             check_abilities(params, self._serving()[1].abilities)
         stream = self.stream(
             prompt,
@@ -171,23 +171,23 @@ class Engine(Elastic):
         """Run a generation for each prompt, at most two for each row at a time.
 
         Args:
-            prompts: Any iterable, async ones too; each is taken when there is room for it. Each prompt as in `stream`.
-            params: For all prompts, or a sequence of as many.
-            progress: Show a bar on stderr: prompts done, and the tokens a second of the whole engine.
-            return_errors: Put the error of a request that fails in the place of its answer, and go on.
+            prompts: Iterable, sync or async, of prompts as in `stream`; each is taken when there is room for it.
+            params: Parameters of all prompts, or a sequence with one for each.
+            progress: Show a bar on stderr with prompts done and tokens per second of the whole engine.
+            return_errors: Return the error of a request that fails in place of its answer, and go on.
             asked: `adapter`, `tenant`, `cache_salt`, `priority`, `deadline` and hooks, as in `stream`.
 
         Returns:
             The answers in the order of the prompts.
 
         Raises:
-            InvalidParams: Not prompts, or not one `SamplingParams` for each.
+            InvalidParams: `prompts` are not prompts, or `params` are not one `SamplingParams` for each.
             HeadraceError: The first request that failed, its message naming `prompts[index]`; the others are cancelled.
         """
         return await run_many(self, prompts, params, progress=progress, return_errors=return_errors, **asked)
 
     def _admit(self, generation: Generation, asking: Asking, ids: list[int]) -> None:
-        """Check a tokenised prompt and what is asked of it; compile its grammar, if it has one, then submit it."""
+        """Check a tokenised prompt and its parameters, compile its grammar, if it has one, then submit it."""
         if generation.finished:
             return
         try:
@@ -195,7 +195,7 @@ class Engine(Elastic):
             check_generates(opened)
             check_abilities(asking.params, opened.abilities)
             check_hooks(asking, opened.abilities)
-            loop.scheduler.capacity.check_length(len(ids))  # before looking at each of what may be millions of ids
+            loop.scheduler.capacity.check_length(len(ids))  # before checking millions of ids one by one
             check_token_ids(ids, opened.info.vocab_size)
         except HeadraceError as error:
             generation.abandon(error)
@@ -208,7 +208,7 @@ class Engine(Elastic):
         def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
             if error is not None:
                 generation.abandon(as_headrace(error, "the grammar's compiler failed"))
-            else:  # a grammar, or none because nobody wants it any more
+            else:  # no grammar if the request has ended meanwhile
                 self._submit(generation, asking, ids, grammar)
 
         self._grammars.compile(
@@ -218,7 +218,7 @@ class Engine(Elastic):
     def _submit(
         self, generation: Generation, asking: Asking, ids: list[int], grammar: CompiledGrammar | None = None
     ) -> None:
-        """Hand a request to the step loop, unless its reader or the engine has gone meanwhile."""
+        """Submit a request to the step loop, unless its reader or the engine has ended meanwhile."""
         if generation.finished:
             return
         try:
@@ -231,7 +231,7 @@ class Engine(Elastic):
 
     @property
     def adapters(self) -> Adapters:
-        """The adapters of this engine: `load`, `unload`, `list` and `pin`, while it serves.
+        """Adapters of this engine, with `load`, `unload`, `list` and `pin`, while it serves.
 
         Raises:
             EngineStopped: The engine is not open.
@@ -259,24 +259,24 @@ class Engine(Elastic):
         charge: Charge = charge_nobody,
         progress: bool = False,
     ) -> Embeddings:
-        """Turn texts into vectors, at most two for each row at a time; other arguments as `stream`.
+        """Turn texts into vectors, at most two for each row at a time; other arguments are those of `stream`.
 
         Args:
             prompts: A text, or any iterable of prompts, each taken when there is room for it.
-            pooling: "last" token, "mean" of all or "cls" (first token); None is what the model's files say, else
-                "last".
-            normalize: Scale vectors to length 1; None is what the model's files say, else True.
-            dimensions: Keep only so many elements, the first ones, before normalising.
-            truncate: Cut what is longer than the context instead of refusing it.
-            adapter: Of all prompts, or a sequence with one for each.
-            started: Set when a step takes up the first of them.
-            progress: Show a bar on stderr: prompts done, and the tokens a second of the whole engine.
+            pooling: "last" token, "mean" of all or "cls" (first token); None is the choice of the model's
+                files, else "last".
+            normalize: Scale vectors to length 1; None is the choice of the model's files, else True.
+            dimensions: Number of leading elements to keep, before normalising; None keeps all.
+            truncate: Cut prompts that are longer than the context instead of rejecting them.
+            adapter: Adapter of all prompts, or a sequence with one for each.
+            started: Event that is set when a step computes the first prompt.
+            progress: Show a bar on stderr with prompts done and tokens per second of the whole engine.
 
         Returns:
-            Vectors, float32 [prompts, dimensions] in the order of the prompts, and the tokens they took.
+            Vectors, float32 [prompts, dimensions] in the order of the prompts, and the token counts of all together.
 
         Raises:
-            InvalidParams: The model or its device does not do that, or `prompts` are none.
+            InvalidParams: The model or its device does not support that, or `prompts` are not prompts.
             HeadraceError: The first prompt that failed, its message naming `prompts[index]`; the others are cancelled.
         """
         options = EmbedOptions(pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate)
@@ -296,16 +296,16 @@ class Engine(Elastic):
         started: Event | None = None,
         charge: Charge = charge_nobody,
     ) -> Scores:
-        """How well documents answer a query, at most two for each row at a time; other arguments as `stream`.
+        """Score how well documents answer a query, at most two for each row at a time.
 
         A cross-encoder (a sequence classifier with one label) reads the query with each document; any other model gives
-        the cosine of their vectors, as `embed` makes them.
+        the cosine of their vectors, as `embed` makes them. Other arguments are those of `stream`.
 
         Args:
-            query: A text; for models that embed, any prompt.
-            documents: A text, or any iterable of them; for models that embed, of any prompts.
-            truncate: Cut what is longer than the context, documents at their end, instead of refusing it.
-            started: Set when a step takes up the first text.
+            query: A text; any prompt for models that embed.
+            documents: A text or an iterable of texts; any prompts for models that embed.
+            truncate: Cut inputs that are longer than the context, documents at their end, instead of rejecting them.
+            started: Event that is set when a step computes the first text.
 
         Raises:
             InvalidParams: The model does neither, or an argument is of the wrong kind.
@@ -323,16 +323,16 @@ class Engine(Elastic):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> Tensor:
-        """The hidden states of a prompt after the final norm; arguments as `stream`.
+        """Return the hidden states of a prompt after the final norm; arguments are those of `stream`.
 
         Returns:
-            A tensor [tokens, hidden size] in the model's dtype on its device: the one that the model wrote, not a copy,
-            where the prompt took one step. It was made under `torch.inference_mode`.
+            A tensor [tokens, hidden size] in the model's dtype on its device, made under `torch.inference_mode`. If the
+            prompt took one step, it is the tensor that the model wrote, not a copy.
 
         Raises:
-            InvalidParams: The device does not do that.
+            InvalidParams: The model or its device does not support that.
             Rejected: The request can never run.
-            RequestFailed: It ended early.
+            RequestFailed: The request ended early.
         """
         if self._serving()[1].embedding is None:
             raise InvalidParams("prompt: this model or its device gives no hidden states", field="prompt")
@@ -341,7 +341,7 @@ class Engine(Elastic):
         return states
 
     def _pooling(self, started: Event | None = None) -> PoolingIntake:
-        self._serving()  # which a drain refuses, unlike what follows for calls that have begun
+        self._serving()  # a draining engine rejects this; calls that have begun may go on
         return PoolingIntake(partial(self._serving, draining=True), self._helper, self.adapters, started)
 
     # -- looking in -------------------------------------------------------------------------------------------------
@@ -354,16 +354,16 @@ class Engine(Elastic):
         charge: Charge = charge_nobody,
         **options: Unpack[TokenizeOptions],
     ) -> list[int]:
-        """The token ids of `prompt`, as a request of `tenant` would see them.
+        """Return the token ids of `prompt`, as a request of `tenant` would have them.
 
         Raises:
             InvalidParams: The prompt or an option is malformed.
-            PromptTooLong: Its text is too long for the context, however it is tokenised.
+            PromptTooLong: The text is too long for the context, however it is tokenised.
         """
         return await tokenize(prompt, options, self._serving()[1], self._helper, tenant, charge)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`.
+        """Return the text of `ids`.
 
         Raises:
             InvalidParams: An id is not in the vocabulary.
@@ -372,19 +372,19 @@ class Engine(Elastic):
 
     @property
     def chat_template(self) -> str:
-        """Text of the model's chat template; empty where it has none."""
+        """Text of the model's chat template; empty if it has none."""
         return self._serving()[1].tokenizer.chat_template
 
     @property
     def tokenizer_info(self) -> TokenizerInfo:
-        """What the model's tokenizer has besides its vocabulary."""
+        """Properties of the model's tokenizer besides its vocabulary."""
         return tokenizer_info(self._serving()[1].tokenizer)
 
     @property
     def step_age(self) -> float:
-        """Seconds since a step ended, or was launched after idling, while one is in flight; 0 otherwise.
+        """Seconds since a step last ended, or was launched after idling, while a step is in flight; 0 otherwise.
 
-        Grows without end if the device hangs. May be read in any thread, since what hangs may be the event loop.
+        It grows without end if the device hangs. It may be read in any thread, since the event loop may be what hangs.
 
         Raises:
             EngineStopped: The engine is not open.
@@ -395,7 +395,7 @@ class Engine(Elastic):
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine runs and what it can hold; may be read in any thread.
+        """Model and limits of the engine; may be read in any thread.
 
         Raises:
             EngineStopped: The engine is not open.
@@ -404,7 +404,7 @@ class Engine(Elastic):
         return replace(opened.info, num_pages=loop.scheduler.capacity.num_pages)
 
     def stats(self) -> EngineStats:
-        """One snapshot of queues, pages, counts and rates.
+        """Return a snapshot of queues, pages, counts and rates.
 
         Raises:
             EngineStopped: The engine is not open.

@@ -1,4 +1,4 @@
-"""Re-exports the error tree for users of the engine; never defines an error (adapters/errors.py draws the tree)."""
+"""Re-exports the error tree for users of the engine; adapters/errors.py defines it."""
 
 from __future__ import annotations
 

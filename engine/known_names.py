@@ -1,7 +1,7 @@
-"""Names of options that people bring from other tools, and what headrace calls them; the one table of them.
+"""Names of options in other tools, with what headrace calls them or advises instead; the only table of them.
 
-In a table a name stands either for an option here (a bare word), or for a sentence that says what to do instead.
-`SYNONYMS` are understood as they are, in Python and as flags of the command line; all others are answered.
+A table maps a name either to an option here (a bare word) or to a sentence of advice. Names in `SYNONYMS` are accepted
+as they are, in Python and as flags of the command line; all others are answered with the option or the advice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SYNONYMS: Final[Names] = {
     "max_num_seqs": "max_rows",
     "scheduling_policy": "policy",
 }
-"""vLLM's name of an option of `EngineConfig` -> the option, where both take the same values."""
+"""vLLM's name of an option of `EngineConfig` -> the option, if both take the same values."""
 
 _SAMPLING: Final = "it is an option of SamplingParams"
 REQUEST: Final = "it is an argument of stream and generate"
@@ -154,7 +154,7 @@ ENGINE_NAMES: Final[Mapping[str, Names]] = {
         **dict.fromkeys(("tool_call_parser", "adapter_folder", "adapters"), _SERVER),
     },
 }
-"""Whose name -> name -> the option of `EngineConfig`, or what to do instead."""
+"""Name of a tool -> its names of options -> the option of `EngineConfig`, or advice."""
 
 SAMPLING_NAMES: Final[Mapping[str, Names]] = {
     "OpenAI": {
@@ -221,23 +221,23 @@ SAMPLING_NAMES: Final[Mapping[str, Names]] = {
         **dict.fromkeys(("max_context", "kv_memory", "device", "max_rows", "dtype"), "it is an option of Engine"),
     },
 }
-"""Whose name -> name -> the option of `SamplingParams`, or what to do instead."""
+"""Name of a tool -> its names of options -> the option of `SamplingParams`, or advice."""
 
 
 def all_names(table: Mapping[str, Names]) -> Names:
-    """The names of `table`, whoever they are from."""
+    """Return the names of all tools in `table`."""
     return {name: meant for names in table.values() for name, meant in names.items()}
 
 
 def advice_on(name: str, options: Iterable[str], known: Names) -> str:
-    """Say what stands here for `name`, which is no option: by its meaning, else by its spelling, else nothing.
+    """Return advice for `name`, which is no option: by its meaning, else by its spelling, else an empty string.
 
     Args:
-        name: As it was given.
-        options: Those that there are.
-        known: Names of others, each with the option or a sentence.
+        name: Name as it was given.
+        options: Names of the options that exist.
+        known: Names of other tools, each with the option or a sentence.
     """
-    from difflib import get_close_matches  # which nothing else needs
+    from difflib import get_close_matches  # not needed elsewhere
 
     options = list(options)
     asked = name.lower().replace("-", "_")
@@ -252,7 +252,7 @@ def advice_on(name: str, options: Iterable[str], known: Names) -> str:
 
 
 def with_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `EngineConfig` with headrace's names in the place of `SYNONYMS`.
+    """Return options of `EngineConfig` with headrace's names in place of `SYNONYMS`.
 
     Raises:
         InvalidParams: An option is given under both of its names.

@@ -1,4 +1,4 @@
-"""`LLM`: an engine for code without an event loop; holds no thread and no loop itself, and never what is asked of it.
+"""`LLM`, an engine for code without an event loop; it runs no thread or loop itself.
 
 A call is made in the caller's thread and answered on the loop of a `Host`. Next to read: blocking/host.py.
 """
@@ -44,7 +44,7 @@ _DEFAULT_PARAMS = SamplingParams()
 class LLM:
     """An open engine for scripts and notebooks: `LLM("path/to/model").generate(prompts)`.
 
-    Works with or without an event loop in the calling thread, and from several threads at once: all that they ask runs
+    Works with or without an event loop in the calling thread, and from several threads at once, whose requests run
     in one batch. `close`, leaving `with`, dropping the last reference or the end of the interpreter closes it.
     """
 
@@ -54,23 +54,23 @@ class LLM:
         """Load the model and wait for it.
 
         Args:
-            model: A model folder, a `.gguf` file, a hub id, or an engine that was not opened yet.
+            model: A model folder, a `.gguf` file, a hub id, or an engine that has not been opened.
             progress: Show a bar while the weights are read, on a terminal or in a notebook.
-            options: The fields of `EngineConfig`, which `EngineOptions` (options.py) describes; none with an engine,
-                which has its own.
+            options: The fields of `EngineConfig`, which `EngineOptions` (options.py) describes; not allowed with an
+                engine, which has its own.
 
         Raises:
             InvalidParams: An option is unknown or out of its range.
             ModelRejected: The model's files cannot be used.
-            DeviceUnavailable: The device is not there.
+            DeviceUnavailable: The device does not exist.
         """
         if isinstance(model, Engine) and options:
             field, value = next(iter(options.items()))
             raise InvalidParams(f"{field}: an engine has its own options", field=field, value=value)
         self._host = Host(model if isinstance(model, Engine) else Engine(model, **options))
         self._host.open(progress=progress)
-        finalizer = weakref.finalize(self, self._host.stop)  # runs in any thread, amid anything: it only posts
-        finalizer.atexit = False  # the host sees to that itself, since it also waits
+        finalizer = weakref.finalize(self, self._host.stop)  # may run in any thread at any point, so it only posts
+        finalizer.atexit = False  # the host also waits for the end at exit
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is one prompt, although it is an iterable of them
@@ -97,23 +97,23 @@ class LLM:
         return_errors: bool = False,
         **asked: Any,
     ) -> Any:
-        """Run a generation for a prompt, or for each of many, and wait for the end; Ctrl-C cancels them.
+        """Run a generation for a prompt, or for each of many, and wait for the end; Ctrl-C cancels all.
 
         Args:
             prompts: One prompt (text, token ids or a chat), or any iterable of prompts. An iterable other than a list
-                or a tuple is taken from in the calling thread, as room comes.
-            params: For all prompts, or a sequence of as many.
+                or a tuple is iterated in the calling thread, as there is room.
+            params: Parameters of all prompts, or a sequence with one for each.
             progress: Show a bar on stderr while there are many prompts.
-            return_errors: Put the error of a request that fails in the place of its answer, and go on.
+            return_errors: Return the error of a request that fails in place of its answer, and go on.
             asked: `adapter`, `tenant`, `cache_salt`, `priority`, `deadline` and hooks, as in `Engine.stream`.
 
         Returns:
             The answer, or the list of answers in the order of the prompts.
 
         Raises:
-            InvalidParams: Not prompts, or not one `SamplingParams` for each.
-            RuntimeError: It is called by a `stop_when` of its own, which would wait for itself.
-            EngineStopped: It is closed, or was closed meanwhile.
+            InvalidParams: `prompts` are not prompts, or `params` are not one `SamplingParams` for each.
+            RuntimeError: A `stop_when` of this LLM calls it, which would wait for itself.
+            EngineStopped: The LLM is closed, or was closed meanwhile.
             HeadraceError: The first request that failed; among many, its message names `prompts[index]`.
         """
         return self._answer(prompts, params, {}, progress=progress, return_errors=return_errors, **asked)
@@ -135,17 +135,17 @@ class LLM:
         self, messages: Iterable[Sequence[Message]], params: ManyParams = ..., **options: Unpack[ChatKeepingErrors]
     ) -> list[Completion | HeadraceError]: ...
     def chat(self, messages: Any, params: ManyParams = _DEFAULT_PARAMS, **options: Any) -> Any:
-        """Answer a chat, or each of many, as `generate` does, with a say in how the chat template writes it.
+        """Answer a chat, or each of many, as `generate` does, with options for the chat template.
 
         Args:
             messages: One chat, or an iterable of chats.
-            params: For all chats, or a sequence of as many.
-            options: `tools`, `template_kwargs`, `continue_final_message` and `add_generation_prompt`, as
-                `Engine.tokenize`; `headrace.engine.tools` reads the calls in an answer. And `progress`,
-                `return_errors`, `adapter`, `tenant` and so on, as `generate`.
+            params: Parameters of all chats, or a sequence with one for each.
+            options: `tools`, `template_kwargs`, `continue_final_message` and `add_generation_prompt`, as in
+                `Engine.tokenize`; `headrace.engine.tools` reads the calls in an answer. Also `progress`,
+                `return_errors`, `adapter`, `tenant` and so on, as in `generate`.
 
         Returns:
-            The answer, or the list of answers in the order of the chats; errors as `generate`.
+            The answer, or the list of answers in the order of the chats; errors are those of `generate`.
         """
         written: Any = {name: options.pop(name) for name in ChatOptions.__annotations__ if name in options}
         return self._answer(messages, params, written, **options)
@@ -160,7 +160,7 @@ class LLM:
         return_errors: bool = False,
         **asked: Any,
     ) -> Any:
-        """Generate for one prompt or for many, as `generate`; with `written`, for chats that are written so."""
+        """Generate for one prompt or for many, as `generate` does; `written` has options of the chat template."""
         one = _is_one(prompts)
         given: Any = [prompts] if one else prompts
         check_many(given, params)
@@ -187,22 +187,22 @@ class LLM:
 
         Args:
             prompt: Text, token ids or a chat.
-            params: How to choose tokens and when to stop.
+            params: Options for choosing tokens and for stopping.
             asked: `adapter`, `tenant`, `cache_salt`, `priority`, `deadline` and hooks, as in `Engine.stream`.
 
         Raises:
-            InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`, which is known at the end alone.
-            EngineStopped: It is closed.
+            InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`, which cannot be streamed.
+            EngineStopped: The LLM is closed.
         """
         return LLMStream(self, self._host, self._host.look(lambda engine: engine.stream(prompt, params, **asked)))
 
     def embed(
         self, prompts: str | Iterable[Prompt], *, progress: bool = True, **options: Unpack[EmbedKeywords]
     ) -> Embeddings:
-        """Turn texts into vectors and wait for them; arguments, result and errors as `Engine.embed`.
+        """Turn texts into vectors and wait for them; arguments, result and errors are those of `Engine.embed`.
 
         Args:
-            prompts: A text, or any iterable of prompts, which is first taken from in the calling thread.
+            prompts: A text, or any iterable of prompts, which is iterated in the calling thread.
             progress: Show a bar on stderr while there are many prompts.
             options: `pooling`, `normalize`, `dimensions`, `truncate`, `adapter` and so on.
         """
@@ -214,7 +214,7 @@ class LLM:
         return self._host.ask(embed)
 
     def score(self, query: Prompt, documents: str | Iterable[Prompt], **options: Unpack[ScoreKeywords]) -> Scores:
-        """Tell how well documents answer a query; arguments, result and errors as `Engine.score`."""
+        """Score how well documents answer a query; arguments, result and errors are those of `Engine.score`."""
         given = _taken(documents)
 
         async def score(engine: Engine) -> Scores:
@@ -223,7 +223,7 @@ class LLM:
         return self._host.ask(score)
 
     def hidden_states(self, prompt: Prompt, **options: Unpack[HiddenKeywords]) -> Tensor:
-        """Return the hidden states of a prompt after the final norm; arguments, result and errors as in `Engine`."""
+        """Return the hidden states of a prompt after the final norm, as `Engine.hidden_states` does."""
 
         async def states(engine: Engine) -> Tensor:
             return await engine.hidden_states(prompt, **options)
@@ -231,7 +231,7 @@ class LLM:
         return self._host.ask(states)
 
     def tokenize(self, prompt: Prompt, **options: Unpack[TokenizeKeywords]) -> list[int]:
-        """Return the token ids of `prompt`; arguments and errors as `Engine.tokenize`."""
+        """Return the token ids of `prompt`; arguments and errors are those of `Engine.tokenize`."""
 
         async def tokenize(engine: Engine) -> list[int]:
             return await engine.tokenize(prompt, **options)
@@ -239,66 +239,66 @@ class LLM:
         return self._host.ask(tokenize)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; errors as `Engine.detokenize`."""
+        """Return the text of `ids`; errors are those of `Engine.detokenize`."""
         return self._host.look(lambda engine: engine.detokenize(ids, skip_special_tokens=skip_special_tokens))
 
     @property
     def chat_template(self) -> str:
-        """Text of the model's chat template; empty where it has none."""
+        """Text of the model's chat template; empty if it has none."""
         return self._host.look(lambda engine: engine.chat_template)
 
     @property
     def tokenizer_info(self) -> TokenizerInfo:
-        """What the model's tokenizer has besides its vocabulary."""
+        """Properties of the model's tokenizer besides its vocabulary."""
         return self._host.look(lambda engine: engine.tokenizer_info)
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine runs and what it can hold."""
+        """Model and limits of the engine."""
         return self._host.look(lambda engine: engine.info)
 
     def stats(self) -> EngineStats:
-        """Return one snapshot of queues, pages, counts and rates."""
+        """Return a snapshot of queues, pages, counts and rates."""
         return self._host.look(lambda engine: engine.stats())
 
     @property
     def adapters(self) -> LLMAdapters:
-        """The adapters of the engine: `load`, `unload`, `list` and `pin`."""
+        """Adapters of the engine, with `load`, `unload`, `list` and `pin`."""
         return LLMAdapters(self._host)
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Load what `generate(..., adapter=name)` wears, and wait for it; as `adapters.load`.
+        """Load the adapter for `generate(..., adapter=name)` and wait for it, as `adapters.load` does.
 
         Raises:
             AdapterRejected: The name, the files or the size do not fit; nothing changes.
-            InvalidParams: The engine was opened for no adapters.
+            InvalidParams: The engine was opened without adapter slots.
             RuntimeError: A `stop_when` calls it, which would wait for itself.
-            EngineStopped: It is closed, or was closed meanwhile.
+            EngineStopped: The LLM is closed, or was closed meanwhile.
         """
         self.adapters.load(name, path)
 
     def resize_kv(self, kv_memory: int | str) -> None:
-        """Have so much memory for keys and values from now on; arguments and errors as `Engine.resize_kv`."""
+        """Change the memory for keys and values; arguments and errors are those of `Engine.resize_kv`."""
         self._host.ask(lambda engine: engine.resize_kv(kv_memory))
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Give back the memory of keys, values and weights until `wake`; arguments and errors as `Engine.sleep`.
+        """Free the memory of keys, values and weights until `wake`; arguments and errors are those of `Engine.sleep`.
 
-        What other threads ask meanwhile waits.
+        Calls of other threads wait meanwhile.
         """
         self._host.ask(lambda engine: engine.sleep(level))
 
     def wake(self) -> None:
-        """End a `sleep`; errors as `Engine.wake`."""
+        """End a `sleep`; errors are those of `Engine.wake`."""
         self._host.ask(lambda engine: engine.wake())
 
     @property
     def sleep_level(self) -> int:
-        """0 while the engine is awake."""
+        """Level of sleep; 0 while the engine is awake."""
         return self._host.look(lambda engine: engine.sleep_level)
 
     def close(self) -> None:
-        """Cancel what runs, return all memory and join all threads; may be called more than once.
+        """Cancel running requests, free all memory and join all threads; may be called more than once.
 
         Raises:
             EngineCrashed: The step loop had died.
@@ -313,7 +313,7 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; an error that leaves the block goes before one of closing."""
+        """Close the engine; an error of the block takes precedence over one of closing."""
         try:
             self.close()
         except HeadraceError:
@@ -322,13 +322,13 @@ class LLM:
 
 
 def _is_one(prompts: object) -> bool:
-    """Whether this is a prompt, well-formed or not, rather than an iterable of prompts."""
+    """Return whether `prompts` is a prompt, well-formed or not, rather than an iterable of prompts."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return True
     return isinstance(prompts, Sequence) and len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
 
 
 def _taken(prompts: Any) -> Any:
-    """`prompts` as the event loop may go through them: what an iterator yields is taken here, in the calling thread."""
+    """Return `prompts` for use on the event loop; items of an iterator are taken here, in the calling thread."""
     is_whole = isinstance(prompts, str | bytes | Sequence | Mapping) or not isinstance(prompts, Iterable)
     return prompts if is_whole else list(prompts)

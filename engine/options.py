@@ -1,7 +1,7 @@
 """Keyword options of `Engine`, `LLM`, `EngineConfig` and `SamplingParams`, for editors and type checkers; checks none.
 
-A key is typed as callers may write it ("2GiB" for bytes, one stop string for a tuple of them); the models in config.py
-and params.py say what it becomes and which values are allowed. Tests keep keys, defaults and fields equal.
+A key has the type that callers may write ("2GiB" for bytes, one stop string for a tuple of them). The models in
+config.py and params.py define its final type and its allowed values. Tests keep keys, defaults and fields equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ConfigOptions", "EngineOptions", "SamplingOptions", "VllmNames"]
 
 
 class VllmNames(TypedDict, total=False):
-    """vLLM's names of options, which are those of the command line too; each stands for an option of headrace."""
+    """vLLM's names of options, also accepted by the command line; each stands for an option of headrace."""
 
     block_size: int
     """Another name of `page_size`."""

@@ -1,4 +1,4 @@
-"""`SamplingParams`: what shapes the tokens of one request, checked when it is built; never who asks or how."""
+"""`SamplingParams`: options that shape the tokens of one request, checked when built; never its tenant or adapter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_LISTED = 1024
 _MAX_IDS = 2**15
 _MAX_WORDS = 64
 _MAX_WORD_LENGTH = 128
-_MAX_WORDS_LENGTH = 1024  # of all together: they are tokenised on the event loop
+_MAX_WORDS_LENGTH = 1024  # of all bad words together: they are tokenised on the event loop
 _MAX_LOGPROBS = 20
 _NOT_WITH_BEAMS = (
     "best_of", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
@@ -42,12 +42,12 @@ LogprobCount: TypeAlias = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS, strict=Tr
 
 
 class SamplingParams(Checked, frozen=True):
-    """How to choose tokens and when to stop. Frozen, hashable, serialisable.
+    """Options for choosing tokens and for stopping. Frozen, hashable, serialisable.
 
     `SamplingOptions` (options.py) describes each option.
 
     Raises:
-        InvalidParams: A value is out of its range; names field, value and limit. It is also a `ValueError`.
+        InvalidParams: A value is out of its range; the error names field, value and limit. It is also a `ValueError`.
     """
 
     known_names = all_names(SAMPLING_NAMES)
@@ -83,7 +83,7 @@ class SamplingParams(Checked, frozen=True):
     prompt_logprobs: LogprobCount | None = None
 
     def __init__(self, **options: Unpack[SamplingOptions]) -> None:
-        """Check `options`; what is left out has its default, or what the model recommends.
+        """Check `options`; options left out have their default, or the value that the model recommends.
 
         Raises:
             InvalidParams: An option is unknown or out of its range.

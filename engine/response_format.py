@@ -1,4 +1,4 @@
-"""`ResponseFormat`: what the text of a completion must be, checked as far as that goes without compiling it."""
+"""`ResponseFormat`: a constraint on the text of a completion, checked as far as possible without compiling it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _KINDS: Final = ("json_schema", "json_object", "regex", "lark", "choice")
 
 
 class ResponseFormat(BaseModel):
-    """A grammar that a completion keeps to. Frozen, hashable, serialisable; made by one of the methods below.
+    """Constraint on the text of a completion. Frozen, hashable, serialisable; made by one of the methods below.
 
-    Also made from a mapping such as `{"type": "json_schema", "json_schema": {"schema": {...}}}`,
+    A mapping is accepted, too, such as `{"type": "json_schema", "json_schema": {"schema": {...}}}`,
     `{"type": "json_object"}`, or `{"type": kind, kind: ...}` with another kind.
     """
 
@@ -38,24 +38,24 @@ class ResponseFormat(BaseModel):
 
     kind: Literal["json_schema", "json_object", "regex", "lark", "choice"]
     source: Annotated[str, StringConstraints(min_length=1, max_length=_MAX_LENGTH)]
-    """The schema as JSON, the regular expression or the grammar; a regular expression for a choice."""
+    """JSON schema, regular expression or grammar as text; for a choice, a regular expression."""
     _described: Any = PrivateAttr(default=None)
 
     @property
     def described(self) -> Any:
-        """The class whose instances the text describes, as `json_schema` was given it; None where it was given none."""
+        """Class that `json_schema` was given, whose instances the text describes; None if it was given none."""
         return self._described
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | type[Any]) -> Self:
-        """JSON that this schema admits, with properties in its order.
+        """Return a format for JSON that satisfies `schema`, with properties in its order.
 
         Args:
             schema: A JSON schema; or a pydantic model, a dataclass or a `TypedDict`, whose objects then have all their
-                properties and no others, as in OpenAI's strict mode. `Completion.parsed` gives its instance.
+                properties and no others, as in OpenAI's strict mode. `Completion.parsed` is an instance of it.
 
         Raises:
-            InvalidParams: It is no JSON object, or a class that no JSON schema describes.
+            InvalidParams: `schema` is no JSON object, or a class that no JSON schema describes.
         """
         if isinstance(schema, type):
             made = cls._make("json_schema", _schema_of(schema))
@@ -72,25 +72,25 @@ class ResponseFormat(BaseModel):
 
     @classmethod
     def json_object(cls) -> Self:
-        """Any JSON object."""
+        """Return a format for any JSON object."""
         return cls._make("json_object", '{"type": "object"}')
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Text that this regular expression (in Rust's syntax) matches as a whole."""
+        """Return a format for text that a regular expression (in Rust's syntax) matches as a whole."""
         return cls._make("regex", pattern)
 
     @classmethod
     def lark(cls, grammar: str) -> Self:
-        """Text of this context-free grammar, in EBNF as the Lark library writes it, from its rule `start`."""
+        """Return a format for text of a context-free grammar, in Lark's EBNF, from its rule `start`."""
         return cls._make("lark", grammar)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """One of these texts.
+        """Return a format for exactly one of `texts`.
 
         Raises:
-            InvalidParams: There is none, or one is empty or no string.
+            InvalidParams: `texts` is empty, or one of them is empty or not a string.
         """
         if (
             isinstance(texts, str)

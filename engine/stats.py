@@ -1,4 +1,4 @@
-"""`EngineStats`, what an engine tells about itself, and the `Meter` that times its steps; never changes what runs."""
+"""`EngineInfo` and `EngineStats` describe an engine, and `Meter` times its steps; never changes what runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WINDOW_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an open engine runs."""
+    """Model, device and limits of an open engine."""
 
     model: str
-    """The model's own name."""
+    """Name of the model."""
     architecture: str
     max_context: int
-    """Tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
     vocab_size: int
     """Width of the logits; token ids are below it."""
     dtype: str
@@ -35,9 +35,9 @@ class EngineInfo:
     max_rows: int
     max_batched_tokens: int
     embedding_size: int = 0
-    """Elements of a vector of `embed`; 0 where the model gives none."""
+    """Elements of a vector of `embed`; 0 if the model does not embed."""
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Values of `SamplingParams` for requests that leave them out, as the model's files recommend them."""
+    """Values that the model's files recommend for `SamplingParams` that leave them out."""
 
     @classmethod
     def of(
@@ -51,7 +51,7 @@ class EngineInfo:
         page_bytes: int,
         embedding_size: int = 0,
     ) -> Self:
-        """A model on a device that holds `capacity`."""
+        """Describe a model on a device with the limits of `capacity`."""
         return cls(
             model=model,
             architecture=architecture,
@@ -70,21 +70,21 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """One moment of an engine."""
+    """Snapshot of an engine at one moment."""
 
     waiting: int
     running: int
     paused: int
     swapped: int
-    """Requests that wait or pause, and whose pages are in host memory."""
+    """Requests that wait or pause with their pages in host memory."""
     pages: int
-    """Pages of the pool."""
+    """Pages in the pool."""
     pages_held: int
     """Pages that requests hold."""
     pages_cached: int
     """Unreferenced pages kept for their prefix."""
     host_pages: int
-    """Pages that host memory has room for."""
+    """Pages that fit in host memory."""
     host_pages_used: int
     """Pages in host memory that swapped requests hold, or that are kept for their prefix."""
     live_tokens: int
@@ -98,22 +98,22 @@ class EngineStats:
     swaps: int
     """Preemptions whose pages went to host memory, to come back."""
     memory_retries: int
-    """Steps that found no memory, and whose requests were tried again in smaller ones."""
+    """Steps that ran out of memory and whose requests were tried again in smaller steps."""
     sleep_level: int
-    """0 while the engine is awake; else requests wait, and there are no pages."""
+    """Level of sleep: 0 while the engine is awake; above 0, requests wait and there are no pages."""
     steps: int
-    """Committed steps; grows while anything runs, so a readiness check can see a stall."""
+    """Committed steps; grows while anything runs, so that a readiness check can see a stall."""
     steps_in_flight: int
     tokens_per_second: float
-    """Generated tokens over the last seconds."""
+    """Generated tokens per second, over the last seconds."""
     step_seconds: float
-    """Time from commit to commit, averaged over the last seconds."""
+    """Seconds from commit to commit, averaged over the last seconds."""
     busy_seconds: float
-    """Time for which a step was in flight, since the engine opened; its growth over a while is the device's use."""
+    """Seconds for which a step was in flight since the engine opened; their growth is the device's utilisation."""
 
 
 class Meter:
-    """Counts steps and tokens, and their rate over the last seconds."""
+    """Counter of steps and tokens, and of their rates over the last seconds."""
 
     def __init__(self) -> None:
         """Start at zero."""
@@ -131,7 +131,7 @@ class Meter:
         self.launched_steps += 1
 
     def committed(self, now: float, generated: int) -> float:
-        """Count a committed step that generated so many tokens; the seconds it took."""
+        """Count a committed step that generated so many tokens; return its duration in seconds."""
         self.steps += 1
         self.generated_tokens += generated
         seconds = now - self._latest
@@ -143,15 +143,15 @@ class Meter:
         return seconds
 
     def step_age(self, now: float) -> float:
-        """Seconds for which nothing has ended, at `now`, while a step is in flight; else 0."""
+        """Return the seconds since a step last ended, at `now`, while a step is in flight; else 0."""
         return now - self._latest if self.launched_steps > self.steps else 0.0
 
     def busy_seconds(self, now: float) -> float:
-        """Seconds for which a step was in flight until `now`; never falls."""
+        """Return the total seconds for which a step was in flight until `now`; never falls."""
         return self._busy + self.step_age(now)
 
     def rates(self, now: float) -> tuple[float, float]:
-        """(generated tokens a second, seconds a step) while busy, over the last seconds before `now`."""
+        """Return (generated tokens per second, seconds per step) while busy, over the last seconds before `now`."""
         recent = [entry for entry in self._recent if entry[0] >= now - _WINDOW_SECONDS]
         seconds = sum(duration for _, duration, _ in recent)
         if seconds <= 0.0:

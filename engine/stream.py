@@ -1,4 +1,4 @@
-"""`TokenStream`: one caller's view of one generation; hands out its tokens and never decides what runs."""
+"""`TokenStream`, one caller's view of one generation; it yields the tokens and never decides what runs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["ChunkIterator", "TokenStream"]
 
 
 class TokenStream:
-    """The tokens of one request, as they come: `async for token in stream`.
+    """Stream of the tokens of one request, as they are generated: `async for token in stream`.
 
-    `async with stream` cancels at its end what still runs. So do `cancel`, `aclose`, cancelling the reading task, and
-    dropping the last reference. One task reads at a time. Made by `Engine.stream`.
+    Leaving `async with stream` cancels the request if it still runs. So do `cancel`, `aclose`, cancelling the reading
+    task, and dropping the last reference. Only one task may read at a time. `Engine.stream` makes streams.
     """
 
     def __init__(self, turn: Turn, turns: Turns, post: Poster) -> None:
-        """Read `turn`, and begin others by `turns`."""
+        """Read `turn`, and begin further turns with `turns`."""
         self._turns = turns
         self._post = post
         self._sent: Generation | None = None
-        """The next turn, while `send` waits for it."""
+        """Generation of the next turn, while `send` waits for it."""
         self._begin(turn)
 
     def _begin(self, turn: Turn) -> None:
@@ -40,42 +40,42 @@ class TokenStream:
         self._finish_reasons: list[FinishReason | None] = [None] * turn.asking.params.n
         prompt_logprobs = turn.asking.params.prompt_logprobs
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None if prompt_logprobs is None else [None]
-        """Log-probabilities of the prompt, as far as the reader has looked."""
+        """Log-probabilities of the prompt, as far as the reader has read them; None if not asked for."""
         self._unyielded: list[Token] = []
-        """Tokens that were taken and not read, the next one last."""
+        """Tokens that were taken from the mailbox and not yielded, the next one last."""
         self._reader = TaskWatch(turn.generation.cancel, self._post)
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt as token ids, of a later turn all that came before it; empty until the request is admitted."""
+        """Token ids of the prompt, for a later turn those of all before it; empty until the request is admitted."""
         return list(self._generation.prompt)
 
     @property
     def usage(self) -> Usage:
-        """Tokens counted so far; complete once every choice has ended."""
+        """Token counts so far; complete once every choice has ended."""
         return self._generation.usage
 
     @property
     def queued(self) -> bool:
-        """Whether no step has taken it up yet."""
+        """Whether no step has computed any of the request yet."""
         requests = self._generation.requests
         return not requests or all(request.latest_step < 0 for request in requests)
 
     @property
     def taken_up(self) -> float | None:
-        """`time.perf_counter()` when the first step with it was launched; None while it waits for that."""
+        """Value of `time.perf_counter()` when the first step of the request was launched; None before that."""
         return self._generation.taken_up
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
-        """Why each choice ended, as far as it has been read; None where it has not ended."""
+        """Reason for which each choice ended, as far as the stream has been read; None if it has not ended."""
         return list(self._finish_reasons)
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """One for each token of the prompt, None for the first; complete once the first token has been read.
+        """Log-probabilities of each prompt token, None for the first; complete once the first token has been read.
 
-        None where `SamplingParams.prompt_logprobs` asks for none.
+        None if `SamplingParams.prompt_logprobs` asks for none.
         """
         found, generation = self._prompt_logprobs, self._generation
         if found is None:
@@ -86,12 +86,12 @@ class TokenStream:
         return list(found)
 
     async def admitted(self) -> None:
-        """Wait until the engine has taken the request in; the first read does so by itself.
+        """Wait until the engine has accepted the request; the first read does so by itself.
 
         Raises:
             Rejected: The request can never run.
-            EngineStopped: The engine closed before.
-            EngineCrashed: The step loop died before.
+            EngineStopped: The engine closed before that.
+            EngineCrashed: The step loop died before that.
         """
         await _admitted(self._turn, self._reader)
 
@@ -103,26 +103,26 @@ class TokenStream:
         deadline: float | None = None,
         priority: int | None = None,
     ) -> Self:
-        """Go on after all tokens so far with `added`; the stream then yields the tokens of the next answer.
+        """Continue after all tokens so far with `added`; the stream then yields the tokens of the next answer.
 
-        What the turns before have computed is read from their pages, as far as those are still there; the stream keeps
-        them until it is closed, or until somebody else needs the room. What was not read of the turn before is dropped.
+        Results of earlier turns are read from their pages if these are still cached; the stream keeps them until it is
+        closed or others need the room. Tokens of the previous turn that were not read are dropped.
 
         Args:
-            added: Text or token ids, which follow as they stand, or messages: then what the chat template writes behind
-                an answer, from the end of that answer to the beginning of the next.
-            params: Of the next turn; None for those of this one.
-            deadline: Seconds from now after which what is left of the next turn is not generated; None for as many as
+            added: Text or token ids, which are appended as they are, or messages, which are written by the chat
+                template from the end of the last answer to the beginning of the next.
+            params: Parameters of the next turn; None for those of this one.
+            deadline: Seconds from now after which the next turn stops; None for as many as
                 this turn had.
-            priority: Of the next turn, lower is served first; None for that of this one.
+            priority: Priority of the next turn, lower is served first; None for that of this one.
 
         Returns:
-            The stream itself, once the request is taken in.
+            The stream itself, once the request is accepted.
 
         Raises:
-            RuntimeError: The turn before still runs, or nothing ever ran.
-            InvalidParams: It had several choices, or what is added is malformed; the stream is as it was.
-            PromptTooLong: All together leaves no room for an answer; the stream is as it was.
+            RuntimeError: The previous turn still runs, or none ever ran.
+            InvalidParams: The previous turn had several choices, or `added` is malformed; the stream is unchanged.
+            PromptTooLong: All turns together leave no room for an answer; the stream is unchanged.
             EngineStopped: The engine is closed.
         """
         generation = self._generation
@@ -138,25 +138,25 @@ class TokenStream:
             sender.stop()
         self._let_go()
         self._begin(turn)
-        if turn.generation.finished:  # somebody else cancelled while it was sent
+        if turn.generation.finished:  # cancelled by another task while it was sent
             self.cancel()
         return self
 
     def fork(self, *, seed: int | None = None) -> TokenStream:
-        """Branch off behind what has been read of this stream; its pages are shared until one writes to them.
+        """Fork the stream after the tokens read so far; its pages are shared until one branch writes to them.
 
-        The branch goes on with the same parameters and other noise, or, where this stream has been read to its end,
-        waits for what is sent to it. Both live on independently.
+        The branch goes on with the same parameters and other noise; if this stream has been read to its end, the branch
+        waits for `send`. Both go on independently.
 
         Args:
-            seed: Of the branch's noise; None draws one.
+            seed: Seed of the branch's noise; None draws one.
 
         Returns:
-            A stream of the tokens behind that place; its `prompt_token_ids` are all before it.
+            A stream of the tokens after that position; its `prompt_token_ids` are all before it.
 
         Raises:
             RuntimeError: The request has not been admitted.
-            InvalidParams: It has several choices, or `seed` is no int.
+            InvalidParams: The stream has several choices, or `seed` is no int.
             EngineStopped: The engine is closed.
         """
         self._check_single("fork")
@@ -170,7 +170,7 @@ class TokenStream:
         return forked
 
     def _check_single(self, what: str) -> None:
-        """Refuse what only a stream of one choice can do."""
+        """Reject a call that only a stream of one choice supports."""
         params = self._turn.asking.params
         if params.n != 1 or params.beam_width is not None:
             field = "n" if params.beam_width is None else "beam_width"
@@ -181,10 +181,10 @@ class TokenStream:
             raise RuntimeError("the request has not been admitted: await stream.admitted() before")
 
     def cancel(self) -> None:
-        """End what still runs; its pages return within the steps already launched.
+        """Cancel the request if it still runs; its pages are freed within the steps already launched.
 
         Raises:
-            RuntimeError: It runs, and this is called on another event loop or thread.
+            RuntimeError: The request runs, and this is called on another event loop or thread.
         """
         if not self._generation.finished:
             self._post.check_here()
@@ -200,7 +200,7 @@ class TokenStream:
             self._generation.let_go()
 
     async def aclose(self) -> None:
-        """Cancel, for `contextlib.aclosing` and the like."""
+        """Cancel the request, for `contextlib.aclosing` and the like."""
         self.cancel()
 
     async def __aenter__(self) -> Self:
@@ -210,11 +210,11 @@ class TokenStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what still runs."""
+        """Cancel the request if it still runs."""
         self.cancel()
 
     def __aiter__(self) -> Self:
-        """Return the stream itself: it is read once."""
+        """Return the stream itself, which can be read once."""
         return self
 
     async def __anext__(self) -> Token:
@@ -237,14 +237,14 @@ class TokenStream:
         return token
 
     def chunks(self) -> ChunkIterator:
-        """Iterate over merged tokens: each item holds all that came since the last look."""
+        """Iterate over merged tokens: each item holds all tokens since the last one was read."""
         return ChunkIterator(self)
 
     async def next_chunk(self) -> Chunk | None:
-        """Return all tokens since the last look as one chunk, waiting for at least one; None at the end.
+        """Return all tokens since the last read as one chunk, waiting for at least one; None at the end.
 
         Raises:
-            HeadraceError: As `__anext__` does.
+            HeadraceError: One of the errors of `__anext__`.
         """
         generation = self._generation
         if self._unyielded:
@@ -255,11 +255,11 @@ class TokenStream:
         self._read += len(tokens)
         generation.held = 0
         if generation.paused and not len(generation.mailbox):
-            generation.drained()  # it goes on while the reader is at work on the chunk
+            generation.drained()  # generation goes on while the reader handles the chunk
         return Chunk(text="".join([token.text for token in tokens]), tokens=tokens) if tokens else None
 
     def __del__(self) -> None:
-        """Cancel a request whose reader is gone; runs in any thread, so it only posts."""
+        """Cancel a request whose reader is gone; may run in any thread, so it only posts."""
         if not (self._closed and self._generation.finished):
             self._post(_Closing(self._generation, self._reader, self._closed))
 
@@ -270,7 +270,7 @@ class TokenStream:
             generation.drained()
         try:
             items = await generation.mailbox.take()
-        except RuntimeError:  # a second reader: the first one's request goes on
+        except RuntimeError:  # a second reader, which must not end the first one's request
             raise
         except BaseException:  # a cancelled reader, or an error that ended the stream
             generation.cancel()
@@ -286,7 +286,7 @@ class TokenStream:
 
 
 class ChunkIterator:
-    """`async for chunk in stream.chunks()`."""
+    """Iterator over the chunks of a stream, for `async for chunk in stream.chunks()`."""
 
     def __init__(self, stream: TokenStream) -> None:
         """Iterate over `stream`."""
@@ -297,7 +297,7 @@ class ChunkIterator:
         return self
 
     async def __anext__(self) -> Chunk:
-        """Return the next chunk; raises as `TokenStream.__anext__` does."""
+        """Return the next chunk; errors are those of `TokenStream.__anext__`."""
         chunk = await self._stream.next_chunk()
         if chunk is None:
             raise StopAsyncIteration
@@ -305,7 +305,7 @@ class ChunkIterator:
 
 
 class _Closing:
-    """The end of a stream that nobody has any more."""
+    """Callback that ends a stream without references."""
 
     def __init__(self, generation: Generation, reader: TaskWatch, closed: bool) -> None:
         self._generation, self._reader, self._closed = generation, reader, closed
@@ -318,7 +318,7 @@ class _Closing:
 
 
 async def _admitted(turn: Turn, reader: TaskWatch) -> None:
-    """Wait until the engine has taken `turn` in; a cancelled `reader` cancels it."""
+    """Wait until the engine has accepted `turn`; cancelling `reader` cancels the turn."""
     generation = turn.generation
     reader.follow()
     try:

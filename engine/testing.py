@@ -1,6 +1,6 @@
-"""Public fakes: a runner and a tokenizer that need no model, for tests of applications and of headrace itself.
+"""Public fakes for tests of applications and of headrace itself: a runner and a tokenizer that need no model.
 
-Owns nothing of the engine. Next to read: scripted/runner.py and scripted/answers.py.
+The engine under test is the real one. Next to read: scripted/runner.py and scripted/answers.py.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ __all__ = [
 
 _ABILITIES: Final = frozenset[plans.Ability](("hooks", "shaping", "logprobs", "grammar", "pooling"))
 _SIZES: Final = frozenset(("max_context", "max_rows", "max_batched_tokens", "page_size"))
-"""Options of an engine that say what a step or a context may hold."""
+"""Engine options that set the size of a step or a context."""
 
 
 class ByteTokenizer:
-    """One token a byte: ids 0 to 255; 256 ends a sequence. Any text round-trips."""
+    """Tokenizer with one token for each byte: ids 0 to 255; 256 ends a sequence. Any text round-trips."""
 
     name = "bytes"
     vocab_size = 257
@@ -68,14 +68,14 @@ class ByteTokenizer:
         "{{ message.role }}: {{ message.content }}{% for call in message.tool_calls %}"
         "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
     )
-    """What `encode_chat` does, in Jinja; models that write calls in this way are known by it."""
+    """Jinja template of the text of `encode_chat`; it also identifies models that write calls in this way."""
 
     def __init__(self) -> None:
         """Build the table of single bytes."""
         self.table = TokenTable([bytes([value]) for value in range(256)] + [b"<end>"], special_ids=frozenset({256}))
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
-        """Return the UTF-8 bytes of `text`; there are no special tokens around it."""
+        """Return the UTF-8 bytes of `text`; no special tokens are added around it."""
         try:
             return list(text.encode())
         except UnicodeEncodeError as error:
@@ -88,16 +88,16 @@ class ByteTokenizer:
         end: ChatEnd = "answer",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """A line `role: content` for each message, with its calls behind; before them a line with the tools, if any.
+        """Return the ids of a line `role: content` for each message, with its calls; a line with the tools precedes it.
 
-        The last line has no line feed where it is to be continued. Values for a template are left out.
+        The last line has no line feed if it is to be continued. `template_kwargs` are ignored.
         """
         offered = f"tools: {json.dumps(list(tools))}\n" if tools else ""
         text = offered + "".join(map(_line, checked_messages(messages)))
         return self.encode(text.removesuffix("\n") if end == "open" else text)
 
     def encode_more(self, text: str) -> list[int]:
-        """The same as any text."""
+        """Return the same ids as `encode`."""
         return self.encode(text)
 
     def encode_reply(
@@ -106,14 +106,14 @@ class ByteTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The end of the answer's line, and the messages."""
+        """Return the ids of the end of the answer's line and of `messages`."""
         return [*b"\n", *self.encode_chat(messages)]
 
     def close(self) -> None:
-        """There is nothing to return."""
+        """Do nothing, since there are no resources to release."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, with U+FFFD for what is not UTF-8."""
+        """Return the text of `ids`, with U+FFFD for bytes that are not UTF-8."""
         return bytes(value for value in ids if value < 256).decode(errors="replace")
 
 
@@ -124,9 +124,9 @@ def _line(message: Mapping[str, Any]) -> str:
 
 
 class ScriptedEngine(Engine):
-    """An engine over a `ScriptedRunner` and a `ByteTokenizer`: all of headrace but the model, in milliseconds.
+    """Engine over a `ScriptedRunner` and a `ByteTokenizer`: all of headrace but the model, in milliseconds.
 
-    It refuses what `Engine` refuses, by the same code. Answers do not depend on the temperature or the seed, so all
+    It rejects what `Engine` rejects, by the same code. Answers do not depend on the temperature or the seed, so all
     choices of a prompt are the same.
     """
 
@@ -139,20 +139,20 @@ class ScriptedEngine(Engine):
         answer: Answer | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """Answer prompts as `answers` or `answer` say; without either, with arbitrary bytes that a prompt decides.
+        """Answer prompts by `answers` or `answer`; without either, with arbitrary bytes that depend on the prompt.
 
         Args:
-            capacity: Sizes of the pool, the rows and the vocabulary (257 for the tokenizer's); None is that of the
-                runner that `make_runner` makes, or `Capacity()`.
+            capacity: Sizes of the pool, the rows and the vocabulary (257 for the tokenizer's); None takes those of
+                the runner that `make_runner` makes, or `Capacity()`.
             make_runner: Called when the engine opens; None makes a plain `ScriptedRunner`, in which `max_context`,
                 `max_rows`, `max_batched_tokens` and `page_size` among `options` replace those of `capacity`.
             answers: The answer to each prompt: to a text, or to a chat whose last message has this content.
-            answer: Returns the answer to a prompt that is not among `answers`; of a chat it is given a line
+            answer: Returns the answer to a prompt that is not among `answers`; for a chat it receives a line
                 `role: content` for each message. Called once for each request, on the event loop.
-            options: Fields of `EngineConfig` other than the model. `kv_memory` is checked and not kept to.
+            options: Fields of `EngineConfig` other than the model. `kv_memory` is checked, but has no effect.
 
         Raises:
-            InvalidParams: An option is unknown or out of its range, `answers` is no mapping, or `answer` no function.
+            InvalidParams: An option is unknown or out of its range, `answers` is no mapping or `answer` no function.
         """
         super().__init__("scripted", **options)
         if answers is not None and not isinstance(answers, Mapping):
@@ -181,7 +181,7 @@ class ScriptedEngine(Engine):
     def _submit(
         self, generation: Generation, asking: Asking, ids: list[int], grammar: CompiledGrammar | None = None
     ) -> None:
-        """Write the script of a request that the engine has taken in, before a step is planned for it."""
+        """Write the script of a request that the engine has accepted, before a step is planned for it."""
         super()._submit(generation, asking, ids, grammar)
         if self._answers is None or generation.finished:
             return
@@ -207,12 +207,12 @@ def _sized(capacity: plans.Capacity | None, config: EngineConfig) -> plans.Capac
 
 
 async def no_pages_held(engine: Engine, seconds: float = 5.0) -> None:
-    """Wait until no request waits, runs or holds a page: after a test, that its code left none behind.
+    """Wait until no request waits, runs or holds a page; a test ends with it to check that none is left behind.
 
     A step that was launched before a request ended holds its pages for a moment longer.
 
     Raises:
-        AssertionError: Some are still held after so many seconds.
+        AssertionError: Some request or page is left after so many seconds.
     """
     with anyio.move_on_after(seconds):
         while True:

@@ -99,7 +99,7 @@ class HookThread:
                 what = f"logits_processor took longer than the {self._seconds:g} s that it has"
                 result, error = None, HookFailed(what)
             self._post(Outcome(done, result, error))
-            del item, call, done, result, error  # let go of the objects while waiting for the next call
+            del item, call, done, result, error  # drop references while waiting for the next call
         caller.calls.put(None)
         caller.thread.join()
 
