@@ -67,7 +67,7 @@ class Token:
 
 @dataclass(slots=True, kw_only=True)
 class Chunk:
-    """All tokens of a stream since its reader last looked."""
+    """All tokens of a stream since its last read."""
 
     text: str
     tokens: list[Token]
