@@ -82,13 +82,13 @@ class Request:
     arrived: float = 0.0
     """Time of arrival in seconds, on the step loop's clock."""
     deadline: float | None = None
-    """Time in seconds, on the same clock, at which the request ends at the latest."""
+    """Latest end of the request, in seconds on the step loop's clock; None for no deadline."""
     leader: Request | None = None
     """The choice of the same prompt (`n > 1`), or the request branched from, whose pages this one forks."""
     forked: bool = False
     """Whether some page of this request may be shared and only partly written."""
     before: Request | None = None
-    """Previous turn of the conversation, whose tokens this one begins with; None once this request has started."""
+    """Previous turn of the conversation, whose tokens this one begins with; None once this request has ended."""
     keepers: int = 0
     """Number of streams that may continue this request: while there are any, its pages are kept after its end if
     possible."""
@@ -118,7 +118,7 @@ class Request:
     latest_step: int = -1
     smooth: int = 0
     """Position before which tokens may be planned and accepted without further checks: pages exist up to here, the
-    limit     is further on, and the request has no special options."""
+    limit is further on, and the request has no special options."""
     keys: list[bytes] = field(default_factory=list)
     """Prefix hash of each full page of `tokens`."""
     registered: int = 0

@@ -205,7 +205,7 @@ class Roster:
         del self.requests[request.id]
 
     def _take_over(self, request: Request) -> None:
-        """Stop keeping the pages of the previous turn: `request` holds those that it uses."""
+        """Stop keeping the pages of the previous turn of a request that has ended."""
         before, request.before = request.before, None
         if before is not None:
             self._prefixes.let_go(before)

@@ -96,7 +96,8 @@ class Machine(ABC):
     def text_until(self, tags: tuple[str, ...], kind: type[Content] | type[Reasoning] = Content) -> Reading[str]:
         """Emit text up to the first of `tags`; hold and return that tag, or return "" at the end.
 
-        Whitespace before the tag is held, too."""
+        Whitespace before the tag is held, too.
+        """
         begins = _begins(tags)
         endless = False  # within whitespace too long to belong to a tag
         while self._at < len(self._text) or (yield from self._more()):

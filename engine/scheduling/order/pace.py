@@ -8,7 +8,7 @@ __all__ = ["Pace"]
 
 _KEEP = 0.9  # weight of the old value at each measurement: about the last ten steps count
 _TELLING = 16  # prefilled tokens in a step from which their cost can be told from the rest
-_FORGET = 0.998  # decay of the cost of chunks in each step that avoids them for it: it may have become less meanwhile
+_FORGET = 0.998  # decay of the cost of chunks in each step that avoids them as too costly: it may have fallen meanwhile
 
 
 class Pace:

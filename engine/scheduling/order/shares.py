@@ -35,7 +35,7 @@ class Shares:
         self.accounts: dict[str | None, Account] = {}
         self._burst = burst
         self._level = 0.0
-        """Weighted tokens of the party that was served from the queue last."""
+        """Virtual time: most weighted tokens of a party when it was served from the queue."""
 
     def join(self, name: str | None, request: Request) -> Account:
         """Queue a request of `name`."""
