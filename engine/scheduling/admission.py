@@ -35,7 +35,7 @@ class Admission:
         pace: Pace,
         slots: SlotTable,
     ) -> None:
-        """Admit requests of `roster` as pages of `pool` and adapter slots of `slots` permit."""
+        """Admit requests of `roster` as pages of `pool` and LoRA slots of `slots` permit."""
         self._roster = roster
         self._pool = pool
         self._prefixes = prefixes
@@ -56,7 +56,7 @@ class Admission:
         Raises:
             Overloaded: The first token is expected after the deadline.
         """
-        if request.deadline is None or request.leader is not None:  # choices of one prompt share a fate
+        if request.deadline is None or request.leader is not None:  # one decision for all choices
             return
         if not (self._roster.running or self._roster.waiting):
             return

@@ -284,7 +284,7 @@ _BACKGROUND_LAST = "background_last"
 
 
 def policy_of(wanted: str | Mapping[str, Any] | Policy) -> Policy:
-    """Return the policy that `wanted` names, with settings if it is a mapping of them and `name`; or `wanted` itself.
+    """Return the policy that `wanted` is or names; a mapping has its `name` and settings.
 
     Raises:
         InvalidParams: The policy has no such setting, or the setting's value is out of range.

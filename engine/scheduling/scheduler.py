@@ -326,7 +326,7 @@ class Scheduler(Overview):
         return self.failures.take_in(plan, error)
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
-        """Fail requests that wait for `version`, with which the device could not be filled, with `error`."""
+        """Fail waiting requests whose adapter `version` could not be copied to the device with `error`."""
         waiting = [request for request in self._roster.requests.values() if request.wears is version]
         return [self._roster.fail(request, error) for request in waiting if request.state is State.WAITING]
 
@@ -358,7 +358,7 @@ class Scheduler(Overview):
 
     @property
     def least_pages(self) -> int:
-        """The fewest pages for `resize` with which every accepted request can go on."""
+        """Fewest pages for `resize` with which every accepted request can go on."""
         return self._resizing.least_pages
 
     def resize(self, num_pages: int) -> list[StepPlan]:

@@ -162,7 +162,7 @@ class StepLoop:
         self._wake()
 
     def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> None:
-        """End the requests that wait for `version`, with which the device could not be filled."""
+        """Fail waiting requests whose adapter `version` could not be copied to the device with `error`."""
         failed = self.scheduler.fail_wearers(version, error)
         self._deliver(Outcome((), (), failed))  # at once: the step in flight may take its time
         self.wake()
