@@ -1,1 +1,1 @@
-"""Adapters: the error tree that every layer shares, and how an adapter lies in memory; never imports the engine."""
+"""Adapters: the error tree that every layer shares, and the memory layout of an adapter; never imports the engine."""

@@ -61,8 +61,8 @@ class _Refusal(HeadraceError):
         Args:
             message: One sentence that names the field, the value and the limit in words.
             field: The offending field, such as `temperature` or `prompt[3]`.
-            value: What was given.
-            limit: What is allowed.
+            value: The value that was given.
+            limit: The values that are allowed.
         """
         super().__init__(message)
         self.field = field
@@ -123,18 +123,18 @@ class RequestFailed(HeadraceError):
 
 
 class AdapterUnavailable(RequestFailed):
-    """The adapter of this request could not be brought to the device; `__cause__` says why. Load it again."""
+    """The adapter of this request could not be brought to the device; `__cause__` says why. Load the adapter again."""
 
 
 class HookFailed(RequestFailed):
-    """A hook of this request raised (then `__cause__` holds what), took too long or returned what it may not."""
+    """A hook of this request raised (`__cause__` holds the exception), took too long or returned what it may not."""
 
 
 class NoTokenLeft(RequestFailed):
-    """What this request asked for left none of the model's tokens to choose; `field` names what it was."""
+    """The request left none of the model's tokens to choose; `field` names the cause."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
-        """Keep the field that is at fault, such as `response_format`, as far as it is known."""
+        """Keep the field that is at fault, such as `response_format`; None if it is not known."""
         super().__init__(message)
         self.field = field
 

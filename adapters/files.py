@@ -1,8 +1,8 @@
-"""`read_adapter`: a PEFT folder as a `LoadedAdapter`, every rejection typed; never runs a pickle, keeps no file open.
+"""`read_adapter`: reads a PEFT folder into a `LoadedAdapter`, or refuses it with a typed error; never runs a pickle.
 
 Everything that a stranger may have written is checked before memory is taken for it: names, sizes, shapes against the
-model's, then that each value is finite. Of files that have not changed since, only the bytes are read again. Python is
-what makes a step wait for a reader, so there is little of it, and none of it is long without a pause.
+model's, then that each value is finite. If the files have not changed since an earlier reading, only their bytes are
+read again. Steps wait for the Python code of a reader, so there is little of it, with pauses between its parts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from headrace.adapters.stored import Recipe, Stored
 __all__ = ["TakePieces", "read_adapter"]
 
 TakePieces = Callable[[int], Sequence[Tensor]]
-"""Page-locked memory for so many bytes: uint8, in pieces of `PIECE_BYTES`, in use until the sequence is dropped."""
+"""Function that returns page-locked memory for a number of bytes: uint8, in pieces of `PIECE_BYTES`, in use until the
+sequence is dropped."""
 
 _SETTLED_NS = 2 * 10**9
-"""Age of a file from which a change to it shows in its times, however coarse they are."""
-_READERS = 4  # threads: one alone copies out of the page cache at a quarter of what they do
-_ALONE_BYTES = 4 << 20  # that are read without others
+"""Age of a file, in nanoseconds, from which a change to it shows in its times, however coarse they are."""
+_READERS = 4  # threads: one alone copies out of the page cache at a quarter of their rate
+_ALONE_BYTES = 4 << 20  # size up to which one thread reads a file
 _recipes: WeakValueDictionary[bytes, Recipe] = WeakValueDictionary()
-"""Recipes in use, by all that they were made of: what was made alike is parsed once and shares one."""
+"""Recipes in use, by the digest of everything that they were made from: equal files are parsed once and share one."""
 
 
 def read_adapter(
@@ -58,11 +59,11 @@ def read_adapter(
     Args:
         path: The folder; with `root` the plain name of a folder in it, and no link is followed.
         shape: The model's sizes.
-        dtype: Of the device's arithmetic.
-        max_rank: The largest rank that the engine takes.
+        dtype: Dtype of the device's arithmetic.
+        max_rank: The largest rank that the engine accepts.
         root: The only folder that may be read from.
-        take: Gives the memory that low-rank updates stay in as they are stored. None: they become a block.
-        stamp: Of an earlier reading with the same arguments. If it still holds, nothing is checked or hashed again.
+        take: Allocates the memory in which low-rank updates stay as stored. None: they are unpacked to a block.
+        stamp: Stamp of an earlier reading with the same arguments. While it holds, nothing is checked or hashed again.
 
     Raises:
         AdapterRejected: The files are missing, damaged, hostile or made for another model.
@@ -84,7 +85,7 @@ def read_adapter(
 
 @contextmanager
 def _short_of_memory() -> Iterator[None]:
-    """Name what torch raises where memory, or memory that can be pinned, is short."""
+    """Raise `MemoryError` for torch's error where memory, or memory that can be pinned, is short."""
     try:
         yield
     except RuntimeError as error:
@@ -92,20 +93,20 @@ def _short_of_memory() -> Iterator[None]:
 
 
 def _identities(opened: Sequence[BinaryIO]) -> tuple[tuple[int, int, int, int, int], ...]:
-    """What changes when one of some open files is replaced or written to."""
+    """Return device, inode, size and times of each open file, which change when it is replaced or written to."""
     known = (os.fstat(file.fileno()) for file in opened)
     return tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in known)
 
 
 def _is_settled(files: tuple[tuple[int, int, int, int, int], ...]) -> bool:
-    """Whether none of the files changed so recently that another change could leave the same times."""
+    """Return whether no file changed so recently that another change could leave the same times."""
     return max(max(mtime, ctime) for *_, mtime, ctime in files) < time.time_ns() - _SETTLED_NS
 
 
 def _read_unknown(
     opened: Sequence[BinaryIO], shape: ModelShape, dtype: torch.dtype, max_rank: int, take: TakePieces | None
 ) -> tuple[LoadedAdapter, Recipe | None]:
-    """Read and check what the two files hold; with the recipe of low-rank updates."""
+    """Read and check the contents of the two files; return the adapter, and the recipe of any low-rank updates."""
     weights_file = opened[1]
     config_bytes, header = described(opened)
     size = os.fstat(weights_file.fileno()).st_size
@@ -155,7 +156,7 @@ def _check_finite(stored: Stored) -> None:
 
 
 def _read_stored(file: BinaryIO, recipe: Recipe, dtype: torch.dtype, take: TakePieces | None) -> Stored:
-    """The bytes that a recipe asks for, read by several threads if there are many."""
+    """Read the bytes that a recipe asks for, in several threads if there are many."""
     with _short_of_memory():
         pieces = [torch.empty(recipe.nbytes, dtype=torch.uint8)] if take is None else take(recipe.nbytes)
     stored = Stored(recipe, dtype, pieces)

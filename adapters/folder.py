@@ -1,4 +1,4 @@
-"""`open_adapter`: the two files of a PEFT folder, and what they say of themselves; reads no weights and needs no torch.
+"""`open_adapter`: opens the two files of a PEFT folder and parses their descriptions; reads no weights, needs no torch.
 
 Everything that a stranger may have written is checked before memory is taken for it. Next to read: files.py, which
 reads the weights.
@@ -62,10 +62,10 @@ def described(opened: Sequence[BinaryIO]) -> tuple[bytes, bytes]:
 def parse_description(
     config_bytes: bytes, header: bytes, size: int, *, max_rank: int
 ) -> tuple[PeftConfig, dict[str, TensorEntry]]:
-    """Parse what `described` returned; the file of weights has `size` bytes.
+    """Parse the result of `described`; the file of weights has `size` bytes.
 
     Raises:
-        ModelRejected: It is damaged, hostile, of a kind that is not supported or of a rank above `max_rank`.
+        ModelRejected: The text is damaged, hostile, of a kind that is not supported or of a rank above `max_rank`.
     """
     config = parse_peft_config(parse_object(config_bytes, CONFIG_FILE), max_rank=max_rank)
     entries = parse_header(header, size, WEIGHTS_FILE)
@@ -76,7 +76,7 @@ def parse_description(
 
 @contextmanager
 def _as_adapter_rejected(name: str, path: str) -> Iterator[None]:
-    """Turn what reading raises into `AdapterRejected` that names the adapter, and its path unless that is empty."""
+    """Turn an error of reading into `AdapterRejected` that names the adapter, and its path unless that is empty."""
     try:
         yield
     except ModelRejected as error:
@@ -111,7 +111,7 @@ def _open_folder(path: str | os.PathLike[str], root: Path | None) -> int:
 
 
 def _open_file(folder: int, name: str, follow: bool) -> BinaryIO:
-    """Open a regular file of an open folder; say what is wrong where there is none."""
+    """Open a regular file of an open folder, or raise an error that says what is wrong with it."""
     try:
         return open_file(name, folder=folder, follow=follow)
     except ModelRejected:

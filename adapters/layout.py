@@ -1,8 +1,9 @@
-"""`BlockLayout`: where every matrix of one LoRA adapter lies in its one contiguous block; counts, never holds a tensor.
+"""`BlockLayout`: the places of the matrices of one LoRA adapter in its one contiguous block; never holds a tensor.
 
 A low-rank update of a weight W [out, in] is y += (x A^T) B^T, A [r, in] and B [out, r] (Hu et al., 2021). A block holds
-all of an adapter's updates at their own ranks, layer by layer, and in a layer site by site. A site is what the decoder
-multiplies in one product: `qkv` (modules q, k, v), `o`, `gate_up` (gate, up) and `down`. Each site holds
+all of an adapter's updates at their own ranks, layer by layer, and in a layer site by site. A site is a group of
+modules that the decoder multiplies in one product: `qkv` (modules q, k, v), `o`, `gate_up` (gate, up) and `down`. Each
+site holds
 
     A  [sum of its modules' ranks, in]   the modules' rows, in order: one read of x serves them all
     B  [rank, out] for each module       transposed, so that it streams along its outputs, with the scale folded in
@@ -37,7 +38,7 @@ EMBED, HEAD = -2, -1
 
 
 def module_row(layer: int, module: str) -> int:
-    """The table's row of a layer's module."""
+    """Return the table's row of a layer's module."""
     return layer * len(MODULES) + MODULES.index(module)
 
 
@@ -54,7 +55,7 @@ class ModelShape:
     vocab_size: int
 
     def size(self, module: str) -> tuple[int, int]:
-        """(inputs, outputs) of a module of `MODULES`, of `embed` or of `head`."""
+        """Return (inputs, outputs) of a module of `MODULES`, of `embed` or of `head`."""
         hidden, heads, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes = {
             "q": (hidden, heads),
@@ -76,13 +77,13 @@ class BlockLayout:
 
     shape: ModelShape
     ranks: NDArray[np.int64]
-    """[layers * 7 + 2]: each module's padded rank: layer by layer as in `MODULES`, then `embed`, then `head`."""
+    """[layers * 7 + 2]: padded rank of each module, layer by layer as in `MODULES`, then `embed`, then `head`."""
     a: NDArray[np.int64]
-    """[layers * 7 + 2]: where each module's rows of A begin; a site's A is that of its first module."""
+    """[layers * 7 + 2]: first element of each module's rows of A; a site's A begins with its first module's."""
     b: NDArray[np.int64]
-    """[layers * 7 + 2]: where each module's B begins."""
+    """[layers * 7 + 2]: first element of each module's B."""
     elements: int
-    """Length of the block; 0 for an adapter that has no low-rank updates."""
+    """Length of the block in elements; 0 for an adapter that has no low-rank updates."""
 
     @classmethod
     def of(cls, shape: ModelShape, ranks: Mapping[tuple[int, str], int]) -> BlockLayout:
@@ -114,7 +115,7 @@ class BlockLayout:
         return cls(shape, padded, a, b, end)
 
     def places(self) -> list[tuple[int, str, int]]:
-        """(layer, module, table row) of every module that has an update; the layer of `embed` and `head` is -1."""
+        """Return (layer, module, table row) of every module with an update; the layer of `embed` and `head` is -1."""
         count = len(MODULES)
         found = []
         for row in np.flatnonzero(self.ranks).tolist():

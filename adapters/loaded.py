@@ -14,13 +14,13 @@ __all__ = ["LoadedAdapter", "Stamp"]
 
 
 class Stamp(NamedTuple):
-    """What says that an adapter's files are those that were read before: identity, size and times of each."""
+    """Evidence that an adapter's files are those that were read before: identity, size and times of each."""
 
     files: tuple[tuple[int, int, int, int, int], ...]
     digest: bytes
     """Digest of the bytes that were read."""
     recipe: Recipe | None = None
-    """The recipe that made the adapter, which need not be worked out again; None for virtual tokens."""
+    """The recipe that made the adapter, kept for the next reading; None for virtual tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,11 +29,11 @@ class LoadedAdapter:
 
     layout: BlockLayout
     block: Tensor | Stored
-    """[layout.elements]: the low-rank updates, or what they are made of."""
+    """[layout.elements]: the low-rank updates, or the stored bytes that they are made from."""
     virtual_PE: Tensor | None
-    """Prompt tuning: embeddings of the virtual tokens before every prompt."""
+    """Prompt tuning: [P, E], embeddings of the virtual tokens before every prompt."""
     prefix_LPsD: Tensor | None
-    """Prefix tuning: [layers, P, 2 * K, D], the virtual tokens' keys as after rotation, then their values."""
+    """Prefix tuning: [layers, P, 2 * K, D], the virtual tokens' keys after rotation, then their values."""
     digest: bytes
     """Digest of the layout, the updates and the virtual tokens."""
     stamp: Stamp | None = None
@@ -41,19 +41,19 @@ class LoadedAdapter:
 
     @property
     def virtual_tokens(self) -> int:
-        """How many virtual tokens come before every prompt."""
+        """Number of virtual tokens before every prompt."""
         if self.prefix_LPsD is not None:
             return self.prefix_LPsD.shape[1]
         return 0 if self.virtual_PE is None else len(self.virtual_PE)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the weights on a device."""
+        """Bytes of the weights on a device."""
         return self.block.nbytes + self._virtual_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Memory that this takes."""
+        """Bytes of host memory that the weights take."""
         block = self.block
         held = sum(piece.nbytes for piece in block.pieces) if isinstance(block, Stored) else block.nbytes
         return held + self._virtual_bytes

@@ -1,7 +1,7 @@
-"""`PeftConfig`: what an adapter_config.json asks for, as far as the engine computes it; never reads weights.
+"""`PeftConfig`: the part of an adapter_config.json that the engine computes; never reads weights.
 
-What the engine would have to ignore is refused here by name, so that an adapter that loads is one that is computed
-right. Next to read: files.py.
+Settings that the engine would have to ignore are refused here by name, so that an adapter that loads is computed right.
+Next to read: files.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_REPEATING = 32
 _PATTERN_LENGTH = 200
 _REPETITION = re.compile(r"[*+?{]")
 _NO: tuple[object, ...] = (None, False, "", [], {})
-# Fields that change the arithmetic or the base model, and why another value than these is refused.
+# Fields that change the arithmetic or the base model: the values that are accepted, and why others are refused.
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "alora_invocation_tokens": (_NO, "adapters that begin in mid-prompt are not supported"),
     "arrow_config": (_NO, "mixtures of adapters are not supported"),
@@ -68,11 +68,11 @@ class PeftConfig:
     virtual_tokens: int = 0
 
     def rank_of(self, module: str) -> int:
-        """The rank of the module that the model calls `module`, such as `model.layers.0.self_attn.q_proj`."""
+        """Return the rank of the module that the model calls `module`, such as `model.layers.0.self_attn.q_proj`."""
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the module's update is multiplied by."""
+        """Return the factor of the module's update."""
         rank = self.rank_of(module)
         return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilised else rank)
 
@@ -81,11 +81,11 @@ def parse_peft_config(data: Mapping[str, object], *, max_rank: int) -> PeftConfi
     """Check a parsed adapter_config.json.
 
     Args:
-        data: The file.
-        max_rank: The largest rank that the engine takes.
+        data: The parsed file.
+        max_rank: The largest rank that the engine accepts.
 
     Raises:
-        ModelRejected: It asks for what the engine does not compute; names field, value and what is supported.
+        ModelRejected: A setting is one that the engine does not compute; names field, value and what is supported.
     """
     fields = Fields(data, CONFIG_FILE)
     kind = _KINDS.get(str(data.get("peft_type")))
@@ -113,7 +113,8 @@ def parse_peft_config(data: Mapping[str, object], *, max_rank: int) -> PeftConfi
 
 
 def _pattern(fields: Fields, name: str) -> list[tuple[str, re.Pattern[str], Fields]]:
-    """The keys of a pattern, each a regular expression that cannot take long, and how to read their values."""
+    """Return a pattern's keys, each with its regular expression, which cannot take long, and the reader of its
+    value."""
     given = fields.data.get(name) or {}
     if not isinstance(given, Mapping) or len(given) > _MOST_PATTERNS:
         fields.refuse(name, f"an object of at most {_MOST_PATTERNS} entries")
@@ -130,9 +131,9 @@ def _pattern(fields: Fields, name: str) -> list[tuple[str, re.Pattern[str], Fiel
 
 
 def _compiled(key: str) -> re.Pattern[str] | None:
-    """What matches the end of a module's name at a dot, as PEFT matches it; None for what is broken or may be slow.
+    """Compile a pattern's key, which matches the end of a module's name at a dot, as PEFT matches it.
 
-    Little can be tried in several ways, so that matching takes few steps, however it ends.
+    A key can match in few ways, so that matching takes few steps. Returns None for one that is broken or may be slow.
     """
     repeated = len(_REPETITION.findall(key))
     if len(key) > _PATTERN_LENGTH or repeated > 2 or key.count("|") > 4 or re.search(r"\)[*+?{]", key):
@@ -144,5 +145,5 @@ def _compiled(key: str) -> re.Pattern[str] | None:
 
 
 def _matching(pattern: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
-    """The value of the first key that matches the module's name."""
+    """Return the value of the first key that matches the module's name."""
     return next((value for key, value in pattern.items() if key.match(module)), default)

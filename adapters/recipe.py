@@ -1,6 +1,6 @@
-"""`recipe_of`: which updates a PEFT file's tensors are, and where their numbers go; never reads a number.
+"""`recipe_of`: maps a PEFT file's tensors to the places of its updates in a block; never reads a number.
 
-Names and shapes are a stranger's: each is checked against the model's. Next to read: stored.py.
+Names and shapes come from a stranger: each is checked against the model's. Next to read: stored.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from headrace.adapters.untrusted import in_turns
 __all__ = ["PROMPT_KEY", "recipe_of", "virtual_recipe"]
 
 PROMPT_KEY = "prompt_embeddings"
-"""The one tensor of an adapter of virtual tokens."""
+"""Name of the only tensor in the file of an adapter of virtual tokens."""
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}
-_ALIGNMENT = 16  # bytes: a tensor may follow another of smaller numbers
+_ALIGNMENT = 16  # bytes, since a tensor may follow another of smaller numbers
 # The second `model` is missing where an adapter was trained on a model without its head, as for embeddings.
 _LAYER_KEY = re.compile(
     r"base_model\.model\.(?:model\.)?layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
@@ -36,22 +36,22 @@ _TOP_KEYS = {
     "base_model.model.lm_head.lora_A.weight": ("head", "A"),
     "base_model.model.lm_head.lora_B.weight": ("head", "B"),
 }
-# PEFT saves the frozen embeddings beside updates of them: they are the base model's own.
+# PEFT saves the frozen embeddings of the base model along with updates of them.
 _FROZEN_KEYS = re.compile(r"base_model\.model\.((model\.)?embed_tokens|lm_head)(\.base_layer)?\.weight")
 _Place = tuple[int, str]
 
 
 def recipe_of(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape, *, in_pieces: bool) -> Recipe:
-    """How a file's tensors become a block.
+    """Return the recipe that turns a file's tensors into a block.
 
     Args:
         entries: The file's tensors.
-        config: What its adapter_config.json asks for.
+        config: The parsed adapter_config.json.
         shape: The model's sizes.
-        in_pieces: They will lie in memory of several pieces, not of one.
+        in_pieces: Whether the tensors will lie in several pieces of memory instead of one.
 
     Raises:
-        ModelRejected: A tensor is missing, unknown, of another shape or of no dtype of `DTYPES`.
+        ModelRejected: A tensor is missing, unknown, of another shape or of a dtype that is not in `DTYPES`.
     """
     pairs = _pairs(entries, config, shape)
     layout = BlockLayout.of(shape, {place: pair.rank for place, pair in pairs.items()})
@@ -59,10 +59,10 @@ def recipe_of(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelS
 
 
 def virtual_recipe(entry: TensorEntry, shape: ModelShape) -> Recipe:
-    """How the embeddings, or the keys and values, of virtual tokens become one block of them as they are stored.
+    """Return the recipe that turns the embeddings, or keys and values, of virtual tokens into one block, unchanged.
 
     Raises:
-        ModelRejected: They are of no dtype of `DTYPES`.
+        ModelRejected: Their dtype is not in `DTYPES`.
     """
     count, width = entry.shape
     matrix = _Matrix(PROMPT_KEY, 0, width, 1)
@@ -101,7 +101,7 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Where a stored matrix goes in the block, in elements, and what it is multiplied by."""
+    """The place of a stored matrix in the block, in elements, and the factor that it is multiplied by."""
 
     key: str
     to: int
@@ -125,9 +125,9 @@ def _matrices(pairs: dict[_Place, _Pair], layout: BlockLayout) -> Iterator[_Matr
 def _placed(
     entries: dict[str, TensorEntry], matrices: dict[str, _Matrix]
 ) -> tuple[tuple[Span, ...], dict[str, int], int]:
-    """What to read of a file, where each tensor of a matrix lies in memory then, and where the last ends.
+    """Return the spans of a file to read, the place of each matrix's tensor in memory, and the end of the last.
 
-    Tensors that follow each other in the file do so in memory, too, but that each begins where its numbers can.
+    Tensors that follow each other in the file do so in memory, except where a dtype needs padding to its alignment.
     """
     spans: list[Span] = []
     ats: dict[str, int] = {}
@@ -148,7 +148,7 @@ def _placed(
 
 
 def _kind(entries: dict[str, TensorEntry], key: str) -> int:
-    """The place of a tensor's dtype in `DTYPES`; refused if it has none there."""
+    """Return the index of a tensor's dtype in `DTYPES`, or refuse the tensor."""
     kind = _KINDS.get(entries[key].dtype)
     if kind is None:
         refuse_file(WEIGHTS_FILE, f"the dtype of {key}", entries[key].dtype, ", ".join(_KINDS))
@@ -156,7 +156,7 @@ def _kind(entries: dict[str, TensorEntry], key: str) -> int:
 
 
 def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape) -> dict[_Place, _Pair]:
-    """The updates in the file, in the order of layers and modules, each with its two tensors of the right shapes."""
+    """Return the updates in the file, in the order of layers and modules, each with two tensors of the right shapes."""
     keys: dict[_Place, dict[str, str]] = {}
     for key, entry in in_turns(entries.items()):
         found = _place(key, shape)
@@ -179,7 +179,7 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
 
 
 def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
-    """((layer, module), "A" or "B") of a tensor's name; None where it names no update that the model has."""
+    """Return ((layer, module), "A" or "B") for a tensor's name; None if it names no update that the model has."""
     if key in _TOP_KEYS:
         module, half = _TOP_KEYS[key]
         return (-1, module), half

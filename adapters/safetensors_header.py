@@ -1,4 +1,4 @@
-"""`read_header`: what a safetensors file holds, once nothing in its header is hostile; never reads a tensor.
+"""`read_header`: lists the tensors of a safetensors file once its header is checked; never reads a tensor.
 
 The header is small, plain JSON, and everything in it is checked here before any tensor is read: its length, each
 dtype, shape and byte range, and that the ranges fill the file exactly.
@@ -40,7 +40,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies in its file."""
+    """The dtype, shape and place of a tensor in its file."""
 
     dtype: str
     """Name of the dtype as the header spells it, such as `BF16`."""
@@ -83,12 +83,12 @@ def read_header(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> dic
 
 
 def header_bytes(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> bytes:
-    """The header of an open safetensors file, of which nothing but the length was looked at.
+    """Return the header of an open safetensors file, without a look at anything but its length.
 
     Args:
         file: The file, open for reading in binary.
-        name: Its base name, for messages.
-        most: Bytes that the header may take.
+        name: The file's base name, for messages.
+        most: Largest header that is accepted, in bytes.
 
     Raises:
         ModelRejected: The file is truncated, or its header too long.
@@ -106,7 +106,7 @@ def header_bytes(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> by
 
 
 def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
-    """The tensors of a file of `size` bytes, in their order, whose ranges fill it without overlap or hole.
+    """Return the tensors of a file of `size` bytes, in their order; their ranges fill it without overlap or hole.
 
     Raises:
         ModelRejected: The file is truncated, or its header is damaged or hostile.

@@ -1,8 +1,8 @@
-"""`SlotTable`: which adapters are on the device, where, and which may be replaced; pure, counts and never waits.
+"""`SlotTable`: the adapters on the device, their places, and which may be evicted; pure, counts and never waits.
 
-A device has slots, which rows name, and memory in granules, of which an adapter takes as many as it needs, side by
-side. Whoever calls `take_moves` carries out what the table decided and reports back with `arrived` or `failed`.
-Next to read: engine/scheduling/order/overtaking.py.
+A device has LoRA slots, which rows name, and memory in granules, of which an adapter takes as many as it needs, side by
+side. Whoever calls `take_moves` carries out what the table decided and reports back with `arrived` or `failed`. Next to
+read: engine/scheduling/order/overtaking.py.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ __all__ = ["AdapterVersion", "Move", "Replacing", "Residency", "SlotTable"]
 
 
 class Residency(Enum):
-    """Where an adapter's weights are, as far as the device is concerned."""
+    """The state of an adapter's weights on the device."""
 
     ABSENT = auto()
     LOADING = auto()
-    """It has a slot and granules, which are being filled."""
+    """The adapter has a slot and granules, which are being filled."""
     RESIDENT = auto()
 
 
 class Replacing(IntEnum):
-    """What may be replaced for an adapter that is to be fetched; each includes those above it."""
+    """The adapters that may be evicted for one that is to be fetched; each value includes those above it."""
 
     NOTHING = auto()
     UNWANTED = auto()
     """Adapters that no request waits for."""
     IDLE = auto()
-    """Adapters that no row wears."""
+    """Adapters that no row uses."""
     PINNED = auto()
-    """Adapters that no row wears, though somebody asked to keep them."""
+    """Adapters that no row uses, even those that somebody asked to keep."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -53,9 +53,9 @@ class AdapterVersion:
     holders: int = 0
     """Requests with this adapter that hold a row."""
     pins: int = 0
-    """Number of requests to keep the adapter on the device that were not withdrawn."""
+    """Requests to keep the adapter on the device that were not withdrawn."""
     retired: bool = False
-    """No name stands for it any more: it goes with its last user."""
+    """Whether no name stands for the version any more, so that it leaves with its last user."""
 
 
 class Move(NamedTuple):
@@ -67,7 +67,7 @@ class Move(NamedTuple):
 
 
 class SlotTable:
-    """The slots of one device. An adapter that a row wears stays; of the others the least recently used goes first."""
+    """The slots of one device. Adapters that rows use stay; the others are evicted least recently used first."""
 
     def __init__(
         self,
@@ -80,10 +80,11 @@ class SlotTable:
         """Start empty.
 
         Args:
-            slots: Adapters that may be on the device.
-            granules: Its memory for them.
-            most_active: Different adapters that rows may wear at a time; None: as many as there are slots.
-            most_active_granules: Their memory, which every step reads; one adapter alone may be larger. None: any.
+            slots: Number of adapters that may be on the device.
+            granules: Memory of the device for adapters, in granules.
+            most_active: Different adapters that rows may use at a time; None: as many as there are slots.
+            most_active_granules: Memory of the adapters that rows use, which every step reads, in granules; one adapter
+                alone may be larger. None: any.
         """
         self.slots = slots
         self.granules = granules
@@ -91,34 +92,34 @@ class SlotTable:
         self.most_active_granules = granules if most_active_granules is None else most_active_granules
         self._free = list(range(slots - 1, -1, -1))
         self._placed: OrderedDict[AdapterVersion, None] = OrderedDict()
-        """Everything that has a slot, least recently used first."""
+        """Versions that have a slot, least recently used first."""
         self._moves: list[Move] = []
 
     @property
     def active(self) -> list[AdapterVersion]:
-        """Adapters that rows wear, least recently used first."""
+        """Adapters that rows use, least recently used first."""
         return [version for version in self._placed if version.holders]
 
     def take_moves(self) -> list[Move]:
-        """What is to be carried out now, in this order; each is given once."""
+        """Return the moves to carry out now, in this order; each is returned once."""
         moves, self._moves = self._moves, []
         return moves
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def enter(self, version: AdapterVersion) -> None:
-        """A request of `version` arrives: fetch it beforehand if that disturbs nobody."""
+        """Note that a request of `version` has arrived; fetch the version beforehand if that disturbs nobody."""
         version.users += 1
         self.fetch(version, Replacing.UNWANTED)
 
     def leave(self, version: AdapterVersion) -> None:
-        """A request of `version` has ended and holds no row."""
+        """Note that a request of `version` has ended and holds no row."""
         version.users -= 1
         if version.retired and not version.users:
             self.retire(version)
 
     def ready(self, version: AdapterVersion) -> bool:
-        """Whether a row may wear `version` now."""
+        """Return whether a row may use `version` now."""
         if version.residency is not Residency.RESIDENT:
             return False
         if version.holders:
@@ -128,19 +129,19 @@ class SlotTable:
         return len(active) < self.most_active and (not active or granules <= self.most_active_granules)
 
     def hold(self, version: AdapterVersion) -> int:
-        """A row begins to wear a ready `version`; its slot."""
+        """Note that a row begins to use a ready `version`; return its slot."""
         assert version.residency is Residency.RESIDENT, "a row cannot wear what is not there"
         version.holders += 1
         self._placed.move_to_end(version)
         return version.slot
 
     def drop(self, version: AdapterVersion) -> None:
-        """A row no longer wears `version`, and no launched step needs it for that row."""
+        """Note that a row no longer uses `version`, and that no launched step needs it for that row."""
         version.holders -= 1
         self._placed.move_to_end(version)
 
     def fetch(self, version: AdapterVersion, replacing: Replacing = Replacing.IDLE) -> bool:
-        """Have `version` brought to the device; False if there is no room for it now."""
+        """Have `version` brought to the device; return False if there is no room for it now."""
         if version.residency is not Residency.ABSENT:
             return True
         start = self._make_room(version.granules, replacing)
@@ -155,17 +156,17 @@ class SlotTable:
     # -- the device -----------------------------------------------------------------------------------------------
 
     def arrived(self, version: AdapterVersion) -> None:
-        """The device has `version`."""
+        """Note that the device has `version`."""
         version.residency = Residency.RESIDENT
         if version.retired and not version.users:
             self._remove(version)
 
     def failed(self, version: AdapterVersion) -> None:
-        """The device could not be given `version`."""
+        """Note that the device could not be given `version`."""
         self._remove(version)
 
     def retire(self, version: AdapterVersion) -> None:
-        """No name stands for `version` any more: it goes now, or with its last user."""
+        """Remove `version`, for which no name stands any more, now or with its last user."""
         version.retired = True
         version.pins = 0
         if not version.users and version.residency is Residency.RESIDENT:
@@ -174,7 +175,7 @@ class SlotTable:
     # -- room -----------------------------------------------------------------------------------------------------
 
     def _make_room(self, granules: int, replacing: Replacing) -> int | None:
-        """Remove as few as need be until a slot and so many granules in a row are free; the first of them."""
+        """Evict as few adapters as possible for a slot and `granules` adjacent granules; return the first granule."""
         start = self._gap(granules, ())
         if start is not None and self._free:
             return start
@@ -188,7 +189,7 @@ class SlotTable:
         return None
 
     def _replaceable(self, replacing: Replacing) -> list[AdapterVersion]:
-        """What may go, in the order in which it should: first what no request waits for, then by its latest use."""
+        """Return the versions that may be evicted, first those that no request waits for, then by their latest use."""
         idle = [each for each in self._placed if each.residency is Residency.RESIDENT and not each.holders]
         if replacing < Replacing.PINNED:
             idle = [version for version in idle if not version.pins]
@@ -197,7 +198,7 @@ class SlotTable:
         return unwanted + wanted
 
     def _gap(self, granules: int, without: list[AdapterVersion] | tuple[()]) -> int | None:
-        """The first of so many granules in a row that would be free without some adapters; None if there are none."""
+        """Return the first of `granules` adjacent granules, free once `without` are gone; None if there are none."""
         end = 0
         for version in sorted(self._placed.keys() - set(without), key=lambda version: version.start):
             if version.start - end >= granules:

@@ -1,7 +1,7 @@
-"""`Stored`: an adapter's low-rank updates as their file holds them, and how they become its block; opens no file.
+"""`Stored`: an adapter's low-rank updates as their file holds them, and their way into its block; opens no file.
 
-A device that can put numbers in their places by itself is given the file's bytes as they are: then reading an adapter
-again is nothing but that, without a look at any tensor. Next to read: recipe.py, ops/cuda/memory/unpack.py.
+A device that can put numbers in their places by itself is given the file's bytes as they are: reading an adapter again
+is then reading bytes alone, without a look at any tensor. Next to read: recipe.py, ops/cuda/memory/unpack.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.adapters.layout import BlockLayout
 __all__ = ["DTYPES", "PIECE_BYTES", "Part", "Recipe", "Span", "Stored", "cut"]
 
 PIECE_BYTES = 2 << 20
-"""Size of one piece of memory, where what was read is held in pieces."""
+"""Bytes of one piece of memory, where the bytes of a file are held in pieces."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes in which tensors may be stored, in the order of `Part.KIND`."""
 _BITS: tuple[tuple[type[np.signedinteger[Any]], int], ...] = (
@@ -30,7 +30,7 @@ _BITS: tuple[tuple[type[np.signedinteger[Any]], int], ...] = (
     (np.int16, 0x7FFF),
     (np.int16, 0x7FFF),
 )
-"""For each of `DTYPES`, an integer type of its size and the mask of its magnitude's bits."""
+"""Integer type of the same size for each of `DTYPES`, and the mask of its magnitude's bits."""
 
 
 class Part(IntEnum):
@@ -44,18 +44,18 @@ class Part(IntEnum):
     COLUMNS = 3
     """Number of the matrix's columns."""
     TO = 4
-    """Where the matrix begins in the block, in elements."""
+    """Index in the block of the matrix's first element."""
     DOWN = 5
     """Elements in the block between one row of the matrix and the next."""
     ALONG = 6
     """Elements in the block between one column of the matrix and the next."""
     KIND = 7
-    """The place of its dtype among `DTYPES`."""
+    """Index of the part's dtype in `DTYPES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes of a file, and where in memory they go."""
+    """A run of bytes of a file, and the place in memory that they are read to."""
 
     offset: int
     nbytes: int
@@ -64,23 +64,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Recipe:
-    """How a file's bytes become the block of an adapter."""
+    """The way from a file's bytes to the block of an adapter."""
 
     layout: BlockLayout
     elements: int
-    """Number of the block's elements."""
+    """Number of elements of the block."""
     spans: tuple[Span, ...]
     """Bytes of the file that are read."""
     nbytes: int
     """Bytes of memory that the spans take."""
     parts: NDArray[np.int64]
-    """[parts, 8]: see `Part`, in the order of memory."""
+    """[parts, 8]: the columns of `Part`, in the order of memory."""
     scales: NDArray[np.float32]
-    """[parts]: what each is multiplied by."""
+    """[parts]: factor of each part."""
     names: tuple[str, ...]
-    """[parts]: the tensor of each."""
+    """[parts]: name of each part's tensor."""
     is_padded: bool
-    """Not all of the block is written: the rest is zeros."""
+    """Whether some elements of the block are not written and stay zero."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,15 +91,15 @@ class Stored:
     dtype: torch.dtype
     """Dtype of the block."""
     pieces: Sequence[Tensor]
-    """uint8: one that holds everything, or several of `PIECE_BYTES`, one behind another."""
+    """uint8 memory: one tensor that holds everything, or several of `PIECE_BYTES`, one after another."""
 
     @property
     def nbytes(self) -> int:
-        """Memory of the block."""
+        """Bytes of the unpacked block."""
         return self.recipe.elements * self.dtype.itemsize
 
     def unpack(self) -> Tensor:
-        """The block, each number scaled in float32 and rounded once; only of what lies in one piece."""
+        """Return the block, each number scaled in float32 and rounded once; needs bytes that lie in one piece."""
         recipe = self.recipe
         block = (torch.zeros if recipe.is_padded else torch.empty)(recipe.elements, dtype=self.dtype)
         for index, line in enumerate(recipe.parts.tolist()):
@@ -111,9 +111,10 @@ class Stored:
         return block
 
     def first_not_finite(self) -> str | None:
-        """The first tensor with a number that is not finite, or not once it is scaled and rounded; None if all are."""
+        """Return the first tensor with a number that is not finite as stored, or once scaled and rounded; None if all
+        are."""
         recipe, kinds = self.recipe, set(self.recipe.parts[:, Part.KIND].tolist())
-        if len(kinds) == 1:  # as almost always: a look at the largest of all
+        if len(kinds) == 1:  # nearly always: the largest number decides for all
             (kind,) = kinds
             largest = torch.cat([_largest(memory, kind) for _, memory in self.stretches()]).amax(0, keepdim=True)
             if self._stay_finite(largest, np.abs(recipe.scales).max(keepdims=True)).all():
@@ -123,7 +124,8 @@ class Stored:
         return recipe.names[int(wrong[0])] if len(wrong) else None
 
     def digest(self, kind: str) -> bytes:
-        """32 bytes that stand for the content, as an adapter of a kind: files of the same tensors in the same order."""
+        """Return 32 bytes that stand for an adapter of `kind`: the same for files of the same tensors in the same
+        order."""
         parts, scales = self.recipe.parts, self.recipe.scales
         whole = parts[:, Part.FIRST] == 0
         columns = [Part.AT, *range(Part.COLUMNS, len(Part))]
@@ -135,13 +137,13 @@ class Stored:
         return digest.digest()
 
     def stretches(self) -> Iterator[tuple[int, Tensor]]:
-        """(offset in the file, uint8 memory) of all that is read, each as long as a piece at most."""
+        """Yield (offset in the file, uint8 memory) for all that is read, each at most one piece long."""
         for span in self.recipe.spans:
             for start, stop in cut(span.at, span.at + span.nbytes):
                 yield span.offset + start - span.at, self._memory(start, stop)
 
     def _values(self, index: int) -> Tensor:
-        """The numbers of a part, as they are stored."""
+        """Return the numbers of a part as they are stored."""
         at, _, count, *_, kind = self.recipe.parts[index].tolist()
         return self._memory(at, at + count * DTYPES[kind].itemsize).view(DTYPES[kind])
 
@@ -154,7 +156,7 @@ class Stored:
 
 
 def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The runs of `start` to `stop` between the ends of pieces."""
+    """Yield the runs of bytes from `start` to `stop` that lie in one piece each."""
     while start < stop:
         end = min(stop, (start // PIECE_BYTES + 1) * PIECE_BYTES)
         yield start, end
@@ -162,7 +164,7 @@ def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _largest(values: Tensor, kind: int) -> Tensor:
-    """[1] float32: the largest magnitude of numbers of a kind, infinite or NaN if any is."""
+    """Return [1] float32: the largest magnitude among `values`, infinite or NaN if one of them is."""
     as_int, magnitude = _BITS[kind]
     bits: NDArray[Any] = values.view(torch.uint8).numpy().view(as_int)
     found = np.bitwise_and(bits, as_int(magnitude)).max(keepdims=True)

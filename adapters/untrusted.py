@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _MOST_SHOWN = 200  # characters
-_MOST_NESTED = 64  # lists and objects in each other; what reads or prints deeper ones may run out of stack
+_MOST_NESTED = 64  # levels of lists and objects: deeper values may overflow the stack of code that reads or prints them
 _TURN = 8
 _PAUSE = 20e-6
 _SPACES = frozenset(" \t\n\r")
@@ -40,10 +40,10 @@ Item = TypeVar("Item")
 
 
 def parse_object(data: bytes, origin: str) -> dict[str, object]:
-    """Return the JSON object that `data` holds; arguments as `parse_json`.
+    """Return the JSON object that `data` holds; the arguments are those of `parse_json`.
 
     Raises:
-        ModelRejected: It is not a JSON object, or an ambiguous one.
+        ModelRejected: The text is not a JSON object, or an ambiguous one.
     """
     found = parse_json(data, origin)
     if not isinstance(found, dict):
@@ -58,10 +58,10 @@ def parse_json(data: bytes, origin: str) -> object:
 
     Args:
         data: UTF-8 text.
-        origin: What the text is, for messages, such as `config.json`.
+        origin: Name of the text for messages, such as `config.json`.
 
     Raises:
-        ModelRejected: It is not JSON, or ambiguous.
+        ModelRejected: The text is not JSON, or is ambiguous.
     """
 
     with _as_rejected(origin):
@@ -74,7 +74,7 @@ def check_depth(value: object, origin: str) -> None:
     """Refuse a JSON value in which lists and objects are nested deeper than 64 levels.
 
     Raises:
-        ModelRejected: It is nested deeper.
+        ModelRejected: The value is nested deeper.
     """
     depth, level = 0, [value]
     while level := [part for part in level if isinstance(part, (dict, list))]:
@@ -86,7 +86,8 @@ def check_depth(value: object, origin: str) -> None:
 
 
 def parse_members(data: bytes, origin: str) -> dict[str, object]:
-    """Parse a large JSON object member by member, so that other threads have their turns; else as `parse_object`."""
+    """Parse a large JSON object member by member, so that other threads run meanwhile; otherwise do as
+    `parse_object`."""
     found: dict[str, object] = {}
     with _as_rejected(origin):
         for key, value in in_turns(_members(data.decode(), _decoder(origin))):
@@ -133,7 +134,7 @@ def _as_rejected(origin: str) -> Iterator[None]:
 
 
 def _decoder(origin: str) -> json.JSONDecoder:
-    """Refuses what JSON leaves to whoever reads it."""
+    """Return a decoder that refuses what JSON leaves to its readers: duplicate keys, NaN and infinities."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
@@ -168,10 +169,10 @@ def read_object(path: Path, limit: int) -> dict[str, object]:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Return what the file at `path` holds, which may be at most `limit` bytes long.
+    """Return the bytes of the file at `path`, which may be at most `limit` bytes long.
 
     Raises:
-        ModelRejected: The file is missing, no regular file, or too long; no more than the limit is ever read of it.
+        ModelRejected: The file is missing, not a regular one, or too long; no more than the limit is ever read of it.
     """
     try:
         with open_file(path) as file:
@@ -186,7 +187,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def open_file(path: str | os.PathLike[str], *, folder: int | None = None, follow: bool = True) -> BinaryIO:
-    """Open a regular file for reading in binary, and never wait for one that is none, such as a named pipe.
+    """Open a regular file for reading in binary; another kind, such as a named pipe, is refused without a wait.
 
     Args:
         path: The file; with `folder` its name in that folder.
@@ -194,8 +195,8 @@ def open_file(path: str | os.PathLike[str], *, folder: int | None = None, follow
         follow: Whether the last part of the path may be a symbolic link.
 
     Raises:
-        ModelRejected: There is no such file, or it is no regular one.
-        OSError: The system refuses to open it; `ELOOP` for a link that is not followed.
+        ModelRejected: The file is missing, or is not a regular one.
+        OSError: The system refuses to open the file; `ELOOP` for a link that is not followed.
     """
     name = os.path.basename(path)
     try:
@@ -209,7 +210,7 @@ def open_file(path: str | os.PathLike[str], *, folder: int | None = None, follow
 
 
 def plain(text: str) -> str:
-    """A stranger's text as messages show it: cut, and escaped where it cannot be printed or sent."""
+    """Return a stranger's text for a message: cut, and escaped where it cannot be printed or sent."""
     text = text[:_MOST_SHOWN]
     return text if text.isprintable() else repr(text)[1:-1][:_MOST_SHOWN]
 
@@ -230,11 +231,11 @@ class Fields:
     """The file's base name, for messages."""
 
     def refuse(self, field: str, limit: object) -> NoReturn:
-        """Refuse what `field` holds."""
+        """Refuse the value of `field`."""
         refuse(self.origin, field, self.data.get(field), limit)
 
     def size(self, field: str, limit: int, default: int | None = None, *, option: str | None = None) -> int:
-        """Return an integer from 1 to `limit`, which `option` has set; null counts as absent."""
+        """Return an integer from 1 to `limit`, which the option `option` sets; null counts as absent."""
         value = self.data.get(field)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
@@ -263,7 +264,7 @@ class Fields:
 
 
 def in_turns(items: Iterable[Item]) -> Iterator[Item]:
-    """`items`, with a pause after every few in which other threads run: Python alone would make them wait longer."""
+    """Yield `items`, with a pause after every few of them in which other threads run."""
     for count, item in enumerate(items, 1):
         yield item
         if not count % _TURN:
