@@ -1,1 +1,1 @@
-"""From what a caller asks to the scheduler's requests; never plans a step and never delivers a token."""
+"""Turns a caller's arguments into requests of the scheduler; never plans a step and never delivers a token."""

@@ -1,4 +1,4 @@
-"""`Asking`: who asks and for what, and what of it can be refused before a prompt is looked at; makes no request.
+"""`Asking`: the arguments of a request besides its prompt, with the checks that need no prompt; makes no request.
 
 Next to read: requests.py.
 """
@@ -20,7 +20,7 @@ from headrace.engine.steps.hooks import StopWhen, check_hook
 
 __all__ = ["Asking", "check_abilities", "check_asking", "check_generates", "check_hooks", "check_streamed"]
 
-_LONGEST = 1e9  # seconds: as good as for ever, and exact beside any clock
+_LONGEST = 1e9  # seconds: some 30 years, and exact when added to any clock
 _NEEDS: dict[str, Ability] = {
     "presence_penalty": "shaping",
     "frequency_penalty": "shaping",
@@ -36,12 +36,12 @@ _NEEDS: dict[str, Ability] = {
     "logprobs": "logprobs",
     "prompt_logprobs": "logprobs",
 }
-"""What a runner must be able to do for a field that is not at its default."""
+"""The ability that a runner must have for each field that is not at its default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Who asks and for what: the arguments of `Engine.stream` besides the prompt."""
+    """The arguments of `Engine.stream` besides the prompt."""
 
     params: SamplingParams
     adapter: str | None
@@ -51,26 +51,26 @@ class Asking:
     stop_when: StopWhen | None = None
     logits_processor: LogitsProcessor | None = None
     deadline: float | None = None
-    """Seconds from `since`."""
+    """Seconds from `since` until the request ends at the latest; None for no limit."""
     since: float = 0.0
-    """When it was asked, on the step loop's clock."""
+    """Time at which the request was made, in seconds on the step loop's clock."""
     charge: Charge = charge_nobody
-    """Is told of work that was done for it besides its steps."""
+    """Function that is told of work done for the request besides its steps, in tokens."""
     before: Request | None = None
-    """The turn of the stream after which this one goes on."""
+    """The request of the turn that this one follows; None for the first turn."""
 
     @property
     def ends(self) -> float | None:
-        """When it ends at the latest, on the step loop's clock."""
+        """Time by which the request ends at the latest, in seconds on the step loop's clock; None for no limit."""
         return None if self.deadline is None else self.since + self.deadline
 
     @property
     def sharing(self) -> str | None:
-        """What requests have in common that may share prefix pages."""
+        """Value that requests must have in common to share prefix pages."""
         return self.tenant if self.cache_salt is None else self.cache_salt
 
     def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
-        """Token ids that end a choice."""
+        """Return the token ids that end a choice."""
         return frozenset((*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_ids)))
 
 
@@ -78,7 +78,7 @@ def check_hooks(asking: Asking, abilities: AbstractSet[Ability]) -> None:
     """Refuse a hook that the device cannot serve.
 
     Raises:
-        InvalidParams: Names it.
+        InvalidParams: The device has no hooks; names the hook.
     """
     if asking.logits_processor is not None and "hooks" not in abilities:
         raise InvalidParams(
@@ -87,10 +87,10 @@ def check_hooks(asking: Asking, abilities: AbstractSet[Ability]) -> None:
 
 
 def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> None:
-    """Refuse what the device cannot do.
+    """Refuse a field that asks for more than the device can do.
 
     Raises:
-        InvalidParams: Names the first field that needs more.
+        InvalidParams: A field needs an ability that is not in `abilities`; names the first one.
     """
     for field, ability in _NEEDS.items():
         value = getattr(params, field)
@@ -99,7 +99,7 @@ def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> 
 
 
 def check_streamed(params: object) -> None:
-    """Refuse what no stream can do.
+    """Refuse parameters that no stream can serve.
 
     Raises:
         InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`.
@@ -120,7 +120,7 @@ def check_generates(opened: Opened) -> None:
     """Refuse a generation where the model cannot choose tokens.
 
     Raises:
-        InvalidParams: It only embeds or scores texts.
+        InvalidParams: The model only embeds or scores texts.
     """
     if not opened.generates:
         name = opened.info.architecture
@@ -143,10 +143,10 @@ def _check_deadline(asking: Asking) -> None:
 
 
 def check_asking(asking: Asking, vocab_size: int) -> None:
-    """Refuse what is of the wrong kind, or not in a vocabulary of this size.
+    """Refuse arguments of the wrong kind, and token ids that a vocabulary of this size lacks.
 
     Raises:
-        InvalidParams: Names the field.
+        InvalidParams: An argument is refused; names the field.
     """
     if type(asking.priority) is not int:
         raise InvalidParams(

@@ -1,4 +1,4 @@
-"""The messages of a chat: checked and copied for a chat template; never rendered or tokenised here."""
+"""Checks the messages of a chat and copies them for a chat template; never renders or tokenises them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from headrace.engine.errors import InvalidParams
 __all__ = ["Message", "checked_messages", "check_text", "map_strings"]
 
 Message: TypeAlias = Mapping[str, Any]
-"""As OpenAI's API writes them: `role`, and `content` as a str or a list of `{"type": "text", "text"}` parts, and
-`name` where there is one; in chats with tools also `tool_calls` of an assistant, as
-`{"id", "type": "function", "function": {"name", "arguments"}}`, beside which `content` may be None, and `tool_call_id`
-of a tool. Arguments are a mapping or JSON text; text that is no JSON object, such as arguments that were cut, stays
-text. None stands for what is absent."""
+"""A message in the form of OpenAI's API: `role`, and `content` as a str or a list of `{"type": "text", "text"}` parts,
+and `name` where there is one; in chats with tools also `tool_calls` of an assistant, as `{"id", "type": "function",
+"function": {"name", "arguments"}}`, for which `content` may be None, and `tool_call_id` of a tool. Arguments are a
+mapping or JSON text; text that is not a JSON object, such as arguments that were cut, stays text. None counts as
+absent."""
 
-_MAX_DEPTH = 100  # of JSON data in a message: well below where Python itself stops
+_MAX_DEPTH = 100  # levels of JSON data in a message: well below Python's own limit
 _TEXTS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of `messages`, as a template may read them.
+    """Return copies of `messages` that a template may read.
 
     Raises:
-        InvalidParams: There is none, or one is malformed; names its place.
+        InvalidParams: The list is empty, or a message is malformed; names its place.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidParams("messages: a chat is a list of at least one message", field="messages", value=messages)
@@ -63,7 +63,7 @@ def _joined(parts: Sequence[Any], field: str) -> str:
     """Return the texts of a content's parts, a line each.
 
     Raises:
-        InvalidParams: A part is no text; names its place and its type.
+        InvalidParams: A part is not text; names its place and its type.
     """
     texts = []
     for index, part in enumerate(parts):
@@ -89,7 +89,7 @@ def _is_call(call: object) -> bool:
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as a mapping, as templates write them; text that is no JSON object stays."""
+    """Return a call with its arguments as a mapping, as templates expect; text that is not a JSON object stays text."""
     function = dict(call["function"])
     if isinstance(function["arguments"], str):
         try:
@@ -105,7 +105,7 @@ def check_text(text: object, field: str) -> str:
     """Return `text` if it is a string that UTF-8 can express.
 
     Raises:
-        InvalidParams: It is not; names `field`.
+        InvalidParams: `text` is not such a string; names `field`.
     """
     if not isinstance(text, str):
         raise InvalidParams(f"{field}: must be a string, got {type(text).__name__}", field=field, value=text)
@@ -119,10 +119,10 @@ def check_text(text: object, field: str) -> str:
 
 
 def map_strings(value: Any, change: Callable[[str], str], field: str = "messages", depth: int = _MAX_DEPTH) -> Any:
-    """A copy of plain JSON data with every string in it changed, keys too.
+    """Return a copy of plain JSON data in which `change` has replaced every string, keys included.
 
     Raises:
-        InvalidParams: It nests deeper than `depth`; names `field`.
+        InvalidParams: The data nests deeper than `depth`; names `field`.
     """
     if isinstance(value, str):
         return change(value)

@@ -1,4 +1,4 @@
-"""Makes token ids of prompts and text of ids for callers who ask for nothing else; never submits a request."""
+"""Serves callers who want only the token ids of a prompt or the text of ids; never submits a request."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ __all__ = ["ChatOptions", "TokenizeOptions", "TokenizerInfo", "detokenize", "tok
 
 
 class ChatOptions(TypedDict, total=False):
-    """How the chat template writes a chat."""
+    """Options for the way the chat template writes a chat."""
 
     tools: Sequence[Mapping[str, Any]] | None
     """Definitions of functions that the chat offers, as OpenAI's API writes them."""
     add_generation_prompt: bool
     """Whether the ids end where the assistant's next answer begins; False ends them with the last message."""
     continue_final_message: bool
-    """End with the text of the last message, which the answer then continues."""
+    """Whether the ids end with the text of the last message, which the answer then continues."""
     template_kwargs: Mapping[str, Any] | None
     """More values for the chat template, such as `{"enable_thinking": False}`; plain JSON by name."""
 
 
 class TokenizeOptions(ChatOptions, total=False):
-    """What may be said about a prompt; all but `after` and `add_special_tokens` is about chats."""
+    """Options for tokenising a prompt; all but `after` and `add_special_tokens` concern chats."""
 
     add_special_tokens: bool
-    """Whether a text gets the special tokens that the tokenizer puts around every text, such as BOS; True unless it is
-    given. A chat gets those that its template writes."""
+    """Whether a text gets the special tokens that the tokenizer puts around every text, such as BOS; True by default. A
+    chat gets those that its template writes."""
     after: Sequence[int]
-    """Ids of a conversation up to the end of an answer. The ids are then those of all of it: `after`, what the chat
-    template writes behind an answer, the messages, and where the next answer begins."""
+    """Ids of a conversation up to the end of an answer. The result is then the ids of the whole: `after`, the
+    template's text behind an answer, the messages, and the beginning of the next answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerInfo:
-    """What a model's tokenizer has besides its vocabulary."""
+    """Facts about a model's tokenizer besides its vocabulary."""
 
     chat_template: str
-    """Text of the chat template, of several the one for tools; empty where there is none."""
+    """Text of the chat template, the one for tools if there are several; empty if there is none."""
     special_tokens: Mapping[str, str | list[str]]
     """Special tokens by the names that chat templates use for them, such as `bos_token`."""
     control_tokens: Mapping[int, str]
-    """Text of every token that stands for no text of its own, by id."""
+    """Text of every control token by id."""
     eos_ids: tuple[int, ...]
     """Ids that end an answer."""
 
 
 def tokenizer_info(tokenizer: TokenizerLike) -> TokenizerInfo:
-    """Return what a tokenizer has besides its vocabulary."""
+    """Return the facts about a tokenizer besides its vocabulary."""
     table = tokenizer.table
     control = {index: table.pieces[index].decode(errors="replace") for index in sorted(table.special_ids)}
     return TokenizerInfo(
@@ -70,19 +70,19 @@ def tokenizer_info(tokenizer: TokenizerLike) -> TokenizerInfo:
 async def tokenize(
     prompt: Prompt, options: TokenizeOptions, opened: Opened, helper: FairWorker, tenant: str | None, charge: Charge
 ) -> list[int]:
-    """Return the token ids of `prompt`: at once where that is quick, else from a thread in a turn of its tenant.
+    """Return the token ids of `prompt`: at once if that is quick, else from a thread in a turn of the tenant.
 
     Args:
-        prompt: What is tokenised.
-        options: How a chat is written.
+        prompt: The prompt to tokenise.
+        options: The way a chat is written.
         opened: The model.
-        helper: Its threads tokenise.
-        tenant: Whose turn it takes.
-        charge: Is told of the work.
+        helper: The threads that tokenise long prompts.
+        tenant: The tenant whose turn is taken.
+        charge: Function that is told of the work, in tokens.
 
     Raises:
         InvalidParams: The prompt is malformed, or two options do not go together.
-        PromptTooLong: Its text is too long for the context, however it is tokenised.
+        PromptTooLong: The text is too long for the context, however it is tokenised.
     """
     tools, after, end = options.get("tools"), options.get("after"), _end(options)
     values = options.get("template_kwargs")

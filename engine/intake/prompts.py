@@ -1,4 +1,4 @@
-"""Turns what a caller gives as a prompt into token ids, or refuses it; never knows what happens to them."""
+"""Turns a caller's prompt into token ids, or refuses it; never knows the requests that use them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = [
 ]
 
 _SHORT = 2048  # characters that tokenise in about a millisecond: not worth a thread
-_MESSAGE = 32  # characters that tokenise in the time that the template takes for a message
+_MESSAGE = 32  # characters that tokenise in the time in which the template writes a message
 _COSTLY = 2**20  # characters beyond which a prompt is as costly as any
 _CHARACTER = 4  # bytes of UTF-8, at most
 
 
 ChatEnd: TypeAlias = Literal["answer", "closed", "open"]
-"""How the token ids of a chat end: where the assistant's next answer begins, with the end of the last message, or with
-the text of the last message, which the answer then continues."""
+"""The end of a chat's token ids: "answer" ends where the assistant's next answer begins, "closed" with the end of the
+last message, "open" with the text of the last message, which the answer then continues."""
 
 
 class TokenizerLike(Protocol):
-    """What the engine needs of a tokenizer; `tokenizer.Tokenizer` and `testing.ByteTokenizer` are such."""
+    """The interface that the engine needs of a tokenizer; `tokenizer.Tokenizer` and `testing.ByteTokenizer` have it."""
 
     @property
     def table(self) -> TokenTable:
-        """What each id stands for."""
+        """The text that each id stands for."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class TokenizerLike(Protocol):
 
     @property
     def chat_template(self) -> str:
-        """Text of the chat template; empty where there is none."""
+        """Text of the chat template; empty if there is none."""
         ...
 
     @property
@@ -69,14 +69,14 @@ class TokenizerLike(Protocol):
         end: ChatEnd = "answer",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a chat that may offer tools, ready for the answer or with another end.
+        """Return the ids of a chat that may offer tools, ready for the answer or with another end.
 
-        Its template may read `template_kwargs` besides.
+        The template may read `template_kwargs` as well.
         """
         ...
 
     def encode_more(self, text: str) -> list[int]:
-        """Ids of text that goes on after other text."""
+        """Return the ids of text that continues other text."""
         ...
 
     def encode_reply(
@@ -85,26 +85,27 @@ class TokenizerLike(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of what the chat template writes behind an answer: its end, the messages, the next one's beginning."""
+        """Return the ids that the template puts behind an answer: its end, the messages, the start of the next
+        answer."""
         ...
 
     def close(self) -> None:
-        """Return what it holds besides memory."""
+        """Release everything that the tokenizer holds besides memory."""
         ...
 
 
 def is_short(prompt: object, table: TokenTable) -> bool:
-    """Return whether tokenising `prompt` is quick enough for the event loop; a chat waits for a process."""
+    """Return whether tokenising `prompt` is quick enough for the event loop; a chat, rendered in a process, is not."""
     return not _is_chat(prompt) and _text_size(prompt) <= (_SHORT if table.is_quick else 0)
 
 
 def is_text(prompt: object) -> bool:
-    """Return whether `prompt` is a text or a chat, of which tokens are made, and no token ids."""
+    """Return whether `prompt` is a text or a chat, which has to be tokenised, and not a list of token ids."""
     return isinstance(prompt, str) or _is_chat(prompt)
 
 
 def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = None, most: int = _COSTLY) -> int:
-    """Roughly the characters of a prompt and of the tools it offers; counts no further than somewhat past `most`."""
+    """Return roughly the characters of a prompt and of its tools, counted no further than somewhat past `most`."""
     if not _is_chat(prompt):
         return _text_size(prompt)
     cost, left = 0, [*prompt, *(tools or ())]
@@ -119,18 +120,18 @@ def tokenizing_cost(prompt: object, tools: Sequence[Mapping[str, Any]] | None = 
 
 
 def check_text_size(prompt: object, table: TokenTable, max_context: int, name: str = "prompt") -> None:
-    """Refuse a text that has too many characters however it is tokenised; takes no time for a long one.
+    """Refuse a text with too many characters however it is tokenised; takes no time for a long one.
 
     Args:
-        prompt: As `to_token_ids` takes it; token ids pass.
-        table: What the model's ids stand for.
-        max_context: Tokens of a prompt and its answer, at most.
-        name: What errors call it.
+        prompt: A prompt for `to_token_ids`; token ids pass.
+        table: Texts of the model's ids.
+        max_context: Most tokens of a prompt and its answer together.
+        name: Name of the prompt in errors.
 
     Raises:
-        PromptTooLong: It has more characters than the context has bytes, were every token the longest.
+        PromptTooLong: The text has more characters than the context has bytes when every token is the longest.
     """
-    if not table.longest:  # a model without a tokenizer, which refuses text by itself
+    if not table.longest:  # the model has no tokenizer, so text is refused elsewhere
         return
     size, most = _text_size(prompt), table.longest * max_context
     if size > most:
@@ -146,12 +147,13 @@ def check_text_size(prompt: object, table: TokenTable, max_context: int, name: s
 
 
 def check_fewest_tokens(prompt: object, table: TokenTable, max_context: int, name: str = "prompt") -> None:
-    """Refuse a text whose bytes no few enough tokens can write; reads some of it, so a long one is for a thread.
+    """Refuse a text whose bytes need more tokens than the context has; reads much of it, so a long one needs a thread.
 
-    A chat passes, whose template may leave some of it out, and so do token ids. Arguments as for `check_text_size`.
+    A chat passes, since its template may leave some of it out, and so do token ids. The arguments are those of
+    `check_text_size`.
 
     Raises:
-        PromptTooLong: It is at least so many tokens.
+        PromptTooLong: The text has more than `max_context` tokens at the least.
     """
     if isinstance(prompt, str) and len(prompt) * _CHARACTER > max_context:
         fewest = table.fewest_tokens(prompt, max_context)
@@ -168,7 +170,7 @@ def check_fewest_tokens(prompt: object, table: TokenTable, max_context: int, nam
 
 
 def _text_size(prompt: object) -> int:
-    """Characters of a text, or of the texts of a chat's messages; token ids have none."""
+    """Return the characters of a text, or of the texts of a chat's messages; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     size = 0
@@ -197,11 +199,11 @@ def to_token_ids(
 ) -> list[int]:
     """Return the token ids of raw text, of a chat, or of ids themselves.
 
-    `framed` is the argument of `encode`, the others are those of `encode_chat`.
+    `framed` is the argument of `encode`; the others are those of `encode_chat`.
 
     Raises:
         InvalidParams: The prompt is empty, of another kind, or malformed; names the part.
-        TokenizerFailed: The tokenizer cannot handle it.
+        TokenizerFailed: The tokenizer cannot handle the prompt.
     """
     if isinstance(prompt, str):
         ids = _guarded(partial(tokenizer.encode, prompt, framed=framed)) if prompt else []  # never a BOS alone
@@ -227,13 +229,14 @@ def more_token_ids(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of what is added to `known`: text or ids as they stand, or messages in the chat template for `tools`.
+    """Return the token ids to add to `known`: ids as they are, those of text, or those of messages in the chat
+    template.
 
-    The template may read `template_kwargs` besides.
+    The template may read `tools` and `template_kwargs` as well.
 
     Raises:
-        InvalidParams: It is of another kind, or malformed; names the part.
-        TokenizerFailed: The tokenizer cannot handle it.
+        InvalidParams: `added` is of another kind, or malformed; names the part.
+        TokenizerFailed: The tokenizer cannot handle `added`.
     """
     if isinstance(added, str):
         return _guarded(partial(tokenizer.encode_more, added)) if added else []
@@ -242,7 +245,7 @@ def more_token_ids(
     ids = _guarded(partial(tokenizer.encode_reply, added, tools, template_kwargs))
     if known[-1] not in tokenizer.eos_ids:
         return ids
-    for place, token in enumerate(ids):  # the answer ended itself: the template's own end of it, if there is one, goes
+    for place, token in enumerate(ids):  # the answer has its own end, so the template's end of it is dropped
         if token in tokenizer.eos_ids:
             return ids[place + 1 :]
         if tokenizer.table.pieces[token].strip():
@@ -251,16 +254,16 @@ def more_token_ids(
 
 
 def _guarded(encode: Callable[[], list[int]]) -> list[int]:
-    """Return what a tokenizer gives; whatever it raises that is not typed concerns this request alone."""
+    """Return the ids from a tokenizer; raise `TokenizerFailed`, for this request alone, for any untyped error."""
     with typed(lambda problem: TokenizerFailed(f"the tokenizer failed: {problem}")):
         return encode()
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse what is not an id below the width of the logits.
+    """Refuse anything but an id below the width of the logits.
 
     Raises:
-        InvalidParams: Names the first offending place.
+        InvalidParams: An entry is not such an id; names the first one's place.
     """
     for place, value in enumerate(ids):
         if type(value) is not int or not 0 <= value < vocab_size:

@@ -1,4 +1,4 @@
-"""Makes the scheduler's requests from what a caller asks, as far as the model can do it; never queues them."""
+"""Makes the scheduler's requests from a caller's arguments, if the model can serve them; never queues them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["make_generation", "make_pooling_request", "make_requests"]
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
 _UNLIMITED = 2**62
-_COLDEST, _HOTTEST = 1e-6, 1e30  # temperatures that float32 can divide by: the likeliest token alone, and all alike
+_COLDEST, _HOTTEST = 1e-6, 1e30  # bounds of temperatures that float32 can divide by
 _NO_ADAPTERS: Mapping[str, AdapterVersion] = {}
 _MAX_PROMPT_REPORTS = 2**16
-"""Log-probabilities of one prompt: more of them would hold up the event loop when they are read."""
+"""Most log-probabilities for one prompt: reading more of them would hold up the event loop."""
 
 
 def make_requests(
@@ -41,20 +41,20 @@ def make_requests(
     grammar: Grammar | None = None,
     adapters: Mapping[str, AdapterVersion] = _NO_ADAPTERS,
 ) -> list[Request]:
-    """One request for each of the `n` choices of a prompt; the others fork the first one's pages.
+    """Return one request for each of the `n` choices of a prompt; the others fork the first one's pages.
 
     Args:
-        ids: The prompt.
-        asking: What is asked.
-        tokenizer: The model's.
+        ids: Token ids of the prompt.
+        asking: The other arguments of the caller.
+        tokenizer: The model's tokenizer.
         vocab_size: Width of the logits.
-        random_seeds: Where seeds come from that are not given.
-        grammar: `response_format`, compiled.
-        adapters: What the names of adapters stand for.
+        random_seeds: Source of seeds where the caller gives none.
+        grammar: The compiled `response_format`.
+        adapters: Adapter versions by name.
 
     Raises:
         InvalidParams: A token is not in the vocabulary, or the masks leave none.
-        UnknownAdapter: No adapter is loaded under that name.
+        UnknownAdapter: No adapter is loaded under the name in `asking`.
     """
     params = asking.params
     check_asking(asking, vocab_size)
@@ -95,7 +95,7 @@ def make_requests(
 
 
 def _processor(asking: Asking, worn: AdapterVersion | None) -> LogitsProcessor | None:
-    """The caller's hook, which is not told of the ids under which virtual tokens stand."""
+    """Return the caller's hook, wrapped so that it does not see the ids that stand for virtual tokens."""
     given = asking.logits_processor
     if given is None or worn is None or not worn.virtual_tokens:
         return given
@@ -104,7 +104,7 @@ def _processor(asking: Asking, worn: AdapterVersion | None) -> LogitsProcessor |
 
 
 def _takes_runs(asking: Asking) -> bool:
-    """Whether several tokens may come at once: nothing is asked of each by itself."""
+    """Return whether several tokens may come at once, since nothing is asked of each by itself."""
     params = asking.params
     looks = params.stop or params.deterministic or asking.stop_when is not None or asking.logits_processor is not None
     return params.logprobs is None and not looks
@@ -117,11 +117,11 @@ def make_pooling_request(
     vocab_size: int,
     adapters: Mapping[str, AdapterVersion] = _NO_ADAPTERS,
 ) -> Request:
-    """A request that generates nothing; arguments as `make_requests`.
+    """Return a request that generates nothing; the arguments are those of `make_requests`.
 
     Raises:
-        InvalidParams: A keyword is of the wrong kind.
-        UnknownAdapter: No adapter is loaded under that name.
+        InvalidParams: A keyword is of the wrong kind, or the adapter has virtual tokens.
+        UnknownAdapter: No adapter is loaded under the name in `asking`.
     """
     check_asking(asking, vocab_size)
     worn = worn_by(asking.adapter, adapters)
@@ -144,7 +144,7 @@ def make_pooling_request(
 
 
 def _reporting(params: SamplingParams, choice: int, prompt_len: int) -> Reporting | None:
-    """What a choice reports; the first one alone reports on the prompt, which is the same for all."""
+    """Return the reports that a choice makes; only the first reports on the prompt, which is the same for all."""
     _check_prompt_logprobs(params, prompt_len)
     reporting = Reporting(params.logprobs, params.prompt_logprobs if choice == 0 else None)
     return None if reporting == Reporting() else reporting
@@ -163,7 +163,7 @@ def _sampling(params: SamplingParams, seed: int) -> Sampling:
 def make_generation(
     asking: Asking, control: BeamControl, tokenizer: TokenizerLike, maker: TokenMaker, config: EngineConfig
 ) -> Generation:
-    """The engine's side of the stream that is asked for, whose tokens `maker` makes."""
+    """Return the engine's side of a stream, whose tokens `maker` makes."""
     params = asking.params
     if params.beam_width is not None:
         return BeamGeneration(control, _search(asking, tokenizer), params.n)
@@ -172,7 +172,7 @@ def make_generation(
 
 
 def _search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
-    """A beam search that has just begun."""
+    """Return a beam search that has just begun."""
     params = asking.params
     return BeamSearch(
         width=params.beam_width or 1,
@@ -186,10 +186,10 @@ def _search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
 def _first_beam(
     ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int, worn: AdapterVersion | None
 ) -> Request:
-    """The request whose likeliest tokens begin a beam search.
+    """Return the request whose likeliest tokens begin a beam search.
 
     Raises:
-        InvalidParams: The vocabulary is too small to go on with so many.
+        InvalidParams: The vocabulary has fewer tokens than the search has candidates.
     """
     if search.candidates > vocab_size:
         raise InvalidParams(
@@ -214,7 +214,7 @@ def _first_beam(
 
 
 def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
-    """The stop-string state of each choice; none where there are no stop strings."""
+    """Return the stop-string state of each choice; empty if there are no stop strings."""
     params = asking.params
     if not params.stop:
         return []
@@ -234,7 +234,7 @@ def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
 def _shaping(
     params: SamplingParams, prompt_len: int, stop_ids: AbstractSet[int], tokenizer: TokenizerLike, vocab_size: int
 ) -> Shaping | None:
-    """What `params` ask of the logits; None where they ask nothing.
+    """Return the changes that `params` make to the logits; None if they make none.
 
     Raises:
         InvalidParams: The masks leave no token.
@@ -265,12 +265,12 @@ def _shaping(
 
 
 def _word_ids(words: Sequence[str], tokenizer: TokenizerLike, vocab_size: int) -> set[tuple[int, ...]]:
-    """The token ids of each word as it stands in a text, after a space and without one.
+    """Return the token ids of each word as it stands in a text, after a space and without one.
 
     Raises:
-        InvalidParams: The tokenizer has no tokens for one, or too many for all.
+        InvalidParams: A word has no tokens, or all words together have too many.
     """
-    frame = set(tokenizer.encode("")) if words else set()  # what begins or ends any text
+    frame = set(tokenizer.encode("")) if words else set()  # special tokens around any text
     found = set()
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,):

@@ -1,4 +1,4 @@
-"""Values that a request gives to a chat template, such as `enable_thinking`: checked and copied, never rendered."""
+"""Checks and copies the values that a request gives to a chat template, such as `enable_thinking`; never renders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_DEPTH: Final = 16
 _RESERVED: Final = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 )
-"""Names whose values are the engine's: a request says these things elsewhere, or cannot say them."""
+"""Names whose values the engine sets: a request gives them by other fields, or not at all."""
 
 
 def checked_template_kwargs(values: object) -> dict[str, Any]:
@@ -28,8 +28,8 @@ def checked_template_kwargs(values: object) -> dict[str, Any]:
         values: Plain JSON by name. A name that the template does not read changes nothing.
 
     Raises:
-        InvalidParams: A name is no identifier or is the engine's, a value is no plain JSON, or all is too long or nests
-            too deep; names `chat_template_kwargs` or the name in it.
+        InvalidParams: A name is not an identifier or is the engine's, a value is not plain JSON, or the whole is too
+            long or nests too deep; names `chat_template_kwargs` or the name in it.
     """
     if not isinstance(values, Mapping):
         raise InvalidParams(f"{_FIELD}: must be values by name, got {type(values).__name__}", field=_FIELD)

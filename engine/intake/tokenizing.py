@@ -1,7 +1,7 @@
-"""`Tokenizing`: makes token ids of a prompt, here where that is quick and else in a turn of its tenant in a thread.
+"""`Tokenizing`: makes token ids of a prompt, on the event loop if that is quick, else in a thread by turns of tenants.
 
-Owns where a prompt is tokenised and what is charged for it; never knows what becomes of the ids.
-Next to read: prompts.py for what is tokenised, fair_worker.py for the turns.
+Owns the choice of the thread and the charge for the work; never knows the use of the ids. Next to read: prompts.py for
+the tokenising, fair_worker.py for the turns.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["TOKENS_A_SECOND", "Charge", "Tokenizing", "charge_nobody"]
 
 T = TypeVar("T")
 Charge: TypeAlias = Callable[[int], None]
-"""Is told on the event loop of work that was done for a request besides its steps, in tokens."""
+"""Function that is told, on the event loop, of work done for a request besides its steps, in tokens."""
 TOKENS_A_SECOND: Final = 1000
-"""What is charged for work that has made no tokens."""
+"""Tokens that are charged for each second of work that has made no tokens."""
 
 
 def charge_nobody(tokens: int) -> None:
-    """Do nothing, as the `Charge` of those who ask for no other."""
+    """Do nothing: the `Charge` of callers who name no other."""
 
 
 class Tokenizing(Generic[T]):
-    """One tokenising of a prompt. Its tenant is charged for it when it ends, even if nobody waits for it any more."""
+    """One tokenising of a prompt. Its tenant is charged when it ends, even if nobody waits for it any more."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class Tokenizing(Generic[T]):
         tenant: str | None,
         charge: Charge,
     ) -> None:
-        """Begin nothing yet.
+        """Keep the arguments; begin nothing yet.
 
         Args:
             encode: Tokenises the prompt, in any thread.
             made: Returns how many tokens were made of text, given what `encode` returned.
-            check: Called just before `encode`, and refuses what takes next to no time to refuse.
-            here: It is quick enough for the event loop's own thread.
-            cost: Roughly the characters of the prompt, the cheapest of a tenant being next.
-            tenant: Whose turn it takes.
-            charge: Is told of the tokens, or of one for each millisecond where `encode` raised.
+            check: Called just before `encode`, to refuse prompts that take next to no time to refuse.
+            here: Whether the prompt is quick enough for the event loop's own thread.
+            cost: Roughly the characters of the prompt; the cheapest of a tenant is next.
+            tenant: The tenant whose turn is taken.
+            charge: Function that is told of the tokens, or of one for each millisecond if `encode` raised.
         """
         self._encode, self._made, self._check = encode, made, check
         self._here, self._cost, self._tenant = here, cost, tenant
@@ -71,19 +71,19 @@ class Tokenizing(Generic[T]):
         tools: Sequence[Mapping[str, Any]] | None = None,
         known: int = 0,
     ) -> Tokenizing[list[int]]:
-        """Begin nothing yet, with a prompt as `to_token_ids` takes it; other arguments as for the constructor.
+        """Return the tokenising of a prompt for `to_token_ids`; the other arguments are those of the constructor.
 
         Args:
-            prompt: What `encode` makes token ids of.
+            prompt: The prompt that `encode` turns into token ids.
             opened: The model.
             encode: Returns the ids.
-            tenant: Whose turn it takes.
-            charge: Is told of the work.
-            tools: What a chat offers.
-            known: Leading ids that are not made of `prompt`.
+            tenant: The tenant whose turn is taken.
+            charge: Function that is told of the work, in tokens.
+            tools: Tools that a chat offers.
+            known: Number of leading ids that are not made from `prompt`.
 
         Raises:
-            PromptTooLong: It has too many characters however it is tokenised.
+            PromptTooLong: The prompt has too many characters however it is tokenised.
         """
         table, most = opened.tokenizer.table, opened.info.max_context
         check_text_size(prompt, table, most)
@@ -98,7 +98,7 @@ class Tokenizing(Generic[T]):
         )
 
     def submit(self, helper: FairWorker, done: Done) -> None:
-        """Tokenise, and call `done(result, error)` on the event loop, here and now where it is quick."""
+        """Tokenise, and call `done(result, error)` on the event loop: at once if the prompt is quick."""
         if not self._here:
             self._queue(helper, self._run, done)
             return
@@ -112,10 +112,10 @@ class Tokenizing(Generic[T]):
             done(result, None)
 
     async def ask(self, helper: FairWorker) -> T:
-        """Tokenise and return the result; a caller who is cancelled leaves at once, and what waits never begins.
+        """Tokenise and return the result; a caller who is cancelled leaves at once, and work that waits never begins.
 
         Raises:
-            BaseException: Whatever `encode` raised, or the helper was told to drop its calls with.
+            BaseException: `encode` raised it, or the helper was told to drop its calls with it.
         """
         if not self._here:
             return await helper.ask(self._run, partial(self._queue, helper))

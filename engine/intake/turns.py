@@ -1,7 +1,7 @@
-"""`Turns`: begins the generations of a stream - its first, what is sent after it, branches; never reads one.
+"""`Turns`: begins the generations of a stream - its first, messages sent after it, branches; never reads one.
 
-A turn goes on after all tokens of the one before, as they are, so that the pages of that one hold its start.
-Next to read: stream.py, whose user says what happens.
+A turn continues after all tokens of the one before, unchanged, so that the earlier turn's pages hold its start. Next to
+read: stream.py, whose user calls these methods.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from headrace.engine.steps.loop import StepLoop
 __all__ = ["Prompt", "Turn", "Turns"]
 
 Prompt: TypeAlias = str | Sequence[int | Message]
-"""Raw text, token ids, or a chat of `{"role", "content"}` messages; ids and messages together are refused.
+"""A prompt: raw text, token ids, or a chat of `{"role", "content"}` messages; ids and messages together are refused.
 
-One sequence of either, since mypy tells the type of a list that is written in a call from one alternative alone.
+The type is one sequence of either, since mypy infers the type of a list literal in a call from one alternative only.
 """
 
 _MASK = 2**64 - 1
@@ -48,7 +48,7 @@ class Turn:
 
 
 class Turns:
-    """What a stream may ask of its engine."""
+    """The operations that a stream may ask of its engine."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Turns:
         config: EngineConfig,
         random_seeds: random.Random,
     ) -> None:
-        """Begin nothing yet.
+        """Keep the arguments; begin nothing yet.
 
         Args:
-            serving: The open engine, or its typed refusal.
+            serving: Returns the open engine's parts, or raises its typed refusal.
             admit: Takes in a tokenised prompt.
             helper: The thread for long prompts.
-            config: The engine's.
-            random_seeds: Where seeds come from that are not given.
+            config: The engine's configuration.
+            random_seeds: Source of seeds where the caller gives none.
         """
         self._serving, self._admit, self._helper = serving, admit, helper
         self._config, self._random = config, random_seeds
@@ -74,16 +74,17 @@ class Turns:
         """Begin with `prompt`.
 
         Raises:
-            InvalidParams: The parameters are none for a stream.
+            InvalidParams: The parameters do not fit a stream.
             EngineStopped: The engine is not open.
-            EngineCrashed: Its step loop died.
+            EngineCrashed: The step loop died.
         """
         return self._begin(asking, prompt, lambda opened: to_token_ids(prompt, opened.tokenizer))
 
     def following(
         self, turn: Turn, added: Prompt, params: SamplingParams | None, deadline: float | None, priority: int | None
     ) -> Turn:
-        """Go on after `turn`, which has ended, with `added`; None keeps what `turn` had. Raises as `first`."""
+        """Begin a turn with `added` after `turn`, which has ended; None keeps the value of `turn`. Raises as `first`
+        does."""
         before = turn.generation.requests[0]
         known = before.tokens[before.virtual_tokens :]
         params = _again(turn.asking.params) if params is None else params
@@ -100,13 +101,13 @@ class Turns:
         )
 
     def check_branch(self, seed: int | None) -> None:
-        """Refuse a branch; raises as `first`."""
+        """Refuse a branch that cannot begin; raises as `first` does."""
         if seed is not None and type(seed) is not int:
             raise InvalidParams(f"seed: must be an int, got {seed!r}", field="seed", value=seed)
         self._serving()
 
     def branch(self, turn: Turn, read: int, seed: int | None) -> Turn:
-        """Begin another course of `turn`, which has been admitted, from its first `read` tokens; raises as `first`."""
+        """Begin another course of `turn`, which was admitted, after its first `read` tokens; raises as `first` does."""
         loop, opened = self._serving()
         parent = turn.generation.requests[0]
         chosen = self._random.getrandbits(63) if seed is None else seed & _MASK
@@ -125,9 +126,9 @@ class Turns:
         return Turn(asking, make_generation(asking, loop, tokenizer, maker, self._config), maker)
 
     def _begin(self, asking: Asking, text: Any, encode: Callable[[Opened], list[int]], known: int = 0) -> Turn:
-        """Begin with the ids that `encode` makes of `text`: here where that is quick, else in the helper's thread.
+        """Begin with the ids that `encode` makes of `text`: at once if that is quick, else in the helper's thread.
 
-        The first `known` ids are not made of `text`.
+        The first `known` ids are not made from `text`.
         """
         loop, opened = self._serving()
         check_streamed(asking.params)
@@ -136,7 +137,7 @@ class Turns:
         generation = turn.generation
         loop.expect(generation)
 
-        def tokenize() -> list[int]:  # nothing where nobody wants it any more
+        def tokenize() -> list[int]:  # no ids if nobody wants them any more
             return [] if generation.finished else encode(opened)
 
         def tokenized(ids: list[int] | None, error: BaseException | None) -> None:
@@ -154,5 +155,5 @@ class Turns:
 
 
 def _again(params: SamplingParams) -> SamplingParams:
-    """`params` for what follows; nobody wants to be told of the prompt again, which would be computed anew for it."""
+    """Return `params` without log-probabilities of the prompt, which would have to be computed again."""
     return params if params.prompt_logprobs is None else params.replace(prompt_logprobs=None)

@@ -1,4 +1,4 @@
-"""What a request wears and what follows for its tokens and its place in the prefix cache; never loads an adapter."""
+"""Finds a request's adapter, and the tokens and prefix-cache root that follow from it; never loads an adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def find(name: str, adapters: Mapping[str, T]) -> T:
-    """What stands under `name`.
+    """Return the entry of `adapters` under `name`.
 
     Raises:
         UnknownAdapter: No adapter is loaded under that name.
@@ -26,7 +26,7 @@ def find(name: str, adapters: Mapping[str, T]) -> T:
 
 
 def worn_by(name: str | None, adapters: Mapping[str, AdapterVersion]) -> AdapterVersion | None:
-    """What a request that names `name` wears.
+    """Return the adapter version of a request that names `name`; None without a name.
 
     Raises:
         UnknownAdapter: No adapter is loaded under that name.
@@ -35,20 +35,20 @@ def worn_by(name: str | None, adapters: Mapping[str, AdapterVersion]) -> Adapter
 
 
 def root_of(worn: AdapterVersion | None, sharing: str | None) -> bytes:
-    """First link of the prefix hash chain: what the weights are, whatever their name, and who may share."""
+    """Return the first link of the prefix hash chain: the digest of the weights, and the value that sharers share."""
     return repr((None if worn is None else worn.digest, sharing)).encode()
 
 
 def dressed(
     name: str | None, ids: Sequence[int], params: SamplingParams, adapters: Mapping[str, AdapterVersion]
 ) -> tuple[AdapterVersion | None, Sequence[int]]:
-    """What a request that names `name` wears, and its prompt after the virtual tokens of that.
+    """Return the adapter version of a request that names `name`, and the prompt with its virtual tokens in front.
 
-    Virtual tokens stand under the id of the prompt's first one.
+    Each virtual token has the id of the prompt's first token.
 
     Raises:
         UnknownAdapter: No adapter is loaded under that name.
-        InvalidParams: Log-probabilities of the prompt are wanted, too.
+        InvalidParams: The adapter has virtual tokens, and log-probabilities of the prompt are wanted.
     """
     worn = worn_by(name, adapters)
     if worn is None or not worn.virtual_tokens:
