@@ -1,1 +1,1 @@
-"""From committed tokens to what a reader takes; never waits for a reader and never plans a step."""
+"""Carries committed tokens to the readers of streams; never waits for a reader and never plans a step."""

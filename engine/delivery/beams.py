@@ -1,7 +1,7 @@
-"""`BeamGeneration`: drives a beam search over the scheduler's requests; never scores a sequence and never plans a step.
+"""`BeamGeneration`: drives a beam search over the scheduler's requests; never scores a sequence or plans a step.
 
-Each beam is a request for one token that then holds its pages. The beams of the next round fork them copy-on-write,
-and when these have their own tokens the old ones are let go.
+Each beam is a request for one token that then holds its pages. The beams of the next round fork these pages
+copy-on-write; once they have their own tokens, the old beams are released.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BeamGeneration"]
 
 
 class BeamControl(Control, Protocol):
-    """What a search may ask of the step loop."""
+    """The operations that a beam search may ask of the step loop."""
 
     def add(self, generation: Generation, requests: Sequence[Request]) -> None:
         """Queue more requests of a generation that runs."""
@@ -28,20 +28,20 @@ class BeamControl(Control, Protocol):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of prompt and completion that a request may grow to, as memory is now."""
+        """Most tokens of prompt and completion that a request may have, with the memory of this moment."""
         ...
 
 
 class BeamGeneration(Generation):
-    """One caller's beam search; its reader gets the best sequences when it is over."""
+    """One caller's beam search; the reader gets the best sequences when the search is over."""
 
     def __init__(self, control: BeamControl, search: BeamSearch, choices: int) -> None:
-        """Start unadmitted.
+        """Start before admission.
 
         Args:
             control: The step loop.
-            search: Just begun.
-            choices: How many of its sequences are wanted.
+            search: A search that has just begun.
+            choices: Number of sequences to return.
         """
         super().__init__(control, choices, window=0)
         self._loop = control
@@ -50,7 +50,7 @@ class BeamGeneration(Generation):
         self._prompt_len = 0
         self._choices = choices
         self._held: Sequence[Request] = ()
-        """The beams of the round before: the current ones fork their pages."""
+        """Beams of the previous round, whose pages the current ones fork."""
         self._beams: Sequence[Request] = ()
         self._likeliest: dict[int, Sequence[tuple[int, float]]] = {}
 
@@ -67,19 +67,19 @@ class BeamGeneration(Generation):
         return self._usage(tokens)
 
     def deliver(self, emission: Emission) -> None:
-        """Take in what one beam may go on with; the last of them makes the next round."""
+        """Take in the continuations of one beam; the last beam's begin the next round."""
         if emission.error is not None or emission.report is None:
             super().deliver(emission)
             return
         self._likeliest[emission.request.id] = emission.report.top
         if len(self._likeliest) == len(self._beams):
-            self._search.limit = min(self._most, self._loop.most_tokens - self._prompt_len)  # memory may come and go
+            self._search.limit = min(self._most, self._loop.most_tokens - self._prompt_len)  # the pool may change size
             self._search.advance([self._likeliest[request.id] for request in self._beams])
             self._likeliest.clear()
             self._begin_round()
 
     def cancel(self) -> None:
-        """End the search; nothing happens if it has ended."""
+        """End the search, unless it has ended."""
         if not self.finished:
             for choice in range(self._choices):
                 self._end_cancelled(choice)

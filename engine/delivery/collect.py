@@ -1,6 +1,6 @@
-"""`collect`: reads a stream to its end and makes a `Completion` of it, ranked where more was asked than is returned.
+"""`collect`: reads a stream to its end into a `Completion`, ranked if more was generated than is returned.
 
-Stands on the public stream alone; never knows an engine or a device.
+Uses the public stream alone; never knows an engine or a device.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ __all__ = ["collect", "streamed_params"]
 
 
 def streamed_params(params: SamplingParams) -> SamplingParams:
-    """The parameters of the stream that `collect` turns into an answer to `params`."""
-    if not isinstance(params, SamplingParams) or params.best_of is None:  # `Engine.stream` refuses what is none
+    """Return the parameters of the stream that `collect` turns into an answer to `params`."""
+    if not isinstance(params, SamplingParams) or params.best_of is None:  # `Engine.stream` refuses anything else
         return params
     logprobs = 0 if params.logprobs is None else params.logprobs
     return params.replace(n=params.best_of, best_of=None, logprobs=logprobs)
 
 
 async def collect(stream: TokenStream, params: SamplingParams) -> Completion:
-    """Read all of `stream`, which was asked for with `streamed_params(params)`.
+    """Read all of `stream`, which was started with `streamed_params(params)`.
 
     Raises:
-        HeadraceError: As reading the stream does.
+        HeadraceError: The stream raised it.
     """
     tokens: list[list[Token]] = [[] for _ in range(params.best_of or params.n)]
     async with stream:
@@ -62,7 +62,7 @@ def _mean(logprobs: list[float]) -> float | None:
 
 
 def _best(choices: list[Choice], count: int) -> list[Choice]:
-    """The `count` of the highest mean log-probability, the first of equals first, numbered anew."""
+    """Return the `count` choices of the highest mean log-probability, equals in their order, numbered anew."""
     ranked = sorted(
         choices, key=lambda choice: -inf if choice.mean_logprob is None else choice.mean_logprob, reverse=True
     )

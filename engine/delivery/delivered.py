@@ -1,4 +1,4 @@
-"""`TokenMaker`: turns what the step loop delivers of each choice into the tokens that a caller sees; keeps no queue.
+"""`TokenMaker`: turns the items that the step loop delivers into the tokens that a caller sees; keeps no queue.
 
 Next to read: generation.py, which delivers, and stream.py, which hands tokens out.
 """
@@ -26,14 +26,14 @@ class Delivered(NamedTuple):
     choice: int
     id: int | None
     text: str | None
-    """None where the reader turns ids into text; requests with stop strings need it earlier."""
+    """Text of the token, which stop strings need early; None if the reader turns the id into text."""
     finish_reason: FinishReason | None
     report: Report | None = None
-    """Log-probabilities, where they are wanted."""
+    """Log-probabilities, if they are wanted."""
     stop_string: str | None = None
-    """What ended the choice, where a stop string did."""
+    """The stop string that ended the choice, if one did."""
     token: Token | None = None
-    """What the reader sees, where a hook saw it before."""
+    """The token for the reader, if a hook has seen it already."""
     score: float | None = None
     """Score of a beam, with its last token."""
 
@@ -42,14 +42,14 @@ class TokenMaker:
     """Makes the tokens of one stream, each choice's in order."""
 
     def __init__(self, table: TokenTable, params: SamplingParams, stop_ids: AbstractSet[int]) -> None:
-        """Turn ids into text by `table` as `params` want it; `stop_ids` end a choice."""
+        """Turn ids into text by `table` under `params`; `stop_ids` end a choice."""
         self.table = table
         self._hidden: AbstractSet[int] = frozenset() if params.include_stop_str_in_output else stop_ids
         self._detokenizers = [detokenizer_of(table, params) for _ in range(params.n)]
         self._positions = [0] * params.n
 
     def make(self, item: Delivered) -> Token:
-        """The token of a delivered item."""
+        """Return the token of a delivered item."""
         choice, identity, text, reason, report, stop, _, score = item
         if text is None:
             hidden = identity is None or (reason == "stop" and identity in self._hidden)
@@ -67,20 +67,20 @@ class TokenMaker:
         return token
 
     def skip(self, ids: Sequence[int]) -> None:
-        """Begin the only choice behind its first tokens, whose text has been shown."""
+        """Begin the only choice after its first tokens, whose text has been shown."""
         for token in ids:
             self._detokenizers[0].feed(token)
         self._positions[0] = len(ids)
 
     def flush(self, choice: int) -> str:
-        """What is still held of a choice's text, which ends here."""
+        """Return the rest of a choice's text, which ends here."""
         return self._detokenizers[choice].flush()
 
 
 def _token(
     identity: int | None, text: str, choice: int, position: int, reason: FinishReason | None, stop: str | None
 ) -> Token:
-    """What `Token`'s own constructor does, in a third of the time."""
+    """Return a `Token`, built in a third of the time of its own constructor."""
     token = _new_token(Token)
     token.id = identity
     token.text = text
@@ -93,14 +93,14 @@ def _token(
 
 
 def detokenizer_of(table: TokenTable, params: SamplingParams) -> Detokenizer:
-    """What turns the ids of one choice into text as `params` want it."""
+    """Return the detokenizer for the ids of one choice under `params`."""
     if params.spaces_between_special_tokens and not params.skip_special_tokens:
         return SpacedDetokenizer(table)
     return Detokenizer(table, params.skip_special_tokens)
 
 
 def token_logprobs(table: TokenTable, token: int, report: Report) -> TokenLogprobs:
-    """What is reported on a token, as a caller sees it."""
+    """Return the report on a token in the form that a caller sees."""
     piece = _piece(table, token)
     return TokenLogprobs(
         id=token,
@@ -113,7 +113,7 @@ def token_logprobs(table: TokenTable, token: int, report: Report) -> TokenLogpro
 
 
 def _ranked(table: TokenTable, top: Sequence[tuple[int, float]]) -> list[Logprob]:
-    """Tokens in falling order of likelihood; equals share a rank."""
+    """Return tokens in falling order of likelihood; equals share a rank."""
     found: list[Logprob] = []
     for place, (token, logprob) in enumerate(top):
         equal = place and logprob == top[place - 1][1]

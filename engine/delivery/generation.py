@@ -1,4 +1,4 @@
-"""`Generation`: the engine's side of one stream, from a choice's committed tokens to what its reader has not read.
+"""`Generation`: the engine's side of one stream, from committed tokens to the items that its reader has not read.
 
 Owns the unread items and the stop strings of one caller's request; never talks to a device and never decides what runs.
 """
@@ -22,15 +22,15 @@ from headrace.engine.tokens.text import Detokenizer, StopMatcher
 
 __all__ = ["Control", "Generation", "StopText", "StopWatch", "as_failure", "as_headrace"]
 
-# What its own constructor does, in half the time: every token passes here.
+# Does the work of `Delivered`'s own constructor in half the time: every token passes here.
 _delivered = partial(tuple.__new__, Delivered)
 
 
 class Control(Protocol):
-    """What a generation may ask of the step loop."""
+    """The operations that a generation may ask of the step loop."""
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
-        """End a request; False if it has ended."""
+        """End a request; return False if it has ended already."""
         ...
 
     def pause(self, request: Request) -> None:
@@ -42,7 +42,7 @@ class Control(Protocol):
         ...
 
     def let_go(self, request: Request) -> None:
-        """Note that one reader fewer may go on after a request."""
+        """Note that one reader fewer may continue after a request."""
         ...
 
 
@@ -59,9 +59,9 @@ class StopText:
         include: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Watch for `stops` in the text of what follows the first `min_tokens`; ids in `stop_ids` end a choice.
+        """Watch for `stops` in the text after the first `min_tokens` tokens; ids in `stop_ids` end a choice.
 
-        Neither is shown, unless with `include`.
+        Stop strings and stop tokens are shown only with `include`.
         """
         self._unwatched = min_tokens
         self._detokenizer = detokenizer
@@ -69,7 +69,7 @@ class StopText:
         self._stop_ids = frozenset() if include else stop_ids
 
     def feed(self, token: int | None, *, last: bool) -> tuple[str, bool]:
-        """Text that may be shown after `token`, and whether a stop string was met; `last` releases what is held."""
+        """Return the text to show after `token`, and whether a stop string was met; `last` releases held text."""
         text = "" if token is None or token in self._stop_ids else self._detokenizer.feed(token)
         if token is not None and self._unwatched:
             self._unwatched -= 1
@@ -90,19 +90,19 @@ class StopText:
 
 
 class StopWatch:
-    """The `stop_when` of one stream, which sees its tokens before their reader does."""
+    """The `stop_when` hook of one stream, which sees its tokens before their reader does."""
 
     def __init__(self, stop_when: StopWhen, maker: TokenMaker, seconds: float) -> None:
-        """Call `stop_when` with what `maker` makes; each call has so many seconds."""
+        """Call `stop_when` with the tokens that `maker` makes; each call may take `seconds`."""
         self.maker = maker
         self._stop_when = stop_when
         self._seconds = seconds
 
     def stops(self, token: Token) -> bool:
-        """Whether the choice of `token` ends there.
+        """Return whether the choice of `token` ends there.
 
         Raises:
-            HookFailed: The hook did not do what it promised.
+            HookFailed: The hook raised, took too long or returned no bool.
         """
         return asks_to_stop(self._stop_when, token, self._seconds)
 
@@ -118,24 +118,24 @@ class Generation:
         stop_texts: Sequence[StopText] = (),
         watch: StopWatch | None = None,
     ) -> None:
-        """Start unadmitted.
+        """Start before admission.
 
         Args:
             control: The step loop.
-            choices: How many choices there will be.
+            choices: Number of choices.
             window: Unread tokens after which the choices pause.
-            stop_texts: The stop-string state of each choice, if there are stop strings.
-            watch: The caller's `stop_when`, if there is one.
+            stop_texts: Stop-string state of each choice, if there are stop strings.
+            watch: The caller's `stop_when` hook, if there is one.
         """
         self.requests: Sequence[Request] = ()
         self.prompt: list[int] = []
         self.mailbox: Mailbox[Delivered] = Mailbox()
         self.admitted = anyio.Event()
-        """Set once the scheduler has the request, or it was refused or cancelled before."""
+        """Event that is set once the scheduler has the request, or once it was refused or cancelled before."""
         self.held = 0
-        """Items that the stream has taken and its reader has not read."""
+        """Number of items that the stream has taken and its reader has not read."""
         self.taken_up: float | None = None
-        """`time.perf_counter()` when the first step with it was launched."""
+        """`time.perf_counter()` at the launch of the first step with this request."""
         self.error: HeadraceError | None = None
         self._control = control
         self._window = window
@@ -147,7 +147,7 @@ class Generation:
         self._first: Request | None = None
         self._unfinished = choices
         self._stopped: set[int] = set()
-        """Ids of requests that had ended otherwise when their text was found to have ended before."""
+        """Ids of requests that had ended in another way before their text was found to be complete."""
 
     def start(self, prompt: list[int], requests: Sequence[Request]) -> None:
         """Take in the choices, which the scheduler has accepted."""
@@ -158,29 +158,29 @@ class Generation:
         self.admitted.set()
 
     def take_up(self, now: float) -> None:
-        """The first step with it was launched."""
+        """Note the launch of the first step with this request."""
         self.taken_up = now
 
     def skip(self, ids: Sequence[int]) -> None:
-        """Look for stop strings behind the first tokens of the only choice, which have been shown."""
+        """Look for stop strings after the first tokens of the only choice, which have been shown."""
         for token in ids:
             for stop_text in self._stop_texts:
                 stop_text.feed(token, last=False)
 
     def share(self) -> None:
-        """Note that one more reader may go on after this generation."""
+        """Note that one more reader may continue after this generation."""
         for request in self.requests:
             request.keepers += 1
 
     def let_go(self) -> None:
-        """Note that one reader fewer may go on after this generation; each reader says so once."""
+        """Note that one reader fewer may continue after this generation; each reader says so once."""
         for request in self.requests:
             if request.keepers:
                 self._control.let_go(request)
 
     @property
     def finished(self) -> bool:
-        """Every choice has ended."""
+        """Whether every choice has ended."""
         return self._unfinished == 0
 
     @property
@@ -195,7 +195,7 @@ class Generation:
         return Usage(prompt_tokens=len(self.prompt), completion_tokens=completion, cached_tokens=cached)
 
     def deliver_token(self, request: Request, token: int) -> None:
-        """Put a token, behind which its choice goes on, where the reader finds it."""
+        """Put a token, after which its choice continues, where the reader finds it."""
         if self._stop_texts or self._watch is not None:
             self.deliver(Emission(request, token, None))
         else:
@@ -204,7 +204,7 @@ class Generation:
 
     def deliver(self, emission: Emission) -> None:
         """Put a commit's result where the reader finds it."""
-        if self.finished or emission.request.id in self._stopped:  # another choice failed in the same step, say
+        if self.finished or emission.request.id in self._stopped:  # as when another choice failed in the same step
             return
         if emission.error is not None:
             self.fail(emission.error)
@@ -232,9 +232,9 @@ class Generation:
             self._await_reader(unread)
 
     def _stop(self, request: Request) -> FinishReason:
-        """End a choice whose text is complete, even where its deadline passed, or a later step failed, meanwhile."""
+        """End a choice whose text is complete, even if its deadline passed or a later step failed meanwhile."""
         if not self._control.finish(request, "stop"):
-            self._stopped.add(request.id)  # another end of it is on its way
+            self._stopped.add(request.id)  # another end of the choice is on its way
         return "stop"
 
     def _await_reader(self, unread: int) -> None:
@@ -245,7 +245,7 @@ class Generation:
                 self._control.pause(request)
 
     def _asked(self, watch: StopWatch, token: Token, request: Request) -> FinishReason | None:
-        """The end that the caller's hook puts to the choice of `token`."""
+        """Ask the caller's hook about `token`; return "stop" if the hook ends the choice."""
         try:
             stops = watch.stops(token)
         except HookFailed as error:
@@ -260,14 +260,14 @@ class Generation:
         return "stop"
 
     def drained(self) -> None:
-        """The reader has taken all there was: paused choices run again."""
+        """Run paused choices again, since the reader has taken all items."""
         if self.paused:
             self.paused = False
             for request in self.requests:
                 self._control.resume(request)
 
     def cancel(self) -> None:
-        """End every choice that still runs with `cancelled`; nothing happens to those that have ended."""
+        """End every choice that still runs with `cancelled`; do nothing to those that have ended."""
         if self.finished:
             return
         if not self.admitted.is_set():
@@ -304,7 +304,7 @@ class Generation:
 
 
 def as_headrace(error: BaseException | None, what: str) -> HeadraceError:
-    """`error`, or what it means to a caller where it is none of ours."""
+    """Return `error` if it is typed, else a `HeadraceError` with the message `what` and `error` as its cause."""
     if isinstance(error, HeadraceError):
         return error
     failure = HeadraceError(what)
@@ -313,7 +313,7 @@ def as_headrace(error: BaseException | None, what: str) -> HeadraceError:
 
 
 def as_failure(error: Exception) -> RequestFailed:
-    """The typed error that a failed step means for its requests."""
+    """Return the typed error for the requests of a failed step."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         failure: RequestFailed = OutOfMemory("the device had no memory for this step")
     else:

@@ -1,7 +1,7 @@
-"""`KvEvents`: what comes to and goes from the prefix cache, and how busy the engine is, for a router outside.
+"""`KvEvents`: tells a router outside of additions to and evictions from the prefix cache, and of the engine's load.
 
-Owns a bounded buffer for each reader; nobody waits for one. A reader that falls behind is told to start anew.
-Next to read: scheduling/memory/page_log.py.
+Owns a bounded buffer for each reader; nobody waits for one. A reader that falls behind is told to start again. Next to
+read: scheduling/memory/page_log.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ROOM = 8192  # events that a reader may leave unread
 
 @dataclass(frozen=True, slots=True)
 class KvReset:
-    """Forget every page of this engine that you know of: those that are there follow."""
+    """Forget all known pages of this engine: events for the pages that it has follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLoad:
-    """How busy the engine is now; only the latest of these is kept for a reader."""
+    """The engine's load at this moment; only the latest of these is kept for a reader."""
 
     waiting: int
     running: int
@@ -44,7 +44,7 @@ class KvLoad:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> KvLoad:
-        """The figures of this moment."""
+        """Return the figures of this moment."""
         pool = scheduler.pool
         return cls(
             waiting=scheduler.num_waiting,
@@ -63,7 +63,7 @@ class KvEvents:
     """An async iterator of `KvEvent`, for one task; ends when the engine closes."""
 
     def __init__(self, log: PageLog, load: KvLoad) -> None:
-        """Begin with all that is there."""
+        """Begin with all pages that are in the cache."""
         self._log = log
         self._load = load
         self._told: KvLoad | None = None
@@ -79,11 +79,11 @@ class KvEvents:
         return self
 
     async def __anext__(self) -> KvEvent:
-        """The next event, in the order in which things happened; `KvLoad` when there is no other.
+        """Return the next event, in the order in which the events happened; `KvLoad` if there is no other.
 
         Raises:
             EngineCrashed: The engine's step loop died.
-            RuntimeError: It is called on another event loop or thread.
+            RuntimeError: The call comes from another event loop or thread.
         """
         self._post.check_here()
         while True:
@@ -113,13 +113,13 @@ class KvEvents:
             self._is_behind = True
 
     def tell(self, load: KvLoad) -> None:
-        """Wake the reader, if there is anything new."""
+        """Wake the reader if there is anything new."""
         self._load = load
         if self._events or self._is_behind or load != self._told:
             self._alarm.set()
 
     def close(self, crashed: EngineCrashed | None) -> None:
-        """End the reader: nothing more will come."""
+        """End the reader: no more events will come."""
         self._closed, self._crashed = True, crashed
         self._alarm.set()
 
@@ -133,7 +133,7 @@ class KvWatch:
         self._readers: WeakSet[KvEvents] = WeakSet()
 
     def open(self) -> KvEvents:
-        """Return a new reader. It counts until nobody holds it; without readers, nothing is noted."""
+        """Return a new reader. It counts while somebody holds it; without readers, nothing is logged."""
         log = self._scheduler.pool.log
         log.start(self._put)
         reader = KvEvents(log, KvLoad.of(self._scheduler))
@@ -141,7 +141,7 @@ class KvWatch:
         return reader
 
     def tell(self) -> None:
-        """Tell the readers what has changed since the last call."""
+        """Tell the readers of all changes since the last call."""
         if self._readers:
             load = KvLoad.of(self._scheduler)
             for reader in list(self._readers):
@@ -150,7 +150,7 @@ class KvWatch:
             log.stop()
 
     def close(self, crashed: EngineCrashed | None) -> None:
-        """End all readers: nothing more will come."""
+        """End all readers: no more events will come."""
         for reader in list(self._readers):
             reader.close(crashed)
 

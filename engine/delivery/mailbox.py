@@ -1,6 +1,6 @@
-"""`Mailbox`: what one reader has not read yet; putting never waits, and reading takes all there is.
+"""`Mailbox`: the unread items of one reader; putting never waits, and reading takes all items.
 
-Owns unread items only; never decides what happens to a slow reader.
+Owns unread items only; never decides the fate of a slow reader.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Mailbox(Generic[T]):
         self._alarm = Alarm()
 
     def __len__(self) -> int:
-        """Unread items."""
+        """Return the number of unread items."""
         return len(self._items)
 
     @property
     def awaited(self) -> bool:
-        """A task waits for items."""
+        """Whether a task waits for items."""
         return self._alarm.sleeping is not None
 
     def put(self, item: T) -> int:
-        """Add an item and wake the reader; how many are unread now."""
+        """Add an item and wake the reader; return the number of unread items."""
         items = self._items
         items.append(item)
         if self._alarm.sleeping is not None:
@@ -44,7 +44,8 @@ class Mailbox(Generic[T]):
         return len(items)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the stream: the reader gets what is left, then `error` if there is one. Later calls change nothing."""
+        """End the stream: the reader gets the remaining items, then `error` if there is one. Later calls change
+        nothing."""
         if self._closed:
             return
         self._closed = True
@@ -52,11 +53,11 @@ class Mailbox(Generic[T]):
         self._alarm.ring()
 
     async def take(self) -> list[T]:
-        """Wait until there is something, and take all of it; an empty list once closed and read to the end.
+        """Wait for items and take all of them; return an empty list once closed and read to the end.
 
         Raises:
             RuntimeError: Another task is already waiting.
-            BaseException: What the mailbox was closed with, once everything before it was taken.
+            BaseException: The mailbox was closed with it, and all earlier items were taken.
         """
         if self.awaited:
             raise RuntimeError("two tasks read the same stream")
@@ -64,5 +65,5 @@ class Mailbox(Generic[T]):
             await self._alarm.sleep()
         items, self._items = self._items, []
         if not items and self._error is not None:
-            raise self._error.with_traceback(None)  # raised again and again, it must not collect
+            raise self._error.with_traceback(None)  # it may be raised often and must not collect tracebacks
         return items
