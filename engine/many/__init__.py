@@ -1,1 +1,1 @@
-"""Many prompts, texts or pairs through one engine, as rows become free; never plans a step."""
+"""Runs many prompts, texts or pairs through one engine, as rows become free; never plans a step."""

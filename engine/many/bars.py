@@ -1,6 +1,6 @@
-"""Bars on stderr: how far many prompts have come, and the reading of a model's weights; never what is done for them.
+"""Progress bars on stderr, for many prompts and for reading a model's weights; never does the work that they show.
 
-Whoever asks for no bar does not pay for the import of what draws it.
+The library that draws is imported only where a bar is asked for.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _DRAW_SECONDS = 0.25
 
 
 class ManyBar:
-    """Prompts done and the engine's tokens a second, on stderr, drawn from the event loop: it has no thread."""
+    """Bar on stderr with the prompts done and the engine's tokens a second, drawn from the event loop."""
 
     def __init__(self, ended: Callable[[], int], tokens: Callable[[], int], total: int) -> None:
         """Show nothing yet.
 
         Args:
-            ended: Returns how many prompts are done.
-            tokens: Returns the tokens of the whole engine so far, whose rate is shown; a `HeadraceError` of it means
-                that the engine has ended, and the last rate stands.
-            total: How many prompts there are, below 0 where nobody knows.
+            ended: Returns the number of prompts done.
+            tokens: Returns the tokens of the whole engine so far, whose rate is shown; if it raises a `HeadraceError`,
+                the engine has ended and the last rate stays.
+            total: Number of prompts, below 0 if nobody knows.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -72,10 +72,9 @@ class ManyBar:
 
 
 class OpeningBar:
-    """The bytes of the weights that were read, on a terminal or in a notebook; elsewhere nothing is shown.
+    """Bar with the bytes of the weights read so far, on a terminal or in a notebook; shows nothing elsewhere.
 
-    It is called in the threads that read the weights, appears with the first call and is gone from the terminal when
-    the block ends.
+    It is called in the threads that read the weights, appears with the first call and is gone when the block ends.
     """
 
     def __init__(self) -> None:
@@ -90,14 +89,14 @@ class OpeningBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wipe the bar out; later calls draw nothing."""
+        """Erase the bar; later calls draw nothing."""
         with self._lock:
             self._ended = True
             if self._progress is not None:
                 self._progress.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        """Draw, if it is time to."""
+        """Draw the bar, unless it was drawn a moment ago."""
         now = time.monotonic()
         with self._lock:
             if self._ended or now - self._drawn < _DRAW_SECONDS:
@@ -120,9 +119,9 @@ def _bytes_bar() -> Progress:
 
 
 def _stderr() -> Console:
-    """Return a console that draws on stderr: also in a notebook, whose output rewrites a line as a terminal does.
+    """Return a console that draws on stderr, even in a notebook, whose output rewrites a line as a terminal does.
 
-    rich's own way to draw in a notebook needs ipywidgets, warns where that is missing, and then draws nothing.
+    rich's own way to draw in a notebook needs ipywidgets; without it, rich warns and draws nothing.
     """
     from rich.console import Console
 

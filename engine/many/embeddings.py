@@ -1,6 +1,6 @@
-"""`Engine.embed`: many texts to vectors, so many at a time as there are rows for.
+"""`Engine.embed`: turns many texts into vectors, a bounded number at a time.
 
-Owns what is made of pooled hidden states; never plans a step and never touches a tensor. pooled.py is the way of one.
+Owns the step from pooled hidden states to vectors; never plans a step or touches a tensor. Next to read: pooled.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedOptions:
-    """What vectors are wanted: arguments of `Engine.embed`."""
+    """The options of `Engine.embed` for its vectors."""
 
     pooling: PoolingKind | None
     normalize: bool | None
@@ -52,10 +52,10 @@ class EmbedOptions:
     truncate: bool
 
     def checked(self, model: Embedding | None) -> tuple[Pooling, Callable[[Any], NDArray[np.float32]]]:
-        """How `model` pools, and what is made of the pooled hidden states.
+        """Return the pooling of `model`, and the function that makes a vector of pooled hidden states.
 
         Raises:
-            InvalidParams: The model or its device does not do that.
+            InvalidParams: The model or its device cannot do what an option asks for.
         """
         if model is None:
             why = "this model or its device gives no hidden states"
@@ -81,7 +81,7 @@ class EmbedOptions:
 
 
 def _vector(pooled: NDArray[np.float32], *, size: int, normalize: bool) -> NDArray[np.float32]:
-    """The first `size` elements, of length 1 with `normalize`; a copy, which keeps nothing else alive."""
+    """Return a copy of the first `size` elements, scaled to length 1 with `normalize`."""
     vector = pooled[:size].copy()
     if normalize:
         vector /= max(float(vector @ vector) ** 0.5, 1e-12)
@@ -98,7 +98,7 @@ async def embed(
     naming: str = "prompts",
     progress: bool = False,
 ) -> Embeddings:
-    """Vectors for every prompt, which errors call by `naming`; arguments, result and errors as `Engine.embed`."""
+    """Return vectors for all prompts, which errors call `naming`; do what `Engine.embed` describes."""
     import numpy as np
 
     loop, opened = intake.serving()
@@ -129,10 +129,10 @@ async def embed(
 
 
 def _with_adapters(prompts: Any, adapter: str | None | Sequence[str | None], naming: str) -> Iterable[Any]:
-    """Each prompt with the adapter that it goes through.
+    """Return each prompt with its adapter id.
 
     Raises:
-        InvalidParams: `prompts` is no iterable, or there is not one adapter for each.
+        InvalidParams: `prompts` is not an iterable, or there is not one adapter for each.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -148,7 +148,7 @@ def _with_adapters(prompts: Any, adapter: str | None | Sequence[str | None], nam
 
 
 def add_usage(usages: Sequence[Usage]) -> Usage:
-    """The usage of several texts."""
+    """Return the usage of several texts together."""
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),

@@ -1,6 +1,6 @@
-"""`Engine.generate_many`: many prompts through one engine, answers in order; bounds what waits, never plans a step.
+"""`Engine.generate_many`: many prompts through one engine, answers in order; bounds the queue, never plans a step.
 
-Stands on `Engine.generate`, `Engine.info` and `Engine.stats` alone.
+Uses `Engine.generate`, `Engine.info`, `Engine.stats` and `Engine.tokenize` alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ManyParams: TypeAlias = SamplingParams | Sequence[SamplingParams]
 
 ErrorT = TypeVar("ErrorT", bound=HeadraceError)
 
-_AHEAD = 2  # requests submitted for each row: while one runs another waits, so that no row stands empty
+_AHEAD = 2  # requests submitted for each row: one waits while another runs, so that no row stays empty
 
 
 class RequestOptions(TypedDict, total=False):
@@ -62,13 +62,13 @@ class _Options(RequestOptions, total=False):
 
 
 class ManyOptions(_Options, total=False):
-    """Keywords of `Engine.generate_many` where an error is raised."""
+    """Keywords of `Engine.generate_many` that let it raise errors."""
 
     return_errors: Literal[False]
 
 
 class KeepingErrors(_Options):
-    """Keywords of `Engine.generate_many` where errors stand in the places of answers."""
+    """Keywords of `Engine.generate_many` that put errors in the places of answers."""
 
     return_errors: Literal[True]
 
@@ -102,9 +102,9 @@ async def run_many(
     written: ChatOptions | None = None,
     **asked: Any,
 ) -> list[Any]:
-    """Generate for every prompt; arguments, result and errors as `Engine.generate_many`.
+    """Generate for every prompt; arguments, result and errors are those of `Engine.generate_many`.
 
-    With `written`, every prompt is a chat, which the chat template writes so.
+    With `written`, every prompt is a chat, and `written` holds the options of its template.
     """
     check_many(prompts, params)
     limit = _AHEAD * engine.info.max_rows
@@ -122,10 +122,10 @@ async def run_many(
 
 
 def check_many(prompts: Prompts, params: ManyParams) -> None:
-    """Refuse at once what would otherwise show after many answers.
+    """Refuse arguments at once whose fault would otherwise show only after many answers.
 
     Raises:
-        InvalidParams: Not an iterable of prompts, or not one `SamplingParams` for each.
+        InvalidParams: `prompts` is not an iterable of prompts, or `params` not one `SamplingParams` for each.
     """
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable | AsyncIterable):
         raise InvalidParams(
@@ -156,7 +156,7 @@ def _unequal(num_params: int, num_prompts: str) -> InvalidParams:
 
 
 class Many:
-    """One call: feeds prompts in as earlier ones end, and keeps the answers in order."""
+    """One call: submits prompts as earlier ones end, and keeps the answers in order."""
 
     def __init__(
         self,
@@ -177,13 +177,13 @@ class Many:
         self._return_errors = return_errors
         self._naming = naming
         self._in_flight = 0
-        """Rows that what is submitted and has not ended may take."""
+        """Rows that the submitted requests that have not ended may take."""
         self._freed = anyio.Event()
         self._failure: BaseException | None = None
         self._tasks: TaskGroup = anyio.create_task_group()
 
     async def run(self, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None) -> list[Any]:
-        """Answer every prompt; `meanwhile` runs beside and is cancelled at the end."""
+        """Answer every prompt; `meanwhile` runs at the same time and is cancelled at the end."""
         async with self._tasks as tasks:
             if meanwhile is not None:
                 tasks.start_soon(meanwhile)
@@ -193,7 +193,7 @@ class Many:
                 tasks.cancel_scope.cancel()
             except anyio.get_cancelled_exc_class():
                 raise
-            except BaseException as error:  # of the prompts' iterator, or of the arguments
+            except BaseException as error:  # raised by the prompts' iterator, or for the arguments
                 self._fail(error)
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -208,7 +208,7 @@ class Many:
             past_end = index == num_params
             each = params if isinstance(params, SamplingParams) else SamplingParams() if past_end else params[index]
             rows = _rows_of(each)
-            await self._room(rows)  # before the prompt is taken: what is not submitted stays with the caller
+            await self._room(rows)  # before the prompt is taken, so that the caller keeps all that is not submitted
             prompt = await pull()
             if num_params is not None and past_end != (prompt is _Mark.END):
                 raise _unequal(num_params, "more" if past_end else str(index))
@@ -217,10 +217,10 @@ class Many:
             self.answers.append(None)
             self._in_flight += rows
             self._tasks.start_soon(self._answer, index, prompt, each)
-            await checkpoint()  # its submission tokenises: no more than one between two turns of the event loop
+            await checkpoint()  # submission tokenises: at most one prompt in each turn of the event loop
 
     async def _room(self, rows: int) -> None:
-        """Wait until so many more rows keep the limit, or nothing is in flight."""
+        """Wait until `rows` more rows keep the limit, or nothing is in flight."""
         while self._in_flight and self._in_flight + rows > self._limit:
             self._freed = anyio.Event()
             await self._freed.wait()
@@ -230,10 +230,10 @@ class Many:
             self.answers[index] = await self._generate(prompt, params)
         except HeadraceError as error:
             if self._return_errors:
-                self.answers[index] = error.with_traceback(None)  # a kept traceback would keep all it passed through
+                self.answers[index] = error.with_traceback(None)  # a kept traceback would keep all its frames alive
             else:
                 self._fail(_named(error, f"{self._naming}[{index}]"))
-        except Exception as error:  # not of this request, such as a keyword that is none
+        except Exception as error:  # concerns every request, such as an unknown keyword
             self._fail(error)
         self.ended += 1
         self._in_flight -= _rows_of(params)
@@ -246,12 +246,12 @@ class Many:
 
 
 def _rows_of(params: SamplingParams) -> int:
-    """Rows that a generation may take at a time; a search has those of two rounds while one follows the other."""
+    """Return the rows that a generation may hold at a time: a beam search holds those of two rounds."""
     return 2 * params.beam_width if params.beam_width is not None else params.best_of or params.n
 
 
 def _puller(prompts: Prompts) -> Callable[[], Awaitable[Prompt | _Mark]]:
-    """What takes the next prompt, or the mark of the end."""
+    """Return the function that takes the next prompt, or the mark of the end."""
     if isinstance(prompts, AsyncIterable):
         later = aiter(prompts)
 
@@ -268,7 +268,7 @@ def _puller(prompts: Prompts) -> Callable[[], Awaitable[Prompt | _Mark]]:
 
 
 def _named(error: ErrorT, name: str) -> ErrorT:
-    """A copy of `error` that names the prompt; the original may belong to other streams too."""
+    """Return a copy of `error` that names the prompt; the original may belong to other streams too."""
     named = copy.copy(error)
     named.args = (f"{name}: {error}",)
     named.__cause__ = error.__cause__

@@ -1,6 +1,6 @@
-"""The way of one text through the step loop where nothing is generated: a request that is prefilled and pooled.
+"""Runs a text through the step loop without generating: as a request that is prefilled and pooled.
 
-Owns the wait for its end; never plans a step and never touches a tensor. embeddings.py and scoring.py stand on it.
+Owns the wait for the result; never plans a step and never touches a tensor. embeddings.py and scoring.py build on it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SPARSE: Final = 32
 
 
 class Who(NamedTuple):
-    """On whose behalf something is asked: arguments of `Engine.stream`."""
+    """The caller on whose behalf something is asked: arguments of `Engine.stream`."""
 
     adapter: str | None = None
     tenant: str | None = None
@@ -55,19 +55,19 @@ class Who(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """What a text comes to as token ids."""
+    """Token ids of a text and their pooling."""
 
     ids: list[int]
     pooling: Pooling
     made: int
-    """Tokens that were made of text, those that are cut off included."""
+    """Number of tokens that were made from text, those that were cut off included."""
 
 
 class _Asked(Protocol):
-    """A text, or several that make one."""
+    """A text, or a pair of texts, to be pooled."""
 
     def is_short(self, table: TokenTable) -> bool:
-        """Return whether tokenising it is quick enough for the event loop's own thread."""
+        """Return whether tokenising the text is quick enough for the event loop's own thread."""
         ...
 
     @property
@@ -76,11 +76,11 @@ class _Asked(Protocol):
         ...
 
     def check(self, opened: Opened) -> None:
-        """Refuse what is too long however it is tokenised."""
+        """Refuse a text that is too long however it is tokenised."""
         ...
 
     def tokenize(self, opened: Opened) -> Pooled:
-        """Return the token ids and how they are pooled."""
+        """Return the token ids and their pooling."""
         ...
 
 
@@ -92,7 +92,7 @@ class Text(NamedTuple):
     truncate: bool = False
 
     def is_short(self, table: TokenTable) -> bool:
-        """Whether tokenising is quick enough for the event loop's own thread."""
+        """Return whether tokenising the prompt is quick enough for the event loop's own thread."""
         return is_short(self.prompt, table)
 
     @property
@@ -101,20 +101,20 @@ class Text(NamedTuple):
         return tokenizing_cost(self.prompt)
 
     def check(self, opened: Opened) -> None:
-        """Refuse what is too long however it is tokenised.
+        """Refuse a prompt that is too long however it is tokenised.
 
         Raises:
-            PromptTooLong: It has too many characters, or its bytes are too many tokens.
+            PromptTooLong: The prompt has too many characters, or its bytes need too many tokens.
         """
         if not self.truncate:
             _check(self.prompt, opened)
 
     def tokenize(self, opened: Opened) -> Pooled:
-        """Return the token ids and how they are pooled.
+        """Return the token ids and their pooling.
 
         Raises:
-            InvalidParams: It is malformed.
-            PromptTooLong: As much of it as the tokenizer takes at once does not fill the context.
+            InvalidParams: The prompt is malformed.
+            PromptTooLong: The part of the prompt that the tokenizer can take at once does not fill the context.
         """
         prompt, tokenizer, most = self.prompt, opened.tokenizer, opened.info.max_context
         if self.truncate and isinstance(prompt, str):
@@ -135,7 +135,7 @@ class Pair(NamedTuple):
     truncate: bool = False
 
     def is_short(self, table: TokenTable) -> bool:
-        """Whether tokenising is quick enough for the event loop's own thread."""
+        """Return whether tokenising both texts is quick enough for the event loop's own thread."""
         return is_short(self.query, table) and is_short(self.document, table)
 
     @property
@@ -144,22 +144,22 @@ class Pair(NamedTuple):
         return tokenizing_cost(self.query) + tokenizing_cost(self.document)
 
     def check(self, opened: Opened) -> None:
-        """Refuse what is too long however it is tokenised.
+        """Refuse a pair that is too long however it is tokenised.
 
         Raises:
-            PromptTooLong: One of both has too many characters, or its bytes are too many tokens.
+            PromptTooLong: One of the texts has too many characters, or its bytes need too many tokens.
         """
         _check(self.query, opened, "query")
         if not self.truncate:
             _check(self.document, opened)
 
     def tokenize(self, opened: Opened) -> Pooled:
-        """Return the token ids and how they are pooled; what is too long is cut at the end of the document.
+        """Return the token ids and their pooling; a pair that is too long is cut at the end of the document.
 
         Raises:
-            InvalidParams: One of both is no text that UTF-8 can express.
-            PromptTooLong: The query leaves no room for the document, or as much of both as the tokenizer takes at once
-                does not fill the context.
+            InvalidParams: One of the texts is not one that UTF-8 can express.
+            PromptTooLong: The query leaves no room for the document, or the parts of both that the tokenizer can take
+                at once do not fill the context.
         """
         assert opened.scoring is not None
         most = opened.info.max_context
@@ -189,18 +189,18 @@ def _check(prompt: Any, opened: Opened, name: str = "prompt") -> None:
 
 
 def _enough(opened: Opened) -> int | None:
-    """Characters that are more than the context can hold; None where nobody knows."""
+    """Return a number of characters that is sure to fill the context; None if nobody knows one."""
     longest = opened.tokenizer.table.longest
     return longest * opened.info.max_context if longest else None
 
 
 def _cut(text: str, opened: Opened, beside: int = 0) -> str:
-    """Return the start of a text, as much as is sure to fill the context or as the tokenizer takes at once.
+    """Return the start of a text that is sure to fill the context, or that the tokenizer can take at once.
 
     Args:
         text: The text.
         opened: The model.
-        beside: Characters that are tokenised together with it.
+        beside: Characters that are tokenised together with the text.
     """
     dense, most = _dense(text, opened), opened.tokenizer.table.most_characters
     cut: str = dense[: _enough(opened)]
@@ -208,7 +208,7 @@ def _cut(text: str, opened: Opened, beside: int = 0) -> str:
 
 
 def _check_cut(whole: Any, cut: Any, tokens: int, opened: Opened) -> None:
-    """Refuse a text of which so many tokens would leave out what the context still has room for."""
+    """Refuse a text that was cut for the tokenizer to fewer tokens than the context has room for."""
     most, table = opened.info.max_context, opened.tokenizer.table
     if tokens >= most or not isinstance(whole, str) or table.most_characters is None:
         return
@@ -223,7 +223,7 @@ def _check_cut(whole: Any, cut: Any, tokens: int, opened: Opened) -> None:
 
 
 def _dense(prompt: Any, opened: Opened) -> Any:
-    """Return a text with one white character for several, where it may seem too long and the model sees no more."""
+    """Return a text with runs of white space as one space, if it may seem too long and the model sees no difference."""
     enough = _enough(opened)
     if not isinstance(prompt, str) or enough is None or len(prompt) <= enough or not opened.tokenizer.table.joins_space:
         return prompt
@@ -232,7 +232,7 @@ def _dense(prompt: Any, opened: Opened) -> Any:
 
 
 def _truncated(ids: list[int], tokenizer: TokenizerLike, most: int) -> list[int]:
-    """The first `most` of `ids`, of which the last are what the tokenizer ends every text with."""
+    """Return the first `most` of `ids`, with the tokens that end every text as the last of them."""
     if len(ids) <= most:
         return ids
     frame = tokenizer.encode("") if tokenizer.table.longest else []  # a model without a tokenizer frames nothing
@@ -241,10 +241,10 @@ def _truncated(ids: list[int], tokenizer: TokenizerLike, most: int) -> list[int]
 
 
 class _Pooling(Generation):
-    """A request that is pooled: one choice without a token, and what came of its hidden states."""
+    """A request that is pooled: one choice without a token, and the value made from its hidden states."""
 
     def __init__(self, control: Control, started: anyio.Event | None) -> None:
-        """Raises `InvalidParams` for what is no event, which the step loop would find out too late."""
+        """Raise `InvalidParams` if `started` is not an event, which the step loop would find out too late."""
         if not isinstance(started, anyio.Event | None):
             kind = type(started).__name__
             raise InvalidParams(f"started: must be an anyio.Event, got {kind}", field="started", value=started)
@@ -253,18 +253,18 @@ class _Pooling(Generation):
         self._started = started
 
     def take_up(self, now: float) -> None:
-        """Say so to whoever wants to know."""
+        """Note the launch of the first step, and set the caller's event."""
         super().take_up(now)
         if self._started is not None:
             self._started.set()
 
     def deliver(self, emission: Emission) -> None:
-        """Keep what came."""
+        """Keep the pooled value."""
         self.value = emission.pooled
         super().deliver(emission)
 
     async def result(self) -> tuple[Any, Usage]:
-        """Wait for the end: what came, and the tokens it took.
+        """Wait for the end; return the pooled value and its usage.
 
         Raises:
             RequestFailed: The request ended early.
@@ -278,25 +278,25 @@ class _Pooling(Generation):
 
 
 class PoolingIntake(NamedTuple):
-    """What it takes to get a text pooled."""
+    """The parts of an engine that pooling a text needs."""
 
     serving: Callable[[], tuple[StepLoop, Opened]]
-    """Raises where the engine takes nothing more in."""
+    """Function that returns the open engine's parts, or raises if the engine accepts nothing more."""
     helper: FairWorker
-    """Tokenises long texts, in turns by tenant."""
+    """Threads that tokenise long texts, in turns by tenant."""
     adapters: Adapters
-    """What prompts may wear."""
+    """Adapters that prompts may use."""
     started: anyio.Event | None = None
-    """Set when a step takes up the first text."""
+    """Event that is set when a step takes up the first text; None if nobody waits for it."""
 
     async def pool(self, asked: _Asked, who: Who) -> tuple[Any, Usage]:
-        """Prefill a text: what came of its hidden states, and the tokens it took.
+        """Prefill a text; return the pooled value and its usage.
 
         Raises:
             Rejected: The request can never run, or `started` is no event.
-            RequestFailed: It ended early.
+            RequestFailed: The request ended early.
             EngineStopped: The engine is not open, or closed meanwhile.
-            EngineCrashed: Its step loop died.
+            EngineCrashed: The step loop died.
         """
         loop, opened = self.serving()
         generation = _Pooling(loop, self.started)
@@ -313,7 +313,7 @@ class PoolingIntake(NamedTuple):
             )
             ids, pooling, _ = await tokenizing.ask(self.helper)
             loop, opened = self.serving()
-            loop.scheduler.capacity.check_length(len(ids), room=0)  # before looking at what may be millions of ids
+            loop.scheduler.capacity.check_length(len(ids), room=0)  # before a look at each of perhaps millions
             check_token_ids(ids, opened.info.vocab_size)
             asking = Asking(_NO_PARAMS, *who[:4])
             named = self.adapters.known_to(asking.adapter)

@@ -1,6 +1,6 @@
-"""`Engine.score`: how well documents answer a query, by a cross-encoder or by the products of vectors.
+"""`Engine.score`: scores documents for a query, by a cross-encoder or by the products of vectors.
 
-Owns which of the two is used; never plans a step and never touches a tensor.
+Owns the choice between the two; never plans a step and never touches a tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Scores", "score"]
 
 @dataclass(slots=True, kw_only=True)
 class Scores:
-    """How well documents answer a query."""
+    """Scores of documents as answers to a query."""
 
     scores: NDArray[np.float32]
     """[documents], in their order; higher is better."""
@@ -44,7 +44,7 @@ class Scores:
 async def score(
     intake: PoolingIntake, query: Prompt, documents: str | Iterable[Prompt], who: Who, *, truncate: bool
 ) -> Scores:
-    """Score every document; arguments, result and errors as `Engine.score`."""
+    """Score every document; arguments, result and errors are those of `Engine.score`."""
     import numpy as np
 
     _, opened = intake.serving()
@@ -79,7 +79,7 @@ async def score(
 
 @contextmanager
 def _naming_query() -> Iterator[None]:
-    """Call the prompt of a refusal the query."""
+    """Say "query" for "prompt" in a refusal that the block raises."""
     try:
         yield
     except Rejected as error:
@@ -93,6 +93,6 @@ def _naming_query() -> Iterator[None]:
 
 
 def _sigmoid(logit: float) -> float:
-    """1 / (1 + e^-x), without overflow."""
+    """Return 1 / (1 + e^-x) without overflow."""
     shrunk = math.exp(-abs(logit))
     return 1 / (1 + shrunk) if logit >= 0 else shrunk / (1 + shrunk)
