@@ -1,1 +1,1 @@
-"""Text and chats to token ids, and ids to text; never runs code that a model names."""
+"""Turns text and chats into token ids, and ids into text; never runs code that a model names."""

@@ -1,7 +1,7 @@
-"""`fewest_tokens_rule`: a lower bound of the tokens of a text that is found without tokenising it; never encodes.
+"""`fewest_tokens_rule`: finds a lower bound of the tokens of a text without tokenising it; never encodes.
 
-Where the tokens of a text are its own bytes in pieces, a byte costs at least one part in as many as the longest token
-that holds such a byte has. For a long text that takes a thousandth of the time of tokenising it.
+If the tokens of a text are its own bytes in pieces, each byte costs at least one part in n, where n is the size of the
+longest token that holds it. For a long text this takes a thousandth of the time of tokenising it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["fewest_tokens_rule"]
 
 _BYTE_LEVEL: Final = "ByteLevel"
 _WHOLE_TEXT: Final = frozenset((_BYTE_LEVEL, "Digits", "Metaspace", "Split"))
-"""Pre-tokenizers that keep all of a text; `Split` may be told otherwise."""
+"""Pre-tokenizers that keep all of a text; a `Split` may be configured to drop some."""
 _KEEP_ASCII: Final = frozenset(("NFC", "NFKC"))
 _ONLY_ADD: Final = frozenset(("Prepend", "Replace"))
-"""Normalisers of SentencePiece models, which write a space as another character; `Replace` may be told otherwise."""
+"""Normalisers of SentencePiece models, which write a space as another character; a `Replace` may do more than that."""
 _SPACE: Final = "\u2581"
 _ROUNDING: Final = 1e-9
-_PART: Final = 1 << 16  # characters that are counted at once, between which other threads run
+_PART: Final = 1 << 16  # characters that are counted at once; other threads run in between
 
 
 def fewest_tokens_rule(core: Any, vocabulary: Collection[str]) -> Callable[[str, int], int]:
-    """Return the function from a text, and a number that is enough, to a number of tokens that it never falls below.
+    """Return a function of a text and a number that is enough, which gives a lower bound of the text's tokens.
 
-    It returns 0 where nothing is known of a text, and counts no further than somewhat past the number that is enough.
+    It returns 0 for a text about which nothing is known, and counts no further than somewhat past the second argument.
 
     Args:
         core: A `tokenizers.Tokenizer`.
-        vocabulary: Its tokens, those that were added too.
+        vocabulary: All tokens of the tokenizer, added ones included.
     """
     added = {token.content for token in core.get_added_tokens_decoder().values()}
     spelled = _spelled(core, set(vocabulary) - added)
@@ -67,9 +67,9 @@ def _unknown(text: str, enough: int) -> int:
 
 
 def _spelled(core: Any, tokens: AbstractSet[str]) -> list[bytes] | None:
-    """Return the bytes of text that each of `tokens` may be made of; None where a text is not kept as it is.
+    """Return the bytes that each of `tokens` may be made of; None if the tokenizer changes texts in other ways.
 
-    This is what the encoder reads, which a decoder of another kind may write otherwise.
+    The bytes are those that the encoder reads; a decoder of another kind may write others.
     """
     normalizers, splits = steps_of(core, "normalizer"), steps_of(core, "pre_tokenizer")
     model, kinds = core.model, {step["type"] for step in normalizers}
@@ -89,26 +89,26 @@ def _spelled(core: Any, tokens: AbstractSet[str]) -> list[bytes] | None:
     if any(space != _SPACE for space in spaces):
         return None
     bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
-    if not model.byte_fallback or not bytes_of.keys() <= tokens:  # without one a character may be unknown
+    if not model.byte_fallback or not bytes_of.keys() <= tokens:  # without all of these a character may be unknown
         bytes_of = {}
-    texts = tokens if model.ignore_merges else tokens - bytes_of.keys()  # which no merge makes of their names
+    texts = tokens if model.ignore_merges else tokens - bytes_of.keys()  # no merge makes byte tokens of their names
     spelled = [*bytes_of.values(), *(token.encode() for token in texts)]
-    if spaces:  # one that a text holds already stands for itself
+    if spaces:  # the mark itself, if a text holds it, stands for itself
         spelled += [token.replace(_SPACE, " ").encode() for token in texts]
     return spelled
 
 
 def _space_of(step: dict[str, Any]) -> str:
-    """Return what a step writes for a space; empty where it replaces something else."""
+    """Return the text that a step writes for a space; empty if it replaces something else."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     return str(step["content"]) if step["pattern"] == {"String": " "} else ""
 
 
 def _costs(pieces: Iterable[bytes]) -> NDArray[np.float64]:
-    """Return the least part of a token that each byte takes: one over the length of the longest piece with it.
+    """Return the least part of a token that each byte costs: one over the length of the longest piece with that byte.
 
-    A byte without a piece of its own takes nothing: a tokenizer may leave it out, or write one token for many of them.
+    A byte without a piece of its own costs nothing: a tokenizer may leave it out, or write one token for many of them.
 
     Returns:
         float64 [256].
@@ -118,7 +118,7 @@ def _costs(pieces: Iterable[bytes]) -> NDArray[np.float64]:
     pieces = sorted(pieces, key=len)
     sizes_V = np.fromiter(map(len, pieces), np.int64, len(pieces))
     longest = np.ones(256)
-    # Of several values for one byte the last stays, which is that of the longest piece.
+    # If a byte has several values here, the last stays, and that is the longest piece's.
     longest[np.frombuffer(b"".join(pieces), np.uint8)] = np.repeat(sizes_V, sizes_V)
     cost: NDArray[np.float64] = np.zeros(256)
     own = [piece[0] for piece in pieces if len(piece) == 1]
@@ -127,5 +127,5 @@ def _costs(pieces: Iterable[bytes]) -> NDArray[np.float64]:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Return whether a pre-tokenizer leaves nothing of a text out."""
+    """Return whether a pre-tokenizer drops nothing of a text."""
     return step["type"] in _WHOLE_TEXT and step.get("behavior") != "Removed"

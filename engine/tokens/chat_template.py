@@ -1,8 +1,8 @@
 """`ChatTemplate`: renders a model's chat template in processes with limits of time and memory; never tokenises.
 
-A template is a program that comes with the model, and nobody vouches for it. It runs in Jinja's sandbox, and that in a
-process whose processor time and memory the operating system limits, so nothing that a template does costs more.
-Next to read: template_child.py, which runs there, and concurrency/child.py.
+A template is a program that comes with the model, and nobody vouches for it. It runs in Jinja's sandbox, in a process
+whose processor time and memory the operating system limits, so no template can cost more. Next to read:
+template_child.py, which runs there, and concurrency/child.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from headrace.engine.concurrency.child import Child, ChildCrashed, Children, Chi
 __all__ = ["MAX_SOURCE", "ChatTemplate", "TemplateRefused", "TemplateTooCostly"]
 
 MAX_SOURCE: Final = 2**18
-"""Characters that a template may have; those of the supported families have up to 20,000."""
+"""Most characters of a template; those of the supported families have up to 20,000."""
 
 _SECONDS: Final = 2.0
 _MEMORY: Final = 2**30
 _MAX_CHARS: Final = 16 * 2**20
-_LATE: Final = 20.0  # seconds of a clock on the wall, where the processor has much else to do
-_WIDEST: Final = 6  # bytes of a character in an answer, at most
+_LATE: Final = 20.0  # seconds of real time, if the processor is busy with other work
+_WIDEST: Final = 6  # most bytes of a character in an answer
 
 
 class TemplateRefused(Exception):
@@ -35,14 +35,14 @@ class TemplateTooCostly(Exception):
 
 
 class _OutOfMemory(TemplateTooCostly):
-    """The template needs more memory than it may have, or than there is just now."""
+    """The template needs more memory than its limit, or than the machine has now."""
 
 
 _ERRORS: Final = {"refused": TemplateRefused, "costly": TemplateTooCostly, "memory": _OutOfMemory}
 
 
 class ChatTemplate:
-    """One template. Safe to render from several threads: each has a process of its own meanwhile."""
+    """One chat template. Safe to render from several threads: each uses a process of its own meanwhile."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class ChatTemplate:
         memory: int = _MEMORY,
         max_chars: int = _MAX_CHARS,
     ) -> None:
-        """Keep a template; it is compiled when it is first rendered.
+        """Keep a template; it is compiled before its first rendering.
 
         Args:
             source: Jinja text, of at most `MAX_SOURCE` characters.
             names: Special tokens by the names that templates use, such as `bos_token`.
             seconds: Processor time of one rendering, and of compiling.
-            memory: Bytes that one rendering may have in use.
-            max_chars: Characters that a rendering may write.
+            memory: Most bytes that one rendering may use.
+            max_chars: Most characters that a rendering may write.
         """
         script = Path(__file__).with_name("template_child.py")
         self._children = Children(lambda: Child(script, str(memory), str(max_chars)))
@@ -89,13 +89,13 @@ class ChatTemplate:
         """Return the text of a chat, up to where the assistant's next answer begins. Blocks; not for the event loop.
 
         Args:
-            messages: `role`, `content` and whatever else the template reads, as JSON can express it.
-            tools: Definitions, as OpenAI's API writes them; None where the model is offered none.
+            messages: `role`, `content` and any other value that the template reads, as JSON can express it.
+            tools: Definitions, as OpenAI's API writes them; None if the model is offered none.
             add_generation_prompt: Whether the beginning of the assistant's next answer is written.
-            more: Values by name, as JSON can express them; none of the template's own gives way to one.
+            more: Values by name, as JSON can express them; they never replace the template's own.
 
         Raises:
-            TemplateTooCostly: It takes more time or memory than it may, or writes too much.
+            TemplateTooCostly: The template takes more time or memory than it may, or writes too much.
             TemplateRefused: The template is not valid, or refuses the messages.
             OSError: No process can be started, or it was ended by others or by `close`.
         """
@@ -116,7 +116,7 @@ class ChatTemplate:
         return self._children.ask(attempt)
 
     def close(self) -> None:
-        """End the processes and what they render. The template can be rendered again, in a new process each time."""
+        """End the processes and their renderings. A later rendering starts a new process each time."""
         self._closings += 1
         self._children.close()
 
@@ -125,7 +125,7 @@ class ChatTemplate:
             self._ask(child, self._source, still_wanted)
         except (TemplateRefused, TemplateTooCostly) as error:
             child.close()
-            if not isinstance(error, _OutOfMemory):  # which may pass; all else will be so each time
+            if not isinstance(error, _OutOfMemory):  # a lack of memory may pass; other errors come again
                 self._refusal = error
             raise
 
@@ -152,7 +152,7 @@ def _line(value: object) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Return a mapping or a sequence of another class as JSON's own."""
+    """Return a mapping or a sequence of another class as a dict or a list."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):

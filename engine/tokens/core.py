@@ -1,6 +1,6 @@
-"""`TokenizerCore`: the one way into the `tokenizers` library once a tokenizer is built; types every failure.
+"""`TokenizerCore`: the only caller of the `tokenizers` library once a tokenizer is built; types every failure.
 
-A panic inside the library is no `Exception`, and some tokenizers fail for some texts only, so each call is guarded.
+A panic in the library is not an `Exception`, and some tokenizers fail on some texts only, so each call is guarded.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from headrace.engine.tokens.panics import typed
 
 __all__ = ["TokenizerCore"]
 
-_LONG: Final = 2048  # characters from which holding the GIL while they are encoded would be felt elsewhere
-_MOST_CHARS: Final = 64 << 20  # after normalising, each of which takes some 30 bytes on the way
+_LONG: Final = 2048  # characters from which encoding must not hold the GIL
+_MOST_CHARS: Final = 64 << 20  # after normalising, at some 30 bytes of memory each
 
 
 class TokenizerCore:
-    """A `tokenizers.Tokenizer` that several threads may use. No text makes it raise what is no typed error."""
+    """A `tokenizers.Tokenizer` that several threads may use. Any error that a text causes is a typed one."""
 
     def __init__(self, core: Any, name: str, *, growth: int) -> None:
         """Wrap a tokenizer.
 
         Args:
             core: The `tokenizers.Tokenizer`; not changed by others from here on.
-            name: What to call it in messages.
-            growth: Bytes into which it may turn one byte of text before it looks for tokens, at most.
+            name: Name of the model in messages.
+            growth: Most bytes into which the tokenizer may turn one byte of text before it looks for tokens.
         """
         self._core = core
         self._name = name
         self._growth = growth
         self.most_characters = _MOST_CHARS // growth
-        """Characters of a text that it may be given, or of both texts of a pair."""
+        """Most characters of a text, or of both texts of a pair."""
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
-        """Return the ids of `text`; where `framed`, with the special tokens that go around every text.
+        """Return the ids of `text`; if `framed`, with the special tokens that go around every text.
 
         Raises:
-            PromptTooLong: It could need more memory than a text may take.
+            PromptTooLong: The text could need more memory than a text may take.
             TokenizerFailed: The tokenizer cannot handle this text.
         """
         self._check_size(len(text))
@@ -54,7 +54,7 @@ class TokenizerCore:
         """Return the `tokenizers.Encoding` of two texts, with the special tokens around and between them.
 
         Raises:
-            PromptTooLong: They could need more memory than a text may take.
+            PromptTooLong: The texts could need more memory than a text may take.
             TokenizerFailed: The tokenizer cannot handle these texts.
         """
         self._check_size(len(first) + len(second))
@@ -65,7 +65,7 @@ class TokenizerCore:
         """Return the text of `ids` without special tokens.
 
         Raises:
-            InvalidParams: An id is negative or no 32-bit number.
+            InvalidParams: An id is not an integer from 0 to 2**32 - 1.
             TokenizerFailed: The tokenizer cannot handle these ids.
         """
         with self._typed():
@@ -77,17 +77,17 @@ class TokenizerCore:
 
     @property
     def unknown_id(self) -> int | None:
-        """Id of the token that stands for text without a token; None where there is none."""
+        """Id of the token that stands for text without a token; None if the tokenizer has no such token."""
         with self._typed():
             unknown = getattr(self._core.model, "unk_token", None)
             found: int | None = None if unknown is None else self._core.token_to_id(unknown)
         return found
 
     def with_aliases(self, tokens: Mapping[str, Any]) -> tuple[TokenizerCore, dict[str, int]]:
-        """Return a copy that takes special tokens for ordinary text and knows an alias for each, and the aliases' ids.
+        """Return a copy that reads special tokens as ordinary text and knows an alias for each, and the aliases' ids.
 
         Args:
-            tokens: By alias, the `AddedToken` whose rules about neighbouring white characters the alias follows.
+            tokens: By alias, the `AddedToken` whose rules about neighbouring white space the alias follows.
 
         Raises:
             TokenizerFailed: The tokenizer cannot be copied.

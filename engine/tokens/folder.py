@@ -1,7 +1,7 @@
 """Builds a tokenizer from the files of a model folder, once they are checked; never runs code that a model names.
 
-`transformers` reads several files whole and takes minutes over some of them, so everything that it reads is looked at
-first: its size, that it is a regular file, and what it would add to the vocabulary. `transformers` is imported when a
+`transformers` reads several files whole and takes minutes over some of them, so each file is checked before: its size,
+that it is a regular file, and the tokens that it would add to the vocabulary. `transformers` is imported when a
 tokenizer is built, not with this module. Next to read: limits.py.
 """
 
@@ -42,7 +42,7 @@ TOKENIZER_FILES: Final = {
     "generation_config.json": _SETTINGS_BYTES,
     "chat_template.jinja": _TEMPLATE_BYTES,
 }
-"""Files that say how text and ids belong together, with the bytes that each may have."""
+"""Files that define a tokenizer, with the most bytes that each may have."""
 _FOREIGN: Final = {
     "auto_map": "names code of its own, which is never run; "
     "save the tokenizer as tokenizer.json with a class of transformers",
@@ -55,8 +55,8 @@ def load_folder(folder: Path) -> Any:
     """Return the `transformers.PreTrainedTokenizerFast` of a folder in Hugging Face layout.
 
     Raises:
-        ModelRejected: Files are missing, too large or no regular ones, hold too many tokens, or name code.
-        BaseException: `transformers` or `tokenizers` cannot use them; the caller makes a typed error of it.
+        ModelRejected: Files are missing, too large or not regular ones, hold too many tokens, or name code.
+        BaseException: `transformers` or `tokenizers` cannot use the files; the caller turns it into a typed error.
     """
     settings = _read_json(folder / _SETTINGS)
     for field, problem in _FOREIGN.items():
@@ -77,7 +77,7 @@ def load_folder(folder: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if is_whole:
-        # The file says it all; the class that tokenizer_config names might rebuild it by rules of its own.
+        # The file defines everything; the class that tokenizer_config names might rebuild it by rules of its own.
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(backend, PreTrainedTokenizerFast):
@@ -90,10 +90,10 @@ def load_folder(folder: Path) -> Any:
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Return the object in generation_config.json; empty where a folder has no such file.
+    """Return the object in generation_config.json; empty if a folder has no such file.
 
     Raises:
-        ModelRejected: The file is damaged, too large or no regular one.
+        ModelRejected: The file is damaged, too large or not a regular one.
     """
     return _read_json(folder / "generation_config.json")
 
@@ -102,7 +102,8 @@ def folder_eos_ids(folder: Path) -> list[int]:
     """Return `eos_token_id` of generation_config.json, else of config.json.
 
     Raises:
-        ModelRejected: A file is damaged, too large or no regular one, or it is neither an id nor a list of ids.
+        ModelRejected: A file is damaged, too large or not a regular one, or the value is neither an id nor a list of
+            ids.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
@@ -117,7 +118,7 @@ def folder_eos_ids(folder: Path) -> list[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in one of the folder's JSON files, read as `transformers` reads it; empty without the file."""
+    """Return the object in a JSON file of the folder, parsed as `transformers` does; empty if the file is missing."""
     if not path.exists():
         return {}
     data = read_bytes(path, TOKENIZER_FILES[path.name])
@@ -132,9 +133,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, is_whole: bool) -> None:
-    """Refuse what is too large or no regular file among what `transformers` reads; `is_whole`: tokenizer.json is there.
+    """Refuse files for `transformers` that are too large or not regular; `is_whole`: the folder has tokenizer.json.
 
-    Without it, each class of `transformers` has names of its own for its files.
+    Without tokenizer.json, each class of `transformers` has file names of its own.
     """
     templates = list((folder / _TEMPLATES).glob("*.jinja"))
     if len(templates) > _MOST_TEMPLATES:
@@ -154,7 +155,7 @@ def _check_files(folder: Path, is_whole: bool) -> None:
 
 
 def _check_tokens(folder: Path, settings: dict[str, Any], is_whole: bool) -> None:
-    """Refuse more tokens than `transformers` can add in time, wherever a folder may list them."""
+    """Refuse more tokens than `transformers` can add in time, in any file that may list them."""
     tokens = _entries(_read_json(folder / "tokenizer.json").get("added_tokens"))
     special = [token for token in tokens if isinstance(token, dict) and token.get("special")]
     check_added(len(tokens), len(special), "tokenizer.json")

@@ -1,7 +1,7 @@
 """Builds a tokenizer from the metadata of a GGUF file; never opens the file and never touches tensors.
 
-GGUF states the vocabulary, merges or scores, token types and the *name* of the pre-tokenizer. What the names mean is
-the table here; a name that is not in it is refused, since a wrong split gives wrong ids without any other sign.
+GGUF states the vocabulary, merges or scores, token types and the *name* of the pre-tokenizer. The table here gives the
+meaning of each name; other names are refused, since a wrong split gives wrong ids without any other sign.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _CASED_WORDS: Final = (
 
 
 class _Pre(NamedTuple):
-    """How a byte-level vocabulary splits text before merging."""
+    """The steps by which a byte-level vocabulary splits text before merging."""
 
     split: str | None = None
-    """Regular expression of the parts; None is GPT-2's."""
+    """Regular expression of the parts; None for GPT-2's."""
     digits: bool = False
-    """Cut out each digit first."""
+    """Whether each digit is cut out first."""
     nfc: bool = False
-    """Compose characters first."""
+    """Whether characters are composed first (NFC)."""
     whole_words: bool = False
-    """A part that is itself a token is not built by merges."""
+    """Whether a part that is itself a token is taken as it is, without merges."""
     bos: bool = False
-    """BOS is added unless the file says otherwise."""
+    """Whether BOS is added unless the file says otherwise."""
 
 
 _LLAMA3: Final = _Pre(split=_WORDS % r"\p{N}{1,3}", whole_words=True, bos=True)
@@ -61,18 +61,18 @@ _PRE: Final[Mapping[str, _Pre]] = {
     "tekken": _Pre(split=_CASED_WORDS, whole_words=True, bos=True),
 }
 SPLITS: Final = frozenset(pre.split for pre in _PRE.values() if pre.split is not None)
-"""Regular expressions by which published models split text, all of which take linear time."""
+"""Regular expressions by which published models split text; all of them take linear time."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable spelling of bytes: Latin-1's visible characters are themselves, the rest follow from U+0100."""
+    """Return GPT-2's printable spelling of bytes: visible characters of Latin-1 as they are, the others from U+0100."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
 
 
 BYTE_OF_CHAR: Final[Mapping[str, int]] = _byte_alphabet()
-"""The byte that each character of a byte-level token stands for."""
+"""Byte that each character of a byte-level token stands for."""
 _BYTES: Final = {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
 
 
@@ -93,17 +93,17 @@ class _Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufBackend:
-    """What `Tokenizer` asks of a `transformers.PreTrainedTokenizerFast`, whose import takes longer than the opening."""
+    """The part of a `transformers.PreTrainedTokenizerFast` that `Tokenizer` uses, without that slow import."""
 
     backend_tokenizer: Any
     """A `tokenizers.Tokenizer`."""
     chat_template: str | None
     special_tokens_map: Mapping[str, str]
-    """The text of the file's special tokens by their names, such as `bos_token`."""
+    """Text of the file's special tokens by their names, such as `bos_token`."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the end of a sequence."""
+        """Id of the end of a sequence; None if the file names none."""
         token = self.special_tokens_map.get("eos_token")
         return None if token is None else self.backend_tokenizer.token_to_id(token)
 
@@ -112,7 +112,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufBackend:
     """Return the tokenizer for GGUF metadata given as plain values.
 
     Raises:
-        ModelRejected: A field is missing, damaged, out of range, or names a kind that is not known here.
+        ModelRejected: A field is missing, damaged, out of range, or names an unknown kind.
     """
     kind = metadata.get(_PREFIX + "model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
@@ -134,7 +134,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufBackend:
 
 
 def gguf_eos_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids that end a completion: end of sequence, of turn and of message."""
+    """Return the ids that end a completion: end of sequence, of turn and of message."""
     size = len(metadata[_PREFIX + "tokens"])
     return [index for key in _END_KEYS if (index := _id(metadata, key, size)) is not None]
 
@@ -202,21 +202,21 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
 
 
 def _frame(metadata: Mapping[str, Any], vocabulary: _Vocabulary, *, bos: bool) -> Any:
-    """The post-processor that puts BOS before and EOS after a text, where the file asks for them."""
+    """Return the post-processor that puts BOS before and EOS after a text, if the file asks for them."""
     from tokenizers import processors
 
     frame, tokens = ["$A"], []
     for role, default in (("bos", bos), ("eos", False)):
         index = _id(metadata, f"{role}_token_id", len(vocabulary.tokens))
         if _flag(metadata, f"add_{role}_token", default=default) and index is not None:
-            # Under a name of ours: one of the file's, such as `$B` or `a:1`, would be read as an instruction.
+            # Use names of our own: one of the file's, such as `$B` or `a:1`, would be read as an instruction.
             tokens.append({"id": role, "ids": [index], "tokens": [vocabulary.tokens[index]]})
             frame = [role, *frame] if role == "bos" else [*frame, role]
     return processors.TemplateProcessing(single=frame, special_tokens=tokens)
 
 
 def _add_special_tokens(core: Any, vocabulary: _Vocabulary, roles: Iterable[str]) -> None:
-    """Take control tokens, tokens of the user and those that have a role as a whole wherever they occur."""
+    """Register control tokens, the user's tokens and those with a role, each to be read whole wherever it occurs."""
     from tokenizers import AddedToken
 
     added: set[str] = set()
@@ -242,7 +242,7 @@ def _read_vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
         raise _rejected("token_type", f"must be a list of {len(tokens)} numbers", type(types).__name__)
     control = types.count(_CONTROL)
     check_added(control + types.count(_USER_DEFINED), control, _PREFIX + "token_type")
-    # A token that is there twice can only be reached by its first id, so that one is set last.
+    # A token that occurs twice can only be reached by its first id, so that one is set last.
     ids = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
     return _Vocabulary(tokens, types, ids)
 

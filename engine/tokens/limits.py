@@ -1,8 +1,8 @@
-"""Bounds what the tokenizer of a stranger's model can cost in time and memory; never reads a file.
+"""Limits the time and memory that the tokenizer of a stranger's model can cost; never reads a file.
 
 A vocabulary, its control tokens and the steps that normalise and split text are data, but each has values that make
-opening or a short prompt take minutes, or more memory than there is. The limits are several times what known models
-need. Next to read: tokenizer.py, which asks here before a tokenizer is used.
+opening or a short prompt take minutes, or more memory than there is. The limits are several times the needs of known
+models. Next to read: tokenizer.py, which calls these checks before a tokenizer is used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["check_added", "check_core", "check_merging", "check_token_size", "ch
 _MOST_IDS: Final = 1 << 22
 _TOKEN_BYTES: Final = 4096
 _SURELY_SHORT: Final = _TOKEN_BYTES // 4  # characters, each of at most 4 bytes
-_CONTROL_TOKENS: Final = 4096  # each costs time in every chat, whose messages are searched for all of them
+_CONTROL_TOKENS: Final = 4096  # every message of a chat is searched for all of them
 _ADDED_TOKENS: Final = 1 << 15
 _MERGE_COST: Final = 1 << 27
-_STEPS: Final = 32  # of a normaliser, of a pre-tokenizer or of a decoder
+_STEPS: Final = 32  # in a normaliser, a pre-tokenizer or a decoder
 _GROWTH: Final = 4096
 _WORD_CHARS: Final = 1000
 _FRAME_TOKENS: Final = 64
@@ -45,7 +45,7 @@ _STEP_GROWTH: Final = {
     + ("Strip", "StripAccents", "UnicodeScripts", "Whitespace", "WhitespaceSplit"),
     1,
 )
-"""Bytes that each kind of step writes for one byte, at most."""
+"""Most bytes that each kind of step writes for one byte."""
 _PROBES: Final = ("a b", "Hello, world! 123", "a \n\t\r b", "é 汉字 🙂\u0301", "")
 
 
@@ -53,7 +53,7 @@ def check_added(added: int, control: int, origin: str) -> None:
     """Refuse more added tokens, or more control tokens among them, than a chat can be searched for in time.
 
     Raises:
-        ModelRejected: Names `origin`, the number and the limit.
+        ModelRejected: A count is over its limit; names `origin`, the number and the limit.
     """
     for what, count, limit in (
         ("control tokens", control, _CONTROL_TOKENS),
@@ -64,10 +64,10 @@ def check_added(added: int, control: int, origin: str) -> None:
 
 
 def check_merging(tokens: Iterable[str], origin: str) -> None:
-    """Refuse tokens that are too long, or whose merges would take too long to find: all ways to split each are tried.
+    """Refuse tokens that are too long, or whose merges would take too long to find by trying all splits of each.
 
     Raises:
-        ModelRejected: Names `origin`, the cost and the limit.
+        ModelRejected: A token or the cost of merging is over its limit; names `origin`, the value and the limit.
     """
     cost = 0
     for token in tokens:
@@ -81,7 +81,7 @@ def check_token_size(token: str, origin: str) -> None:
     """Refuse a token of too many bytes.
 
     Raises:
-        ModelRejected: Names `origin`, the size and the limit.
+        ModelRejected: The token is too long; names `origin`, the size and the limit.
     """
     if len(token) > _SURELY_SHORT and (size := len(token.encode(errors="replace"))) > _TOKEN_BYTES:
         _refuse(origin, f"the size in bytes of the token {plain(token)[:20]}...", size, _TOKEN_BYTES)
@@ -91,7 +91,7 @@ def check_token_sizes(tokens: Collection[str], origin: str) -> None:
     """Refuse a vocabulary with a token of too many bytes.
 
     Raises:
-        ModelRejected: Names `origin`, the size and the limit.
+        ModelRejected: A token is too long; names `origin`, the size and the limit.
     """
     if max(map(len, tokens), default=0) > _SURELY_SHORT:
         for token in tokens:
@@ -99,17 +99,17 @@ def check_token_sizes(tokens: Collection[str], origin: str) -> None:
 
 
 def check_core(core: Any, vocabulary: Mapping[str, int]) -> int:
-    """Refuse a `tokenizers.Tokenizer` that could cost too much; what it raises on the way is the caller's to type.
+    """Refuse a `tokenizers.Tokenizer` that could cost too much; errors of the library itself are the caller's to type.
 
     Args:
         core: The tokenizer.
-        vocabulary: The id of each of its tokens, those that were added too.
+        vocabulary: Id of each of its tokens, added ones included.
 
     Returns:
-        Bytes into which normalising and splitting may turn one byte of text, at most.
+        Most bytes into which normalising and splitting may turn one byte of text.
 
     Raises:
-        ModelRejected: Names the part, its value and the limit.
+        ModelRejected: A part is over its limit; names the part, its value and the limit.
     """
     highest = max(vocabulary.values(), default=0)
     if highest >= _MOST_IDS:
@@ -132,7 +132,7 @@ def check_core(core: Any, vocabulary: Mapping[str, int]) -> int:
 
 
 def _growth_of(core: Any, part: str) -> int:
-    """Return how many bytes a normalizer, pre-tokenizer or decoder may write for one byte, unless they are too many."""
+    """Return the most bytes that a normaliser, pre-tokenizer or decoder writes for one byte; refuse too many."""
     steps = steps_of(core, part)
     if len(steps) > _STEPS:
         _refuse("tokenizer", f"the number of steps of its {part}", len(steps), _STEPS)
@@ -143,7 +143,7 @@ def _growth_of(core: Any, part: str) -> int:
 
 
 def _check_template(pieces: list[dict[str, Any]], side: str) -> None:
-    """Refuse a template that puts a text into its place more than once, or many tokens around it."""
+    """Refuse a template that repeats a text, or puts many tokens around it."""
     texts = Counter(piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece)
     if texts and max(texts.values()) > 1:
         _refuse("tokenizer", f"how often its post_processor repeats a text ({side})", max(texts.values()), 1)
@@ -152,22 +152,22 @@ def _check_template(pieces: list[dict[str, Any]], side: str) -> None:
 
 
 def _growth(step: dict[str, Any]) -> int:
-    """Return how many bytes a step may write for one byte."""
+    """Return the most bytes that a step writes for one byte."""
     kind = step["type"]
     if kind == "Prepend":
-        return 1 + len(step["prepend"].encode())  # each part between special tokens gets it, and may be one byte
+        return 1 + len(step["prepend"].encode())  # every part, perhaps of one byte, gets the prefix
     if kind == "Replace" and "content" in step:
         size, pattern = len(step["content"].encode()), step["pattern"].get("String")
         return 1 + size if not pattern else max(1, -(-size // len(pattern.encode())))
     if kind == "Precompiled":
         data = base64.b64decode(step["precompiled_charsmap"])
-        size = int.from_bytes(data[:4], "little")  # of the trie, whose values are places in the texts behind it
+        size = int.from_bytes(data[:4], "little")  # bytes of the trie, whose values are offsets in the texts after it
         return max(1, *map(len, data[4 + size :].split(b"\0")))
     return _STEP_GROWTH.get(kind, _UNKNOWN_STEP)
 
 
 def _probe(core: Any) -> None:
-    """Tokenise short texts, so that what panics for any text does so now, and count what is put around a text."""
+    """Tokenise short texts, so that a tokenizer that panics on any text does so now; count the tokens around a text."""
     for text in _PROBES:
         try:
             bare = core.encode(text, add_special_tokens=False).ids

@@ -1,7 +1,7 @@
-"""Turns whatever a library written in Rust raises into a typed error, its panics too; never decides what follows.
+"""Turns any error or panic of a library written in Rust into a typed error; never decides what follows.
 
 A panic reaches Python as `pyo3_runtime.PanicException`, which derives from `BaseException` so that no handler of
-`Exception` sees it, and which each library has a class of its own for.
+`Exception` sees it; each library has its own class of that name.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["is_failure", "typed"]
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether what was called failed, by an exception or a panic: no exit, cancellation or Ctrl-C is meant."""
+    """Return whether `error` is a failure, an exception or a panic; exits, cancellations and Ctrl-C are none."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def typed(fail: Callable[[str], HeadraceError]) -> Iterator[None]:
-    """Raise what `fail` makes of the message of an exception or a panic; typed errors, exits and Ctrl-C pass.
+    """Raise the error that `fail` makes of an exception's or a panic's message; typed errors, exits and Ctrl-C pass.
 
     Raises:
         HeadraceError: The block raised.

@@ -1,4 +1,4 @@
-"""`Renderer`: the chat templates of one model, and what a failed rendering means to a caller; never tokenises."""
+"""`Renderer`: renders chats with the templates of one model, with typed errors for a caller; never tokenises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Renderer"]
 
 
 class Renderer:
-    """Renders chats with a model's template: where it has several, with the one for tools or the one without.
+    """Renders chats with a model's template; if there are several, with the one for tools or the one without.
 
     Safe to call from several threads.
     """
@@ -22,12 +22,12 @@ class Renderer:
         """Check the templates.
 
         Args:
-            templates: A template, several by name, or None.
+            templates: One template, several by name, or None.
             names: Special tokens by the names that templates use, such as `bos_token`.
-            model: What to call the model in messages.
+            model: Name of the model in messages.
 
         Raises:
-            ModelRejected: One is no text, or too long.
+            ModelRejected: A template is not text, or is too long.
         """
         named: Mapping[str, Any] = templates if isinstance(templates, Mapping) else {"default": templates or ""}
         for text in named.values():
@@ -38,14 +38,14 @@ class Renderer:
             for offers_tools, order in ((False, ("default", "tool_use")), (True, ("tool_use", "default")))
         }
         self.source = self._sources[True]
-        """Text of the template for tools; empty where the model has none."""
+        """Text of the template for tools; empty if the model has none."""
         self._templates = {source: ChatTemplate(source, names) for source in self._sources.values() if source}
 
     def start(self) -> None:
         """Start the process of the template without tools, if there is one; does not wait for it."""
         template = self._templates.get(self._sources[False])
         if template is not None:
-            with contextlib.suppress(OSError):  # which the first chat raises, if it is still so
+            with contextlib.suppress(OSError):  # the first chat raises the error again if it persists
                 template.start()
 
     def render(
@@ -56,13 +56,13 @@ class Renderer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text of a chat that may offer `tools`, with the beginning of an answer if so wished. Blocks.
+        """Return the text of a chat that may offer `tools`; the beginning of an answer is optional. Blocks.
 
         The template may read the values in `more` by their names.
 
         Raises:
             InvalidParams: There is no template, it refuses the messages, or it costs too much.
-            RequestFailed: No process can be started to render it, or it was ended by others.
+            RequestFailed: No process can be started to render the chat, or it was ended by others.
         """
         tools = tools or None  # an empty list offers none, and templates ask whether there is a list
         template = self._templates.get(self._sources[tools is not None])
@@ -81,7 +81,7 @@ class Renderer:
             raise RequestFailed(f"the chat template of {self._model} could not be rendered: {error}") from error
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes that render chats."""
         for template in self._templates.values():
             template.close()
 

@@ -1,7 +1,7 @@
-"""`is_quick`: whether a tokenizer is sure to tokenise any short text in about a millisecond; never encodes.
+"""`is_quick`: tells whether a tokenizer is sure to take about a millisecond for a short text; never encodes.
 
-A regular expression of a stranger's model may try each of a text's characters in more ways than there are, and no probe
-finds the text for which it does. So those that published models use are known here, and all others are for a thread.
+A regular expression of a stranger's model may try each character of a text in very many ways, and no probe finds the
+text for which it does. So only expressions of published models, listed here, are quick; all others need a thread.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def is_quick(core: Any, growth: int) -> bool:
 
     Args:
         core: A `tokenizers.Tokenizer`.
-        growth: Bytes into which normalising and splitting may turn one byte of text, at most.
+        growth: Most bytes into which normalising and splitting may turn one byte of text.
     """
     steps = [*steps_of(core, "normalizer"), *steps_of(core, "pre_tokenizer")]
     patterns = [step["pattern"]["Regex"] for step in steps if "Regex" in (step.get("pattern") or ())]
     if growth > _GROWTH or not _KNOWN.issuperset(patterns):
         return False
-    if type(core.model).__name__ == "Unigram":  # looks at each place for every token that may begin there
+    if type(core.model).__name__ == "Unigram":  # at each place it tries every token that may begin there
         return max(map(len, core.get_vocab(with_added_tokens=False)), default=0) <= _TOKEN_CHARS
     return getattr(core.model, "max_input_chars_per_word", 0) <= _WORD_CHARS

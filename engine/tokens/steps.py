@@ -1,4 +1,4 @@
-"""`steps_of`: reads a part of a `tokenizers.Tokenizer` as a flat list of plain dicts; never encodes."""
+"""`steps_of`: lists the steps of a part of a `tokenizers.Tokenizer` as plain dicts; never encodes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _INNER: Final = {
     "decoder": "decoders",
     "post_processor": "processors",
 }
-"""Part of a tokenizer -> the field of a `Sequence` that holds its steps."""
+"""Field of a `Sequence` that holds its steps, by part of a tokenizer."""
 
 
 def steps_of(core: Any, part: str) -> list[dict[str, Any]]:
-    """Return the steps of a part of a tokenizer in the order in which they run, those of nested sequences too.
+    """Return the steps of a part of a tokenizer in the order in which they run, nested sequences flattened.
 
     Args:
         core: A `tokenizers.Tokenizer`.

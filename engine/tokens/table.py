@@ -1,6 +1,6 @@
-"""`token_table`: the bytes of every id of a tokenizer, by the rules of its decoder; never encodes.
+"""`token_table`: computes the bytes of every id of a tokenizer by the rules of its decoder; never encodes.
 
-Next to read: text.py, which turns ids into text with them.
+Next to read: text.py, which turns ids into text with the table.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from headrace.engine.tokens.text import TokenTable
 __all__ = ["token_table"]
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Per-token steps, then byte fallback, then steps on the joined text; other orders give texts that no table can give.
+# Steps on each token, then byte fallback, then steps on the joined text; no table can express another order.
 _PIECE_DECODER = re.compile(r"(?:(?:Replace|Metaspace) )*(?:ByteFallback )?(?:Fuse (?:Strip )?)?")
 
 
 def token_table(core: Any, vocabulary: Mapping[str, int], special_ids: frozenset[int], is_exact: bool) -> TokenTable:
-    """Return the bytes of every id, by the rules of the tokenizer's decoder.
+    """Return the table of the bytes of every id, by the rules of the tokenizer's decoder.
 
     Args:
         core: A `tokenizers.Tokenizer`.
-        vocabulary: The id of each of its tokens, those that were added too.
+        vocabulary: Id of each of its tokens, added ones included.
         special_ids: Ids of control tokens.
-        is_exact: Whether ids must give their text to the letter.
+        is_exact: Whether ids must give their exact text.
 
     Raises:
-        ModelRejected: No table can follow the decoder, or a token is too long once decoded.
+        ModelRejected: No table can express the decoder, or a token is too long once decoded.
     """
     table = _of_decoder(core, _tokens(core, vocabulary), special_ids, is_exact)
     one, several = (core.encode(text, add_special_tokens=False).ids for text in ("a b", "a \n\t\r b"))
@@ -71,14 +71,14 @@ def _of_decoder(core: Any, tokens: Sequence[str], special_ids: frozenset[int], i
 
 
 def _tokens(core: Any, vocabulary: Mapping[str, int]) -> list[str]:
-    """Return the token of each id, "" where the vocabulary has no such id."""
+    """Return the token of each id; "" if the vocabulary has no such id."""
     size = max(vocabulary.values(), default=-1) + 1
     tokens = [""] * size
     for token, index in vocabulary.items():
         tokens[index] = token
     if len(vocabulary) == size and all(tokens):
         return tokens
-    # Ids are missing, or several tokens share one: the library knows which of them it stands for.
+    # Ids are missing, or several tokens share one: the library knows which token each id stands for.
     return [core.id_to_token(index) or "" for index in range(size)]
 
 
@@ -91,5 +91,5 @@ def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _word_piece(token: str, prefix: str) -> bytes:
-    """A piece goes on with a word where it has the prefix, and else begins one."""
+    """Return the bytes of a WordPiece token, which continues a word if it has the prefix and else begins one."""
     return (token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()

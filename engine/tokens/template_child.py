@@ -1,12 +1,12 @@
-"""Renders one chat template in a process of its own, within limits that the operating system keeps; tokenises nothing.
+"""Renders one chat template in a process of its own, within limits of the operating system; tokenises nothing.
 
-Run by child_start.py for `ChatTemplate`; imports nothing of headrace. The first line is `[source, names]`, each further
-one a chat, `[messages, tools, values]`, where `values` are further variables of the template by name. Each answer is a
-line `[kind, text]`: kind is "text", or "refused", "costly" or "memory" with the reason for a text.
+Run by child_start.py for `ChatTemplate`; imports nothing of headrace. The first line is `[source, names]`. Each later
+line is a chat, `[messages, tools, values]`, where `values` are more variables of the template by name. Each answer is a
+line `[kind, text]`: kind is "text", or else "refused", "costly" or "memory" with the reason as its text.
 
-A template is a program that comes with the model. Jinja's sandbox keeps it from everything but its own values, and
-nothing keeps it from computing for ever or building values of any size. So the kernel kills this process when a line
-takes too much processor time, whatever it is doing, and grants it no more than so much memory.
+A template is a program that comes with the model. Jinja's sandbox keeps it from everything but its own values, but
+nothing there keeps it from computing for ever or building values of any size. So the kernel kills this process when a
+line takes too much processor time, and grants it only a limited amount of memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["answers"]
 
-_NODES: Final = 25_000  # of a template: its syntax tree
+_NODES: Final = 25_000  # in the syntax tree of a template
 _REASON: Final = 500  # characters
-_KEPT: Final = 128 << 20  # bytes of address space that may stay behind for the next line
+_KEPT: Final = 128 << 20  # bytes of address space that may stay in use for the next line
 
 Answer = tuple[str, str]
 
@@ -35,7 +35,7 @@ class _TooCostly(Exception):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for training; here it is transparent."""
+    """Tag `{% generation %}`, which marks the assistant's part for training; here it is transparent."""
 
     tags = {"generation"}
 
@@ -46,11 +46,11 @@ class _Generation(Extension):
 
 
 def _compile(source: str) -> Template:
-    """Compile a template, with what transformers gives to chat templates.
+    """Compile a template with the functions that transformers gives to chat templates.
 
     Raises:
-        _TooCostly: It has too many nodes.
-        TemplateError: It is not valid.
+        _TooCostly: The template has too many nodes.
+        TemplateError: The template is not valid.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -70,11 +70,11 @@ def _compile(source: str) -> Template:
 
 
 def _render(template: Template, values: dict[str, Any], most: int) -> str:
-    """Return what the template writes.
+    """Return the text that the template writes.
 
     Raises:
-        _TooCostly: It writes more than `most` characters.
-        Exception: Whatever the template raises.
+        _TooCostly: The template writes more than `most` characters.
+        Exception: The template raised it.
     """
     pieces, length = [], 0
     for piece in template.generate(values):
@@ -92,7 +92,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as chat templates expect it: Jinja's own filter would escape it for HTML."""
+    """Return JSON as chat templates expect it: Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -101,7 +101,7 @@ def _raise_exception(message: str) -> None:
 
 
 class _Renderer:
-    """What the lines mean, one after another."""
+    """Answers the lines one after another: first the template, then chats."""
 
     def __init__(self, memory: int, most: int) -> None:
         self._memory, self._most = memory, most
@@ -153,7 +153,7 @@ def _address_space() -> int:
 
 
 def _limit(memory: int) -> None:
-    """Grant this process `memory` bytes more than it has."""
+    """Limit this process to `memory` bytes more than it uses now."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = _address_space() + memory
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -161,12 +161,12 @@ def _limit(memory: int) -> None:
 
 
 def answers(lines: Iterator[bytes], memory: str, most: str) -> Iterator[bytes]:
-    """Answer lines until there are no more, or until so much memory stays in use that others would have less.
+    """Answer lines until there are no more, or until so much memory stays in use that later lines would have less.
 
     Args:
-        lines: Each has processor time of its own, and the process is killed when that is over.
+        lines: Input lines. Each has processor time of its own; the process is killed when that is over.
         memory: Bytes that may be in use besides the interpreter.
-        most: Characters that the template may write.
+        most: Most characters that the template may write.
     """
     _limit(int(memory))
     renderer, compiled = _Renderer(int(memory), int(most)), 0

@@ -1,7 +1,7 @@
-"""Turns token ids into text step by step and finds stop strings in it; never loads a tokenizer and never samples.
+"""Turns token ids into text step by step and finds stop strings in the text; never loads a tokenizer or samples.
 
-Pure state machines over plain data, so that the same ids give the same text however they arrive.
-Next to read: tokenizer.py, which builds the `TokenTable`.
+These are pure state machines over plain data, so that the same ids give the same text however they arrive. Next to
+read: tokenizer.py, which builds the `TokenTable`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REPLACEMENT: Final = "\ufffd"
 
 
 class TokenTable:
-    """What each vocabulary id stands for. Built once per tokenizer, shared by all its detokenizers, never changed.
+    """Text of each vocabulary id. Built once per tokenizer, shared by all its detokenizers, then never changed.
 
     There are two kinds. In a byte-level vocabulary (`byte_ids` empty) the text is the joined bytes read as UTF-8, with
     U+FFFD for each maximal invalid part. In a SentencePiece vocabulary each piece is text, except the byte-fallback
@@ -40,11 +40,11 @@ class TokenTable:
     def __init__(
         self, pieces: list[bytes], special_ids: AbstractSet[int], byte_ids: AbstractSet[int] = frozenset()
     ) -> None:
-        """Prebuild the text of every piece that is complete by itself.
+        """Precompute the text of every piece that is complete by itself.
 
         Args:
-            pieces: Bytes per id; empty where the vocabulary has no such id.
-            special_ids: Control tokens, left out of the text where the caller asks for that.
+            pieces: Bytes per id; empty if the vocabulary has no such id.
+            special_ids: Control tokens, left out of the text if the caller asks for that.
             byte_ids: Byte-fallback tokens, one byte each; empty for a byte-level vocabulary.
         """
         self.pieces = pieces
@@ -53,24 +53,24 @@ class TokenTable:
         self.longest = max(map(len, pieces), default=0)
         """Bytes of the longest piece."""
         self.fewest_tokens: Callable[[str, int], int] = lambda text, enough: 0
-        """A number of tokens that no tokenising of a text falls below, counted until it is more than `enough`; 0 where
-        nothing is known."""
+        """Function that returns a lower bound of the tokens of a text, counted until it exceeds `enough`; 0 if
+        unknown."""
         self.is_quick = True
-        """Its tokenizer takes no longer than about a microsecond for any character of a text."""
+        """Whether the tokenizer takes at most about a microsecond for any character of a text."""
         self.most_characters: int | None = None
-        """Characters that its tokenizer may be given at once; None is any number."""
+        """Most characters that the tokenizer may be given at once; None for any number."""
         self.joins_space = False
-        """Whether the tokenizer takes several white characters for one."""
+        """Whether the tokenizer reads several white characters as one."""
         self.texts: list[str | None] = [
             None if index in self.byte_ids else _complete_text(piece) for index, piece in enumerate(pieces)
         ]
-        """Text per id; None where it depends on the neighbours."""
+        """Text per id; None if it depends on the neighbours."""
         self.visible_texts = ["" if index in self.special_ids else text for index, text in enumerate(self.texts)]
         """Text per id, with special tokens left out."""
 
 
 class Detokenizer:
-    """Text of one growing sequence of ids.
+    """Builds the text of one growing sequence of ids.
 
     Joining every `feed` and the last `flush` gives exactly `decode(ids)` of a byte-level tokenizer, for any ids. For
     SentencePiece the leading space that `decode` drops is kept, because a completion continues its prompt: the text is
@@ -96,7 +96,7 @@ class Detokenizer:
         return self._feed_bytes(token_id)
 
     def flush(self) -> str:
-        """Return what is still held, with U+FFFD for incomplete bytes; the sequence ends here."""
+        """Return the text that is still held, with U+FFFD for incomplete bytes; the sequence ends here."""
         if self._table.byte_ids:
             return self._end_run()
         text = self._pending.decode("utf-8", "replace")
@@ -128,7 +128,7 @@ class Detokenizer:
 
 
 class SpacedDetokenizer(Detokenizer):
-    """Shows special tokens, and a space between each of them and what stands beside it."""
+    """Builds text with special tokens, and a space between each of them and its neighbours."""
 
     __slots__ = ("_begun", "_owes_space")
 
@@ -149,7 +149,7 @@ class SpacedDetokenizer(Detokenizer):
         return text
 
     def flush(self) -> str:
-        """Return what is still held."""
+        """Return the text that is still held; the sequence ends here."""
         return self._spaced(super().flush())
 
     def _spaced(self, text: str) -> str:
@@ -163,13 +163,13 @@ class SpacedDetokenizer(Detokenizer):
 class StopMatcher:
     """Finds the earliest of several stop strings in text that arrives in pieces.
 
-    With `include` the stop string itself is shown, too, and nothing after it.
+    With `include` the stop string itself is shown as well, and nothing after it.
 
-    Text that may be the start of a stop string is held back. The outcome depends on the text alone, not on how it was
-    cut: everything before the match that starts first is shown, and nothing after. Where one stop string contains
-    another, a match of the inner one waits until the outer one, which would start earlier, is ruled out or complete.
-    Each stop string is matched by Knuth-Morris-Pratt with its failure table grown on demand: the cost is linear in the
-    text, and building a matcher costs nothing.
+    Text that may be the start of a stop string is held back. The outcome depends on the text alone, not on its pieces:
+    everything before the match that starts first is shown, and nothing after. If one stop string contains another, a
+    match of the inner one waits until the outer one, which would start earlier, is ruled out or complete. Each stop
+    string is matched by Knuth-Morris-Pratt with its failure table grown on demand: the cost is linear in the text, and
+    a new matcher costs nothing.
     """
 
     __slots__ = ("_cut", "_held", "_held_from", "_include", "_needles", "_starts", "matched")
@@ -183,10 +183,10 @@ class StopMatcher:
         self._include = include
         self._cut: tuple[int, int, str] | None = None  # the earliest match so far: its start, length and stop string
         self.matched = False
-        """Whether the text has ended at a stop string; also set by `flush` where a match was still waiting."""
+        """Whether the text has ended at a stop string; `flush` sets it if a match was still waiting."""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Return the text that is now safe to show, and whether a stop string ended it; later text gives nothing."""
+        """Return the text that is now safe to show, and whether a stop string ended it; text after that is dropped."""
         if self.matched:
             return "", True
         if not self._held and self._starts.isdisjoint(text):
@@ -210,7 +210,7 @@ class StopMatcher:
         return shown, self.matched
 
     def flush(self) -> str:
-        """Return the held text at the end of the sequence, cut before a match that was still waiting; it ends here."""
+        """Return the held text at the end of the sequence, cut before a match that was still waiting."""
         if self._cut is not None and not self.matched:
             self.matched = True
             self._held = self._held[: self._shown_to(self._cut) - self._held_from]
@@ -219,7 +219,7 @@ class StopMatcher:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the text; the shortest of those that start at the same place."""
+        """The stop string that ended the text, the shortest of those that start at the same place; None without one."""
         return self._cut[2] if self.matched and self._cut is not None else None
 
     def _shown_to(self, cut: tuple[int, int, str]) -> int:
@@ -227,7 +227,7 @@ class StopMatcher:
 
 
 class _Needle:
-    """One stop string and how much of it the text ends with."""
+    """One stop string, and the length of its prefix that the text ends with."""
 
     __slots__ = ("_borders", "length", "start", "stop")
 
@@ -235,10 +235,10 @@ class _Needle:
         self.stop = stop
         self.length = 0  # characters of `stop` that the text so far ends with
         self.start: int | None = None  # position of the first full match
-        self._borders = [0]  # per prefix of `stop`: its longest proper prefix that is also its suffix
+        self._borders = [0]  # per prefix of `stop`: length of its longest proper prefix that is also its suffix
 
     def feed(self, text: str, begin: int) -> tuple[int, bool]:
-        """Read `text`, which starts at `begin`; return (where a full or partial match starts, is it full)."""
+        """Read `text`, which starts at `begin`; return (start of a full or partial match, whether it is full)."""
         if self.start is not None:
             return self.start, True
         stop, length, index = self.stop, self.length, 0
@@ -260,7 +260,7 @@ class _Needle:
         return begin + len(text) - length, False
 
     def _grow(self, length: int) -> None:
-        """Know the borders of the prefixes of up to `length` characters."""
+        """Compute the borders of the prefixes of up to `length` characters."""
         borders, stop = self._borders, self.stop
         while len(borders) < length:
             border, char = borders[-1], stop[len(borders)]

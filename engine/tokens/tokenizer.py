@@ -1,4 +1,4 @@
-"""The tokenizer of a model: text and chats to ids, ids to text; never runs code that a model names, never downloads.
+"""The tokenizer of a model: text and chats to ids, ids to text; never runs code that a model names or downloads.
 
 `transformers` and `tokenizers` are imported when a tokenizer is built, not with this module.
 Next to read: gguf.py for GGUF files, table.py and text.py for the incremental way back to text.
@@ -42,12 +42,12 @@ class Tokenizer:
 
         Args:
             backend: The tokenizer; not changed by others from here on.
-            name: What to call it in messages.
+            name: Name of the model in messages.
             eos_ids: End-of-sequence ids of the model, united with the tokenizer's own.
-            is_exact: Whether ids must give their text to the letter, as generations need it.
+            is_exact: Whether ids must give their exact text, as generation needs.
 
         Raises:
-            ModelRejected: The tokenizer decodes in a way that cannot be done token by token, or could cost too much.
+            ModelRejected: The tokenizer cannot decode token by token, or could cost too much.
         """
         self._core = backend.backend_tokenizer
         self._core.no_truncation()
@@ -62,24 +62,24 @@ class Tokenizer:
         added = self._core.get_added_tokens_decoder()
         self._special = {index: token for index, token in added.items() if token.special}
         self.table: TokenTable = token_table(self._core, vocabulary, frozenset(self._special), is_exact)
-        """What each id stands for, for `Detokenizer`."""
+        """Text of each id, for `Detokenizer`."""
         self.table.is_quick = is_quick(self._core, growth)
         self.table.most_characters = self._encoder.most_characters
         self.vocab_size: int = len(self.table.pieces)
-        """One more than the highest id; the model's logits may be wider."""
+        """Highest id plus one; the model's logits may be wider."""
         self._control = _any_of(token.content for token in self._special.values())
         self._renderer = Renderer(backend.chat_template, backend.special_tokens_map, name)
         self.special_tokens: Mapping[str, Any] = dict(backend.special_tokens_map)
         """Special tokens by the names that chat templates use for them."""
         self._max_context = _UNKNOWN_CONTEXT
         self.chat_template = self._renderer.source
-        """Text of the chat template, of several the one for tools; empty where there is none."""
+        """Text of the chat template, the one for tools if there are several; empty if there is none."""
         self._escape: _Escape | None = None
         self._escape_lock = threading.Lock()
 
     @classmethod
     def from_folder(cls, path: str | Path, *, is_exact: bool = True) -> Tokenizer:
-        """Load from a folder in Hugging Face layout; `is_exact` as for the constructor.
+        """Load from a folder in Hugging Face layout; `is_exact` is the constructor's argument.
 
         Raises:
             ModelRejected: Files are missing or damaged, or the tokenizer wants to run its own code.
@@ -94,28 +94,28 @@ class Tokenizer:
         """Build from the metadata of a GGUF file, given as plain values.
 
         Raises:
-            ModelRejected: Tokenizer fields are missing, contradict each other or are of a kind that is not known.
+            ModelRejected: Tokenizer fields are missing, contradict each other or are of an unknown kind.
         """
         with typed(partial(_unusable, "none could be built from tokenizer.ggml.*")):
             backend = build_gguf_tokenizer(metadata)
             return cls(backend, name=str(metadata.get("general.name", "gguf")), eos_ids=gguf_eos_ids(metadata))
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
-        """Return the ids of `text` as it stands; where `framed`, with BOS or EOS if the tokenizer adds them by default.
+        """Return the ids of `text` as it stands; if `framed`, with BOS or EOS if the tokenizer adds them by default.
 
         Special tokens written out in `text` become these tokens: raw text is the caller's own prompt.
 
         Raises:
-            InvalidParams: `text` is no string that UTF-8 can express.
+            InvalidParams: `text` is not a string that UTF-8 can express.
         """
         check_text(text, "prompt")
         return self._encoder.encode(text, framed=framed)
 
     def encode_pair(self, query: str, document: str) -> EncodedPair:
-        """Ids of two texts that are read together, with the special tokens around and between them.
+        """Return the ids of two texts that are read together, with the special tokens around and between them.
 
         Raises:
-            InvalidParams: One is no string that UTF-8 can express.
+            InvalidParams: A text is not a string that UTF-8 can express.
         """
         check_text(query, "query")
         check_text(document, "document")
@@ -131,21 +131,21 @@ class Tokenizer:
         end: ChatEnd = "answer",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a chat in the model's template, by default up to where the assistant's next answer begins.
+        """Return the ids of a chat in the model's template, by default up to where the assistant's next answer begins.
 
         A special token written out inside a message or a tool stays plain text, so that no message can end its own
         turn. Beware: the first such message builds a second encoder, which takes up to a second for the largest
         vocabularies.
 
         Args:
-            messages: At least one.
+            messages: Messages of the chat, at least one.
             tools: Definitions of functions that the model may call, as OpenAI's API writes them.
-            end: Where the ids end.
+            end: Place at which the ids end.
             template_kwargs: More values for the template, such as `enable_thinking`; plain JSON by name.
 
         Raises:
             InvalidParams: A message or a value is malformed, there is no template, it refuses the messages, it costs
-                too much, or does not write the message that is to be continued as it is given.
+                too much, or it does not write the message to be continued as it is.
         """
         given: list[Any] = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
         quotes = self._quotes_control(given)
@@ -161,8 +161,8 @@ class Tokenizer:
     ) -> str:
         """Render a chat up to the end of the text of its last message.
 
-        A mark behind that text shows where it ends. Where the template takes away the space behind the mark, it does so
-        with the space behind every text, and the text loses its own too, as `transformers` has it.
+        A mark behind that text shows its end. If the template strips the space behind the mark, it strips the space
+        behind every text, and the text loses its own as well, as in `transformers`.
         """
         mark = f"\ue004{secrets.randbelow(10**20)}\ue005"
         marked = [*chat[:-1], chat[-1] | {"content": f"{chat[-1]['content']}{mark} "}]
@@ -177,15 +177,15 @@ class Tokenizer:
         return text if rest.startswith(" ") else text.rstrip()
 
     def encode_more(self, text: str) -> list[int]:
-        """Ids of `text` that goes on after other text: as `encode`, without what is put around or before a whole text.
+        """Return the ids of `text` that continues other text: as `encode`, but with nothing put around or before it.
 
         Raises:
-            InvalidParams: `text` is no string that UTF-8 can express.
+            InvalidParams: `text` is not a string that UTF-8 can express.
         """
         check_text(text, "prompt")
         if not self.table.byte_ids:
             return self._encoder.encode(text)
-        begun = self._encoder.encode("\n")  # where SentencePiece puts its space
+        begun = self._encoder.encode("\n")  # SentencePiece puts its space here
         return self._encoder.encode("\n" + text)[len(begun) :]
 
     def encode_reply(
@@ -194,13 +194,15 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of what the chat template writes behind an answer: its end, `messages`, the start of the next answer.
+        """Return the ids that the chat template puts behind an answer: its end, `messages`, the start of the next
+        answer.
 
-        The template is given a chat of one message, an answer and `messages`; what it writes after the answer counts.
-        With `tools` it is the template for tools. Special tokens in messages stay plain text, as in `encode_chat`.
+        The template is given a chat of one message, an answer and `messages`; only its text after the answer is used.
+        With `tools` the template for tools is used. Special tokens in messages stay plain text, as in `encode_chat`.
 
         Raises:
-            InvalidParams: As `encode_chat` raises it, or the template does not write the answer as it is given.
+            InvalidParams: An argument is refused as by `encode_chat`, or the template does not write the answer as it
+                is.
         """
         given: list[Any] = [checked_messages(messages), tools, checked_template_kwargs(template_kwargs or {})]
         quotes = self._quotes_control(given)
@@ -219,7 +221,7 @@ class Tokenizer:
         """Start the process that renders chats, if there is a template; does not wait for it.
 
         Args:
-            max_context: Tokens of a prompt and its answer; what a template writes beyond that is not tokenised.
+            max_context: Most tokens of a prompt and its answer; a longer text from a template is not tokenised.
         """
         self._max_context = max_context
         self._renderer.start()
@@ -229,15 +231,15 @@ class Tokenizer:
         self._renderer.close()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens; ids that the vocabulary lacks have no text.
+        """Return the text of `ids` without special tokens; ids that the vocabulary lacks have no text.
 
         Raises:
-            InvalidParams: An id is negative or no 32-bit number.
+            InvalidParams: An id is not an integer from 0 to 2**32 - 1.
         """
         return self._encoder.decode(ids)
 
     def _quotes_control(self, value: object) -> bool:
-        """Whether any string in `value` holds that of a special token."""
+        """Return whether any string in `value` contains the text of a special token."""
         found = False
 
         def look(text: str) -> str:
@@ -249,14 +251,14 @@ class Tokenizer:
         return found
 
     def _encode_plain(self, rendered: str) -> list[int]:
-        """Encode what the template wrote, unless it is too long however it is tokenised."""
+        """Encode a template's text, unless it is too long however it is tokenised."""
         self._check_size(rendered)
         return self._encoder.encode(rendered)
 
     def _encode_escaped(self, rendered: str) -> list[int]:
-        """Encode what the template wrote of hidden values: their special tokens stay text, the template's own do not.
+        """Encode a template's text of hidden values: their special tokens stay text, the template's own do not.
 
-        The size is checked without the marks, which have more characters than most of the strings they stand for.
+        The size is checked without the marks, which have more characters than most of the strings that they stand for.
         """
         escape = self._escaping()
         self._check_size(escape.shown(rendered))
@@ -299,7 +301,7 @@ class _Escape:
         self._aliases = aliases
         self._encoder, alias_ids = encoder.with_aliases({aliases[index]: token for index, token in special.items()})
         self._meant = {alias_ids[alias]: index for index, alias in aliases.items()}
-        # The unknown token marks text without a token, so it is no sign of a quoted string that was taken as meant.
+        # The unknown token marks text without a token, so it does not show that a quoted string was read as meant.
         self._forbidden = frozenset(special) - {encoder.unknown_id}
 
     def hide(self, text: str) -> str:
@@ -307,11 +309,11 @@ class _Escape:
         return self._control.sub(lambda match: self._mark % self._strings[match.group()], text)
 
     def shown(self, text: str) -> str:
-        """Replace marks by the strings that they stand for; a mark that a template has forged stands for nothing."""
+        """Replace marks by the strings that they stand for; a mark that a template has forged becomes empty."""
         return self._marks.sub(lambda match: self._contents.get(int(match.group(1)), ""), text)
 
     def encode(self, rendered: str) -> list[int] | None:
-        """Ids of a text with marks; None where a quoted string would still become its special token."""
+        """Return the ids of a text with marks; None if a quoted string would still become its special token."""
         text = self._control.sub(lambda match: self._aliases[self._strings[match.group()]], rendered)
         ids = self._encoder.encode(self.shown(text))
         if not self._forbidden.isdisjoint(ids):
@@ -320,7 +322,7 @@ class _Escape:
 
 
 def _any_of(strings: Any) -> re.Pattern[str]:
-    """A pattern for the longest of `strings` at the leftmost place; for none, a pattern that never matches."""
+    """Return a pattern for the longest of `strings` at the leftmost place; without strings, one that never matches."""
     longest_first = sorted((string for string in strings if string), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
