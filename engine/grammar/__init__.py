@@ -1,1 +1,1 @@
-"""Response formats, from a JSON schema to the masks of a row; never chooses a token."""
+"""Compiles response formats, such as a JSON schema, into the masks of a row; never chooses a token."""

@@ -1,8 +1,8 @@
 """Compiles grammars for `Trials` in a process of its own, which may be ended at any time; keeps none of them.
 
-Run by child_start.py; imports nothing of headrace. The first line is the vocabulary, each further one a grammar, all of
-it JSON. The answer to each is a line: what is wrong with it, or an empty text, and the seconds of processor time that
-it took. The engine uses `matcher_of`, too.
+Run by child_start.py; imports nothing of headrace. All lines are JSON. The first is the vocabulary, each later one a
+grammar. The answer to each is a line: an error message, or an empty text, and the seconds of processor time that the
+answer took. The engine uses `matcher_of` as well.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = ["answers", "matcher_of"]
 
-_STATES: Final = 50_000  # of some 60 bytes each, in a lexer that rows of one format share
-_BYTES: Final = 4 << 30  # of address space
+_STATES: Final = 50_000  # at some 60 bytes each, in a lexer that rows of one format share
+_BYTES: Final = 4 << 30  # bytes of address space
 
 
 def matcher_of(tokens: LLTokenizer, source: str) -> LLMatcher:
-    """A matcher that has consumed nothing, of a grammar as llguidance reads it, and whose first masks can be found.
+    """Return a matcher of a grammar in llguidance's form that has consumed nothing and whose first masks can be found.
 
     Raises:
-        ValueError: There can be none.
+        ValueError: The grammar gives no such matcher.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
     matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
-    tried = matcher.deep_copy()  # to go back from a special token leaves a matcher that admits something else
-    tried.compute_bitmask()  # some grammars are found to be too large only now, or where there is a choice
+    tried = matcher.deep_copy()  # going back from a special token would change what the matcher admits
+    tried.compute_bitmask()  # some grammars prove too large only here, or at the first choice
     if forced := tried.compute_ff_tokens():
         tried.consume_tokens(forced)
         tried.compute_bitmask()
@@ -42,7 +42,7 @@ def matcher_of(tokens: LLTokenizer, source: str) -> LLMatcher:
 
 
 def _reason(told: str) -> str:
-    """What llguidance says is wrong, in one line."""
+    """Return llguidance's error message in one line."""
     if told.startswith("NoExtensionBias"):
         return "no text is in it"
     first, *more = told.splitlines() or [""]
@@ -50,7 +50,7 @@ def _reason(told: str) -> str:
 
 
 class _Vocabulary:
-    """A token table as llguidance reads one; forced text is cut into single bytes, which takes as long."""
+    """The token table in the form that llguidance reads; forced text is cut into single bytes, which takes as long."""
 
     bos_token_id = None
 
@@ -64,7 +64,7 @@ class _Vocabulary:
 
 
 def answers(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Read the vocabulary, then try one grammar after the other."""
+    """Read the vocabulary, then try one grammar after another."""
     import resource
 
     from llguidance import LLTokenizer, TokenizerWrapper

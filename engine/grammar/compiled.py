@@ -1,7 +1,7 @@
-"""`CompiledGrammar`: where rows stand in a response format and what may follow, for one of them or many at once.
+"""`CompiledGrammar`: the states of rows in a response format, and masks of the next tokens, for one row or many.
 
-Owns the lexers that rows of one format share; starts no thread and compiles nothing by itself. Parsing and masks are
-llguidance's. Next to read: compiler.py, which makes these.
+Owns the lexers that rows of one format share; starts no thread and compiles nothing by itself. llguidance does the
+parsing and finds the masks. Next to read: compiler.py, which makes these.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledGrammar", "ManyRows"]
 
-_LEXERS: Final = 16  # of one format
-_ROWS_OF_LEXER: Final = 16  # which take turns with their masks
+_LEXERS: Final = 16  # for one format
+_ROWS_OF_LEXER: Final = 16  # rows that share a lexer take turns to find masks
 _THREADS: Final = 12
 
 
@@ -28,11 +28,11 @@ class CompiledGrammar:
     """A grammar that any number of rows may begin, in any thread."""
 
     def __init__(self, fresh: Callable[[], LLMatcher], matcher: LLMatcher, many: ManyRows) -> None:
-        """Keep `matcher`, which has consumed nothing, to be copied; `fresh` makes another one.
+        """Keep `matcher`, which has consumed nothing and is copied for rows; `fresh` makes another one.
 
         Args:
             fresh: Compiles the grammar again.
-            matcher: What it gave.
+            matcher: The compiled grammar.
             many: Finds the masks of many rows at once.
         """
         self._fresh = fresh
@@ -41,7 +41,7 @@ class CompiledGrammar:
         self._lock = threading.Lock()
 
     def begin(self, tokens: Sequence[int]) -> _Matcher:
-        """The state after `tokens`."""
+        """Return the state after `tokens`."""
         with self._lock:
             lexers = self._lexers = [lexer for lexer in self._lexers if not lexer.spent]
             lexer = min(lexers, key=lambda each: len(each.rows), default=None)
@@ -53,17 +53,17 @@ class CompiledGrammar:
         return state
 
     def fill(self, states: Sequence[tuple[GrammarState, Sequence[int], int]], masks: memoryview) -> None:
-        """Let many rows go on and write their masks, beside the interpreter."""
+        """Advance many rows and write their masks, without holding the interpreter."""
         self._many.fill([(state, tokens, row) for state, tokens, row in states if isinstance(state, _Matcher)], masks)
 
     def alone(self, lexer: _Lexer) -> LLMatcher:
-        """A matcher for the one row that found no room left for states in the lexer that it shares."""
+        """Return a matcher for one row alone, since its shared lexer has no room left for states."""
         lexer.spent = True
         return self._fresh()
 
 
 class _Lexer:
-    """A matcher that consumes nothing, whose copies share their lexer's states; they lock it while they find a mask."""
+    """A matcher that consumes nothing. Its copies share the lexer's states and lock it while they find a mask."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
@@ -72,7 +72,7 @@ class _Lexer:
 
 
 class _Matcher:
-    """Where one row stands in its grammar."""
+    """The state of one row in its grammar."""
 
     def __init__(self, grammar: CompiledGrammar, lexer: _Lexer) -> None:
         self._grammar: CompiledGrammar | None = grammar
@@ -81,10 +81,10 @@ class _Matcher:
         self._tokens: list[int] = []
         lexer.rows.add(self)
         self.known: list[int] | None = None
-        """What is forced; None until that has been found."""
+        """Token ids that are forced next; None until they have been found."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Go on from the start, all at once."""
+        """Consume all tokens from the start at once."""
         self._tokens = list(tokens)
         self.matcher.consume_tokens(self._tokens)
 
@@ -93,7 +93,7 @@ class _Matcher:
         self.matcher.consume_token(token)
 
     def note(self, token: int) -> None:
-        """Keep what follows from a token for all but the matcher."""
+        """Update everything but the matcher for a token."""
         self._tokens.append(token)
         self.known = self.known[1:] or None if self.known and self.known[0] == token else None
 
@@ -106,7 +106,7 @@ class _Matcher:
         if forced := self.forced():
             return _only(forced[0])
         mask = self.matcher.compute_bitmask()
-        if not self.matcher.is_error():  # asked now: finding the mask may be what fails
+        if not self.matcher.is_error():  # checked here, since finding the mask may fail
             return mask
         if self._grammar is None:
             return b""
@@ -116,7 +116,7 @@ class _Matcher:
 
 
 class ManyRows:
-    """What an engine does for the rows of many states at once, in threads that need no interpreter meanwhile."""
+    """Advances and masks the rows of many states at once, in threads that need no interpreter meanwhile."""
 
     def __init__(self) -> None:
         """Start no thread."""
@@ -124,15 +124,15 @@ class ManyRows:
         self._executor: LLExecutor | None = None
 
     def fill(self, asked: Sequence[tuple[_Matcher, Sequence[int], int]], masks: memoryview) -> None:
-        """Go on and find masks; what fails is seen in them.
+        """Advance the states and write their masks; a state's failure shows when its mask is found.
 
-        What is forced comes first: it is cut into tokens by Python, which a mask would otherwise call for each row, out
-        of threads that have no interpreter and would wait for it.
+        Forced tokens come first: Python cuts forced text into tokens, which a mask would otherwise ask of it for each
+        row, from threads that would have to wait for the interpreter.
         """
-        import numpy as np  # beside the first device that keeps masks, and not with this module
+        import numpy as np  # imported with the first masks, not with this module
 
         words_RW, executor = np.asarray(masks).view(np.uint32), self._threads()
-        asked = sorted(asked, key=lambda each: id(each[0].lexer))  # so that neighbours take turns, and threads need not
+        asked = sorted(asked, key=lambda each: id(each[0].lexer))  # rows of one lexer become neighbours
         for state, tokens, _ in asked:
             for token in tokens:
                 state.note(token)
@@ -159,13 +159,13 @@ class ManyRows:
             if self._executor is None:
                 from llguidance import LLExecutor
 
-                others = 2  # the event loop's, and one that launches steps
+                others = 2  # threads: the event loop's, and one that launches steps
                 self._executor = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) - others)))
             return self._executor
 
 
 def _only(token: int) -> bytes:
-    """The mask of one token; what is missing at its end is not allowed."""
+    """Return the mask of one token; missing bytes at its end count as not allowed."""
     mask = bytearray(4 * (token // 32 + 1))
     mask[token // 8] = 1 << token % 8
     return bytes(mask)

@@ -1,7 +1,7 @@
 """`Grammars`: compiles response formats in threads of their own, in turns by tenant and in bounded time.
 
-Parsing and masks are llguidance's, which bounds its own work ("fuel") and answers a grammar that is too much with an
-error; docs/sampling.md says how it was chosen.
+llguidance does the parsing and finds the masks; it bounds its own work ("fuel") and answers an excessive grammar with
+an error. docs/sampling.md says how it was chosen.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ if TYPE_CHECKING:
 __all__ = ["Grammars"]
 
 _THREADS: Final = 2
-_TRIALS: Final = 2  # at a time, each of another tenant
-_WAITING: Final = 1024  # requests of one tenant
-_PATIENCE: Final = 5.0  # seconds that a format may wait for its tenant's turn
+_TRIALS: Final = 2  # trials at a time, each for another tenant
+_WAITING: Final = 1024  # waiting requests of one tenant
+_PATIENCE: Final = 5.0  # seconds for which a format may wait for its tenant's turn
 _KEPT: Final = 64
-_TEXTS: Final = 512  # between choices, which rows of one format share
-_MESSAGE: Final = 300  # characters of what llguidance says, which may quote the whole source
+_TEXTS: Final = 512  # forced texts whose tokens are kept
+_MESSAGE: Final = 300  # characters of llguidance's message, which may quote the whole source
 
-# Tokens that may stand in a string, by length: those that cannot exceed what is left of it are allowed without being
-# looked at one by one. llguidance has 10 and 30; without shorter ones the last characters of a string cost most of all.
+# Tokens that may stand in a string, by length: a token that cannot exceed the rest of a string is allowed without a
+# look at it. llguidance has 10 and 30; without shorter ones the last characters of a string cost the most.
 _STRING_LENGTHS: Final = (2, 4, 6, 8)
 _IN_STRING: Final = r'[^"\\\x00-\x1F\x7F]{1,%d}'
 
 
 class _Told(NamedTuple):
-    """What a turn has for the requests that wait."""
+    """The result of a turn for the requests that wait."""
 
     claim: Claim
     job: GrammarJob | None = None
-    """The job that the turn has ended; None where it goes on, or had begun before."""
+    """The job that the turn has ended; None if it goes on, or had begun before."""
     grammar: CompiledGrammar | None = None
     error: Rejected | None = None
     work: int = 0
-    """What a trial is charged as, in tokens, whatever has come of it."""
+    """Tokens charged for a trial, whatever its result."""
 
 
 class Grammars:
-    """The compiler of one engine: threads that are started when first needed, and the grammars last used.
+    """The compiler of one engine: its threads, which start when they are first needed, and the grammars last used.
 
-    Formats that take turns for a trial have threads of their own, so that no other format waits for one.
+    Formats that need a trial have threads of their own, so that no other format waits for one.
     """
 
     def __init__(self, post: Poster, make_worker: Callable[..., FairWorker] = FairWorker) -> None:
@@ -74,7 +74,7 @@ class Grammars:
         self._trying: FairWorker | None = None
         self._trying_lock = threading.Lock()
         self._waiting: Counter[str | None] = Counter()
-        """Tenant -> its requests that wait."""
+        """Number of waiting requests by tenant."""
         self._jobs = GrammarJobs(_PATIENCE)
         self._kept: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
         self._tokens_lock = threading.Lock()
@@ -93,18 +93,18 @@ class Grammars:
         tenant: str | None = None,
         charge: Charge = charge_nobody,
     ) -> None:
-        """Compile `wanted` and call `done`, here or later on the event loop, with the grammar or a typed error.
+        """Compile `wanted` and call `done` on the event loop, at once or later, with the grammar or a typed error.
 
         Args:
-            wanted: The format.
-            opened: The model whose tokens are to keep to it, always the same one.
-            still_wanted: Asked in a thread when its turn comes; if not, nothing is compiled.
-            done: Gets a `CompiledGrammar`, or neither it nor an error where it is no longer wanted; `GrammarRejected`
-                where the format is invalid, too large or takes longer to compile than it may; `Overloaded` where it
-                waits too long for others, or too many of its tenant wait; `InvalidParams` where the model has no token
-                to end with.
-            tenant: Whose turn it takes.
-            charge: Is told of a trial in a turn of that tenant, if no other of its requests is.
+            wanted: The response format.
+            opened: The model whose tokens must follow the format; the same in every call.
+            still_wanted: Asked in a thread when the turn comes; if it returns False, nothing is compiled.
+            done: Gets a `CompiledGrammar`, or neither a grammar nor an error if it is no longer wanted;
+                `GrammarRejected` if the format is invalid, too large or takes longer to compile than it may;
+                `Overloaded` if it waits too long for others, or too many requests of its tenant wait; `InvalidParams`
+                if the model has no token to end with.
+            tenant: The tenant whose turn is taken.
+            charge: Function that is told of a trial in a turn of that tenant, unless another of its requests is told.
         """
         grammar = self._kept.get(wanted)
         if grammar is not None:
@@ -126,7 +126,7 @@ class Grammars:
             self._compiling.submit_for(tenant, turn, partial(self._tell, job, tenant), cost=len(wanted.source))
 
     def drop(self, error: BaseException) -> None:
-        """End what waits with `error`, and what is compiled as soon as it can be. Called on the event loop."""
+        """End waiting requests with `error`, and running compilations as soon as possible. Called on the event loop."""
         self._jobs.close()
         for worker in (self._compiling, self._trying):
             if worker is not None:
@@ -137,17 +137,17 @@ class Grammars:
         self._jobs.close()
         if self._compiling is not None:
             self._compiling.close()
-        if self._trying is not None:  # which the other threads start
+        if self._trying is not None:  # closed last, since the other threads start it
             self._trying.close()
         self._trials.close()
 
     def _tell(self, job: GrammarJob, tenant: str | None, told: _Told | None, error: BaseException | None) -> None:
-        """Tell the requests that wait for `job` what a turn of `tenant` has for them."""
-        if error is not None:  # no refusal, but a defect
+        """Tell the requests that wait for `job` the result of a turn of `tenant`."""
+        if error is not None:  # a defect, not a refusal
             for waiter in self._jobs.end(job):
                 self._answer(waiter, None, error)
             return
-        if told is None:  # it goes on in a trial
+        if told is None:  # the job goes on in a trial
             return
         for waiter in told.claim.gone:
             self._answer(waiter, None, None)
@@ -161,7 +161,7 @@ class Grammars:
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         waiters = sorted(self._jobs.end(job), key=lambda waiter: waiter.tenant != tenant)
-        if told.work and waiters:  # one pays, of the tenant whose turn it was
+        if told.work and waiters:  # one request pays, of the turn's tenant if it has one
             waiters[0].charge(told.work)
         for waiter in waiters:
             self._answer(waiter, told.grammar, copy.copy(told.error))
@@ -188,7 +188,7 @@ class Grammars:
     def _work(
         self, job: GrammarJob, tenant: str | None, make: Callable[[GrammarJob], tuple[CompiledGrammar | None, float]]
     ) -> _Told:
-        """Begin a job in a turn of `tenant`, if it has not begun and the tenant can still use it, and end it."""
+        """Compile a job in a turn of `tenant`, unless it has begun or the tenant can no longer use it."""
         claim = self._jobs.claim(job, tenant, time.monotonic())
         if not claim.begins:
             return _Told(claim)
@@ -211,10 +211,10 @@ class Grammars:
         return CompiledGrammar(lambda: matcher_of(tokens, source), matcher_of(tokens, source), self._many)
 
     def _try(self, job: GrammarJob) -> tuple[CompiledGrammar | None, float]:
-        """Compile a format once that has succeeded in another process.
+        """Compile a format, once a trial in another process has succeeded.
 
         Returns:
-            The grammar, or None where nobody wants it any more, and the seconds that its trial took.
+            The grammar, or None if nobody wants it any more, and the seconds that its trial took.
         """
         source = _source(job.wanted)
         self._tokens(job.opened)  # reads the vocabulary
@@ -235,7 +235,8 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A token table as llguidance reads one; ids without a token are special, which no grammar can ask for."""
+    """The token table in the form that llguidance reads; ids without a token are special, so grammars cannot name
+    them."""
 
     bos_token_id = None
 
@@ -254,7 +255,7 @@ class _Vocabulary:
         self._known = lru_cache(_TEXTS)(self._cut)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text that a grammar leaves no choice about, as the tokenizer would cut it within a longer one."""
+        """Return the tokens of a forced text, as the tokenizer would cut it within a longer text."""
         return self._known(bytes(text))
 
     def _cut(self, text: bytes) -> list[int]:
@@ -265,7 +266,7 @@ class _Vocabulary:
             return self._longest_first(text)
         ids = [token for token in ids if token not in frame]
         same = b"".join(self.tokens[token] for token in ids if token < len(self.tokens)) == text
-        if not same or self._special.intersection(ids):  # many put a space before a text; it may spell a control token
+        if not same or self._special.intersection(ids):  # such as a space put before it, or a control token
             return self._longest_first(text)
         return ids
 
@@ -275,7 +276,7 @@ class _Vocabulary:
         while start < len(text):
             ends = range(min(start + self._longest, len(text)), start, -1)
             end = next((end for end in ends if text[start:end] in self._ids), None)
-            if end is None:  # a byte that the vocabulary cannot say
+            if end is None:  # a byte that the vocabulary lacks
                 break
             ids.append(self._ids[text[start:end]])
             start = end
@@ -283,10 +284,10 @@ class _Vocabulary:
 
 
 def _source(wanted: ResponseFormat) -> str:
-    """The grammar as llguidance reads it.
+    """Return the grammar in the form that llguidance reads.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The format is not valid.
     """
     from llguidance import LLMatcher
 
@@ -301,12 +302,12 @@ def _source(wanted: ResponseFormat) -> str:
 
 
 def _tokens(seconds: float) -> int:
-    """Return what so long a trial is charged as."""
+    """Return the tokens that a trial of `seconds` is charged as."""
     return max(1, math.ceil(seconds * TOKENS_A_SECOND))  # clocks may be coarse
 
 
 def _end_ids(opened: Opened) -> list[int]:
-    """End-of-sequence ids that the model can say."""
+    """Return the end-of-sequence ids that the model can generate."""
     return [token for token in opened.tokenizer.eos_ids if token < opened.info.vocab_size]
 
 

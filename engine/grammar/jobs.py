@@ -1,7 +1,7 @@
-"""`GrammarJobs`: who waits for which response format, and whose turn begins its compilation; compiles nothing.
+"""`GrammarJobs`: the requests that wait for response formats, and the turns that compile them; compiles nothing.
 
-A format is compiled once, whoever asks for it. Each tenant that asks queues a turn of its own for it, so that none
-waits for the turn of another; the first of these turns begins the compilation, and the others find it begun.
+A format is compiled once for all requests. Each tenant that asks queues a turn of its own for it, so that none waits
+for the turn of another; the first of these turns begins the compilation, and the others find it begun.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.engine.response_format import ResponseFormat
 __all__ = ["Claim", "Done", "GrammarJob", "GrammarJobs", "Waiter"]
 
 Done = Callable[[CompiledGrammar | None, BaseException | None], None]
-"""Gets the grammar, or an error, or neither where nobody wants the grammar any more; on the event loop."""
+"""Function that gets the grammar, or an error, or neither if nobody wants the grammar any more; on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Waiter:
 
     tenant: str | None
     since: float
-    """Seconds on the clock of whoever asks the jobs."""
+    """Seconds at which the request began to wait, on the clock of `GrammarJobs.claim`."""
     still_wanted: Callable[[], bool]
     done: Done
     charge: Charge = charge_nobody
@@ -45,12 +45,12 @@ class GrammarJob:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a tenant's turn found."""
+    """The result of a tenant's turn."""
 
     begins: bool
-    """The turn is to compile the format."""
+    """Whether the turn is to compile the format."""
     gone: list[Waiter]
-    """Requests of the tenant that no longer want it."""
+    """Requests of the tenant that no longer want the format."""
     late: list[Waiter]
     """Requests of the tenant that have waited too long."""
 
@@ -66,7 +66,7 @@ class GrammarJobs:
         self._jobs: dict[ResponseFormat, GrammarJob] = {}
 
     def join(self, wanted: ResponseFormat, opened: Opened, waiter: Waiter) -> GrammarJob | None:
-        """Let a request wait for `wanted`: the job if its tenant must queue a turn for it, else None."""
+        """Let a request wait for `wanted`; return the job if its tenant must queue a turn for it, else None."""
         with self._lock:
             job = self._jobs.get(wanted)
             if job is None:
@@ -97,7 +97,7 @@ class GrammarJobs:
             return Claim(job.begun, gone, late)
 
     def still_wanted(self, job: GrammarJob) -> bool:
-        """Whether anybody wants a job that has begun; if not, whoever asks from now on begins anew."""
+        """Return whether anybody wants a job that has begun; if not, a later request begins a new job."""
         with self._lock:
             if not self._closed and any(waiter.still_wanted() for waiter in job.waiters):
                 return True

@@ -1,7 +1,8 @@
-"""Numbers in JSON schemas, in bounds that llguidance keeps exactly and of digits that a double holds; compiles nothing.
+"""Gives numbers in JSON schemas bounds that llguidance keeps exactly, and digits that a double holds; compiles nothing.
 
-It reads every number of a schema as a double, so a bound of 2^53 + 1 would become 2^53; takes no bound from 2^63 on;
-and lets a number without bounds have digits without end. Next to read: json_schemas.py, which visits the schemas.
+llguidance reads every number of a schema as a double, so a bound of 2^53 + 1 would become 2^53; it accepts no bound
+from 2^63 on; and it lets a number without bounds have digits without end. Next to read: json_schemas.py, which visits
+the schemas.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ BOUNDS: Final = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 """Keywords that bound a number."""
 
 _MOST: Final = 2**53 - 1
-"""Numbers go so far by default: every integer up to here is exact as a double."""
+"""Default bound of numbers: every integer up to it is exact as a double."""
 _FARTHEST: Final = 2**63 - 1024
-"""The largest double that llguidance takes as a bound."""
+"""The largest double that llguidance accepts as a bound."""
 _FINEST: Final = 1e-9
-"""The smallest difference of two numbers: with 16 digits before the point, more than a double tells apart."""
+"""Smallest difference of two numbers: with 16 digits before the point, more than a double tells apart."""
 _NARROW: Final = 1e-6
-"""Ranges narrower than this have as many digits as they need."""
+"""Width of a range below which numbers have as many digits as they need."""
 _LOW: Final = BOUNDS[:2]
 _ANNOTATIONS: Final = frozenset(("title", "description", "default", "examples", "format", "deprecated"))
 
@@ -31,7 +32,7 @@ SHARED: Final[dict[str, Any]] = {
     "headrace-integer": {"type": "integer", "minimum": -_MOST, "maximum": _MOST},
     "headrace-number": {"type": "number", "minimum": -_MOST, "maximum": _MOST, "multipleOf": _FINEST},
 }
-"""What integers and numbers without bounds are, as definitions: compiling each anew would take a millisecond or two."""
+"""Definitions of integers and numbers without bounds: compiling each anew would take a millisecond or two."""
 
 
 def check_constants(key: str, value: Any) -> None:
@@ -39,29 +40,29 @@ def check_constants(key: str, value: Any) -> None:
 
     Args:
         key: `const` or `enum`.
-        value: What it holds.
+        value: The constant or the list of constants.
 
     Raises:
-        ValueError: It holds an integer that no double is.
+        ValueError: `value` holds an integer that is not a double.
     """
     for number in _numbers(value):
         try:
             near = float(number)
         except OverflowError:
             near = math.inf
-        short = isinstance(number, int) and abs(number) < 2**63  # others are written as the shortest text of a double
+        short = isinstance(number, int) and abs(number) < 2**63  # others become the shortest text of a double
         if near == math.inf or int(near if short else Decimal(repr(near))) != int(number):
             raise ValueError(f"{key} holds {_shown(number)}, an integer beyond 2^53 that cannot be kept")
 
 
 def bounded_numbers(schema: dict[str, Any], *, shares: bool) -> dict[str, Any]:
-    """Return a schema whose bounds are doubles, and whose numbers have bounds and a finest difference.
+    """Return a schema whose bounds are doubles, and whose numbers have bounds and a smallest difference.
 
-    Bounds are rounded inwards, so that what is written satisfies the schema as it was given.
+    Bounds are rounded inwards, so that the numbers that are written satisfy the original schema.
 
     Args:
-        schema: One schema; those inside it are not looked at.
-        shares: Whether it may refer to `SHARED` as definitions.
+        schema: One schema; schemas inside it are not changed.
+        shares: Whether the schema may refer to `SHARED` as definitions.
 
     Raises:
         ValueError: A bound admits only numbers that cannot be written; names the keyword.
@@ -91,12 +92,12 @@ def bounded_numbers(schema: dict[str, Any], *, shares: bool) -> dict[str, Any]:
 def _with_double(schema: dict[str, Any], key: str) -> dict[str, Any]:
     """Return a schema whose bound `key`, if it lies beyond 2^53, is an included double that is no wider."""
     sign, included = (1, "minimum") if key in _LOW else (-1, "maximum")
-    bound = sign * schema[key]  # as a lower one
+    bound = sign * schema[key]  # as a lower bound
     if abs(bound) <= _MOST:
         return schema
     near = -_FARTHEST if bound < -_FARTHEST else min(bound, 2 * _FARTHEST)
     double = int(float(near))
-    if double < near or (double == bound and key != included):  # beyond 2^53 the next double is an integer, too
+    if double < near or (double == bound and key != included):  # beyond 2^53 the next double is an integer as well
         double = int(math.nextafter(float(double), math.inf))
     if double > _FARTHEST:
         raise ValueError(f"{key}: {_shown(schema[key])} admits only numbers beyond 2^63, which cannot be kept")

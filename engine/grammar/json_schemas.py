@@ -1,9 +1,9 @@
-"""JSON schemas in words that llguidance reads as they are meant; refuses what it would not keep, and compiles nothing.
+"""Rewrites JSON schemas so that llguidance follows their meaning, and refuses others; compiles nothing.
 
-It takes a class of characters with all control characters for one with quotes and backslashes, so that `[^"]` would
-admit a quote; leaves out of a fixed text what can only be written as `\\u0001`; and admits 2 between 2, excluded, and
-2.5. And it reads patterns in Rust's syntax, where a class may hold others. Next to read: compiler.py, which compiles
-what comes of it.
+llguidance reads a class of characters with all control characters as one with quotes and backslashes, so that `[^"]`
+would admit a quote; drops the characters of a fixed text that can only be written as `\\u0001`; and admits 2 between 2,
+excluded, and 2.5. It also reads patterns in Rust's syntax, where a class may hold others. Next to read: compiler.py,
+which compiles the result.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from headrace.engine.grammar.schema_walk import CONSTANTS, combines, mapped_sche
 
 __all__ = ["JSON_STYLE", "closed_schema", "exact_grammar", "exact_schema", "without_others"]
 
-# Compact, as models write JSON on one line: free white space would let a model go on with nothing else.
-# Without \u a text has one spelling, so that no property gets past its own schema under an escaped name.
+# Compact, as models write JSON on one line: free white space would let a model write nothing else. Without \u a text
+# has one spelling, so that no property escapes its own schema under an escaped name.
 JSON_STYLE: Final[Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -32,9 +32,9 @@ JSON_STYLE: Final[Any] = {
 
 _SHARED: Final = {**SHARED, VALUE: VALUES}
 _OTHERS: Final = frozenset(("additionalProperties", "patternProperties", "propertyNames", "minProperties"))
-"""Keywords that say something of properties without a name."""
+"""Keywords that concern properties without a name."""
 _UNWRITTEN: Final = frozenset({*range(0x20), 0x7F}.difference(map(ord, "\b\f\n\r\t")))
-"""Characters that are written with `\\u` alone, which no format here admits."""
+"""Characters that can only be written with `\\u`, which no format here admits."""
 _PARTS: Final = re.compile(
     r"\\[xu]\{[^}]{0,9}\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[pP]\{[^}]{0,64}\}|\\[pP].|\\.|.",
     re.S,
@@ -46,18 +46,18 @@ _OPERATORS: Final = frozenset("&-~")
 
 
 def exact_grammar(source: str) -> str:
-    """A grammar in Lark's syntax with the schemas in it made exact.
+    """Return a grammar in Lark's syntax with the schemas in it made exact.
 
     Raises:
-        ValueError: One of them cannot be kept to.
+        ValueError: A schema in it cannot be followed exactly.
     """
     parts, at = [], 0
     for found in re.finditer(r"%json\s*(?=\{)", source):
-        if found.start() < at:  # within the schema before
+        if found.start() < at:  # inside the previous schema
             continue
         try:
             schema, end = json.JSONDecoder().raw_decode(source, found.end())
-        except ValueError:  # in a string or a comment, or else llguidance says what is wrong
+        except ValueError:  # a string or a comment, or an error that llguidance reports
             continue
         parts += [source[at : found.end()], json.dumps(exact_schema(schema), ensure_ascii=False)]
         at = end
@@ -65,7 +65,7 @@ def exact_grammar(source: str) -> str:
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return a schema of JSON whose objects have all their properties and no others, as OpenAI's strict mode demands.
+    """Return a JSON schema whose objects have exactly the named properties, as OpenAI's strict mode demands.
 
     Objects without named properties, such as those of a `dict`, stay as they are.
     """
@@ -79,9 +79,9 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_others(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects have no properties but those that it names, where it says nothing of others.
+    """Return a schema whose objects have only named properties, unless the schema says something of others.
 
-    Every value that it admits satisfies the schema as it was given. Where a value has to satisfy several schemas, the
+    Every value that the result admits satisfies the original schema. If a value has to satisfy several schemas, the
     schema stays as it is, since one of them may name what another leaves out.
     """
     closed: dict[str, Any] = schema if combines(schema) else mapped_schemas(schema, _without_others)
@@ -101,7 +101,7 @@ def exact_schema(schema: Any) -> Any:
     """Return a schema made exact.
 
     Raises:
-        ValueError: It cannot be kept to.
+        ValueError: The schema cannot be followed exactly.
     """
     if not isinstance(schema, dict) or not isinstance(schema.get("$defs", {}), dict) or '"$id"' in json.dumps(schema):
         return mapped_schemas(schema, partial(_exact, shares=False))
@@ -122,7 +122,8 @@ def _exact(schema: dict[str, Any], shares: bool) -> dict[str, Any]:
 
 
 def _check_counted(schema: dict[str, Any]) -> None:
-    """Refuse to count names that may be written twice, which whoever reads the object takes for one."""
+    """Refuse `minProperties` for names that may be written twice, since readers of the object take equal names for
+    one."""
     least, required = schema.get("minProperties"), schema.get("required")
     is_free = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
     if is_free and isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
@@ -143,7 +144,8 @@ def _exact_keyword(key: str, value: Any) -> Any:
 
 
 def _exact_range(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of numbers, where they lie within a unit whose whole end is excluded, with an end that is included."""
+    """Return a schema in which an excluded integer bound of a range shorter than 1 becomes an included number near
+    it."""
     numbers = {key: schema[key] for key in BOUNDS if type(schema.get(key)) in (int, float)}
     bounds = {key: value for key, value in numbers.items() if abs(value) < 2**53}  # beyond there are no fractions
     low = max((bounds[key] for key in ("minimum", "exclusiveMinimum") if key in bounds), default=-math.inf)
@@ -169,10 +171,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _exact_pattern(pattern: str) -> str:
-    """The pattern with plain classes, none of which has all control characters: what it leaves out is never written."""
+    """Return the pattern with plain classes, none of which has all control characters, since those are never
+    written."""
     parts = _PARTS.findall(pattern)
     made: list[str] = []
-    begin = 0  # of the class that is open
+    begin = 0  # index in `made` of the first part of the open class; 0 outside a class
     negated = False
     for place, part in enumerate(parts):
         following = parts[place + 1] if place + 1 < len(parts) else ""
@@ -182,7 +185,7 @@ def _exact_pattern(pattern: str) -> str:
                 begin, negated = len(made) + 1, following == "^"
         elif negated and len(made) == begin:
             part = r"^\x00"
-        elif len(made) == begin + negated and part in "]-":  # a character, as in other dialects
+        elif len(made) == begin + negated and part in "]-":  # a plain character, as in other dialects
             part = "\\" + part
         elif part == "]":
             begin = 0
@@ -196,17 +199,17 @@ def _exact_pattern(pattern: str) -> str:
 
 
 def _check_writable(part: str, *, is_range: bool = False) -> None:
-    """Refuse a part of a pattern that stands for control characters; as the end of a range they may be left out.
+    """Refuse a part of a pattern that stands for control characters; at the end of a range they may be left out.
 
     Raises:
-        ValueError: It does.
+        ValueError: The part stands for them.
     """
     if (_code_of(part) in _UNWRITTEN and not is_range) or _CONTROLS.fullmatch(part):
         raise ValueError(f"a pattern asks for control characters with {part!r}, which cannot be written here")
 
 
 def _code_of(part: str) -> int | None:
-    """The character that a part stands for; None where it may be any of several."""
+    """Return the character code that a part stands for; None if it may be any of several."""
     if found := _CODE.fullmatch(part):
         return int(found[1], 16)
     if part in (r"\a", r"\v"):

@@ -1,6 +1,6 @@
-"""Values that a JSON schema leaves free, as definitions with numbers of bounded digits; compiles nothing.
+"""Defines the values that a JSON schema leaves free, with numbers of bounded digits; compiles nothing.
 
-llguidance lets a number in a free value have digits without end, as json_numbers.py says of numbers without bounds.
+llguidance lets a number in a free value have digits without end, as json_numbers.py describes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from headrace.engine.grammar.schema_walk import ANNOTATIONS
 __all__ = ["VALUE", "VALUES", "described"]
 
 VALUE: Final = "headrace-value"
-"""The definition of any value."""
+"""Name of the definition of any value."""
 _ANY: Final = {"$ref": f"#/$defs/{VALUE}"}
 VALUES: Final[dict[str, Any]] = {
     "anyOf": [
@@ -24,7 +24,7 @@ VALUES: Final[dict[str, Any]] = {
         {"type": "object", "additionalProperties": _ANY},
     ]
 }
-"""What that definition says."""
+"""The definition of any value."""
 
 _TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
 _TYPED: Final = frozenset(("type", "const", "enum", "anyOf", "$ref"))
@@ -32,7 +32,7 @@ _UNBOUND: Final = ANNOTATIONS | {"$defs", "definitions", "x-guidance"}
 
 
 def described(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose free values are those of the definition `VALUE`; schemas inside it are not looked at.
+    """Return a schema whose free values refer to the definition `VALUE`; schemas inside it are not changed.
 
     Args:
         schema: One schema of a whole in which no value has to satisfy two.

@@ -1,4 +1,4 @@
-"""Walks over the schemas inside a JSON schema; knows where schemas stand, and nothing of what they say."""
+"""Walks over the schemas inside a JSON schema; knows the places of schemas, and nothing of their meaning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BESIDE: Final = ANNOTATIONS | {"$defs", "definitions", "x-guidance"}
 
 
 def mapped_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return a schema in which every schema is what `change` makes of it, the innermost ones first."""
+    """Return a schema in which `change` has replaced every schema, the innermost ones first."""
     if isinstance(schema, list):
         return [mapped_schemas(each, change) for each in schema]
     if not isinstance(schema, dict):
@@ -40,9 +40,9 @@ def _mapped_keyword(key: str, value: Any, change: Callable[[dict[str, Any]], dic
 
 
 def combines(schema: Any) -> bool:
-    """Whether some value has to satisfy two schemas inside this one, or a schema may be known by a name of its own.
+    """Return whether a value may have to satisfy two schemas inside this one, or a schema may have a name of its own.
 
-    Where that is so, an object that one schema leaves open may have its properties described by another.
+    If so, one schema may describe the properties of an object that another leaves open.
     """
     return any(
         not _COMBINING.isdisjoint(each)

@@ -1,7 +1,7 @@
-"""`Trials`: whether a grammar is compiled in time, tried in a process that can be ended; compiles nothing for use.
+"""`Trials`: tries whether a grammar compiles in time, in a process that can be ended; compiles nothing for use.
 
 A call of llguidance cannot be interrupted, and thirty characters are enough for one that takes for ever: a schema with
-`multipleOf: 99999989`. Formats of which that cannot be are compiled at once (`may_take_long`); others are tried first.
+`multipleOf: 99999989`. Formats that cannot take long (`may_take_long`) are compiled at once; others are tried first.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from headrace.engine.response_format import ResponseFormat
 __all__ = ["Starved", "TooSlow", "Trials", "Unfit", "Vocabulary", "may_take_long"]
 
 Vocabulary = tuple[Sequence[bytes], Sequence[int], Sequence[int]]
-"""Tokens, ids of special ones, and those that end a sequence."""
+"""Tokens, ids of special tokens, and ids that end a sequence."""
 
-_SECONDS: Final = 2.0  # of a processor, for one trial; the same work is then done once more, in this process
-_PATIENCE: Final = 10.0  # seconds in which a processor must have had time for a trial, or for reading the vocabulary
-_VALUES: Final = 500  # of a schema
-_LENGTH: Final = 1000  # of a regular expression
-_GRAMMAR: Final = 4000  # characters
+_SECONDS: Final = 2.0  # processor time of one trial; the same work is then done once more, in this process
+_PATIENCE: Final = 10.0  # seconds within which a trial, or reading the vocabulary, must end in real time
+_VALUES: Final = 500  # in a schema
+_LENGTH: Final = 1000  # characters of a regular expression
+_GRAMMAR: Final = 4000  # characters of a Lark grammar
 _PATTERNS: Final = 3
-_MULTIPLE: Final = 1000  # of all numbers together, whose multiples may be asked for at once
+_MULTIPLE: Final = 1000  # largest product of all `multipleOf` of a schema
 _HARMLESS: Final = frozenset(
     "$schema $id $comment $ref type title description default examples required additionalProperties items prefixItems"
     " enum const anyOf oneOf allOf minLength maxLength minItems maxItems minProperties maxProperties format"
@@ -35,17 +35,17 @@ _HARMLESS: Final = frozenset(
 _NAMED: Final = frozenset(("properties", "$defs", "definitions"))
 _DATA: Final = frozenset(("enum", "const", "default", "examples", "required"))
 _SUSPICIOUS: Final = ("&", "~", "\\u", "multipleOf", "attern")
-"""Parts of a grammar, or of a schema in it, with which compiling may take long."""
+"""Parts of a grammar, or of a schema in it, that may make compiling slow."""
 
 
 class Unfit(Exception):
     """A grammar that cannot be compiled."""
 
     def __init__(self, why: str, seconds: float) -> None:
-        """Keep what the trial found.
+        """Keep the result of the trial.
 
         Args:
-            why: What is wrong with the grammar.
+            why: The fault of the grammar.
             seconds: Processor time of the trial.
         """
         super().__init__(why)
@@ -69,7 +69,7 @@ class Starved(Exception):
 
 
 def may_take_long(wanted: ResponseFormat) -> bool:
-    """Whether compiling might take more than a few tenths of a second."""
+    """Return whether compiling might take more than a few tenths of a second."""
     if wanted.kind in ("json_object", "choice"):
         return False
     if wanted.kind == "regex":
@@ -86,7 +86,7 @@ def may_take_long(wanted: ResponseFormat) -> bool:
 
 
 class _Survey:
-    """What a schema holds, as far as one must know it."""
+    """Counts the parts of a schema that decide how long compiling may take."""
 
     def __init__(self) -> None:
         self.values = self.patterns = 0
@@ -107,7 +107,7 @@ class _Survey:
             for each in value.values():
                 self.see(each)
         elif key in _DATA:
-            self.values += len(json.dumps(value)) // 4  # at least as many as there are
+            self.values += len(json.dumps(value)) // 4  # at least the number of values
         elif key == "pattern":
             self.patterns += 1
             self.is_suspicious |= not isinstance(value, str) or len(value) > _LENGTH
@@ -120,37 +120,37 @@ class _Survey:
 
 
 class Tried(NamedTuple):
-    """How a trial ended that found no fault."""
+    """Result of a trial that found no fault."""
 
     wanted: bool
-    """Somebody still wants the format, which can be compiled."""
+    """Whether somebody still wants the format, which can be compiled."""
     seconds: float
-    """Processor time that it took; real time, and no more than a trial may have, where it was given up."""
+    """Processor time of the trial; if it was given up, real time, but no more than a trial may have."""
 
 
 class Trials:
-    """The processes of one engine: none before the first format that may take long, and then one for each thread."""
+    """The trial processes of one engine: none before the first format that may take long, then one for each thread."""
 
     def __init__(self) -> None:
-        """Start none."""
+        """Start no process."""
         self._children = Children(lambda: Child(Path(__file__).with_name("child.py")))
 
     def run(self, source: str, vocabulary: Callable[[], Vocabulary], still_wanted: Callable[[], bool]) -> Tried:
-        """Try `source`, in any thread.
+        """Try to compile `source`; called in any thread.
 
         Args:
-            source: The grammar as llguidance reads it.
+            source: The grammar in the form that llguidance reads.
             vocabulary: Returns the vocabulary of the model, which must always be the same.
-            still_wanted: Asked many times a second; once it says no, it is not asked again, and the trial ends.
+            still_wanted: Asked many times a second; once it returns False, it is not asked again, and the trial ends.
 
         Returns:
-            Whether it is still wanted, and what it took.
+            Whether the format is still wanted, and the seconds of the trial.
 
         Raises:
-            TooSlow: It takes more than two seconds of a processor.
-            Unfit: It cannot be compiled, or its process died, as where it took too much memory.
-            Starved: Ten seconds were not enough for that.
-            OSError: There can be no other process, or a new one was ended by others.
+            TooSlow: Compiling takes more than two seconds of processor time.
+            Unfit: The grammar cannot be compiled, or its process died, for example by taking too much memory.
+            Starved: Ten seconds of real time were not enough for the trial.
+            OSError: No other process can be started, or a new one was ended by others.
         """
         began = time.monotonic()
 
@@ -179,11 +179,11 @@ class Trials:
         return Tried(True, seconds)
 
     def close(self) -> None:
-        """End the processes; nothing runs in them."""
+        """End the processes, in which nothing runs."""
         self._children.close()
 
 
 def vocabulary_line(vocabulary: Vocabulary) -> bytes:
-    """Return a vocabulary as child.py reads it."""
+    """Return a vocabulary as the line that child.py reads."""
     tokens, special_ids, eos_ids = vocabulary
     return json.dumps([[piece.decode("latin-1") for piece in tokens], list(special_ids), list(eos_ids)]).encode()
