@@ -1,1 +1,1 @@
-"""Opening an engine, giving its memory back and taking it again, and closing it; never makes a request."""
+"""Opens an engine, gives its memory back and takes it again, and closes it; never makes a request."""

@@ -1,6 +1,6 @@
-"""`open_engine`: turns a configuration into a loaded model behind a runner; the one place that sees every ring.
+"""`open_engine`: turns a configuration into a loaded model behind a runner; the only module that sees every ring.
 
-Runs in a thread and never on the event loop. Nothing imports it before an engine opens.
+It runs in a thread and never on the event loop. Nothing imports it before an engine opens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["build_kernels", "open_engine"]
 
 
 class _NoTokenizer:
-    """Stands in where a model has none (`load_format="random"`): ids pass, text is refused, ids have no text."""
+    """The tokenizer of a model without one (`load_format="random"`): ids pass, text is refused, ids have no text."""
 
     eos_ids = ()
     chat_template = ""
@@ -60,14 +60,14 @@ class _NoTokenizer:
     encode_more, encode_reply = encode, encode_chat
 
     def start(self, max_context: int) -> None:
-        """There is nothing to start."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """There is nothing to return."""
+        """Do nothing."""
 
 
 def open_engine(config: EngineConfig) -> Opened:
-    """Load the model that `config` names and make its runner.
+    """Load the model that `config` names and return it with its runner.
 
     Raises:
         ModelRejected: The model's files cannot be used.
@@ -108,7 +108,7 @@ def open_engine(config: EngineConfig) -> Opened:
 
 
 def _open_encoder(config: EngineConfig, path: Path, name: str) -> Opened:
-    """Open an encoder, which embeds texts or scores pairs of them, as `open_engine` opens other models."""
+    """Open an encoder, which embeds texts or scores pairs of them."""
     spec, tokenizer = encoder_from_hf(read_hf_config(path)), Tokenizer.from_folder(path, is_exact=False)
     device = open_encoder(config, spec, path)
     embedding = scoring = None
@@ -132,7 +132,7 @@ def _open_encoder(config: EngineConfig, path: Path, name: str) -> Opened:
 
 
 def _recommended(config: EngineConfig, source: Source) -> Mapping[str, float]:
-    """What the model's files recommend for sampling, where that is wanted."""
+    """Return the sampling values that the model's files recommend; empty if they are not wanted."""
     if config.generation_defaults == "none" or source == "random":
         return {}
     if isinstance(source, GgufFile):
@@ -153,10 +153,10 @@ def _info(device: Device, model: str, architecture: str, embedding: Embedding | 
 
 
 def build_kernels(config: EngineConfig) -> tuple[Path, int]:
-    """Compile the GPU kernels of the model that `config` names, without loading it.
+    """Compile the GPU kernels for the model that `config` names, without loading its weights.
 
     Returns:
-        The folder that keeps them, in `config.kernel_cache`, and how many kernels it holds.
+        The folder of the kernels, in `config.kernel_cache`, and the number of kernels that it holds.
 
     Raises:
         ModelRejected: The model's description cannot be used.
@@ -175,7 +175,7 @@ def build_kernels(config: EngineConfig) -> tuple[Path, int]:
 def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return open_cpu(config, spec, source)
-    gpu = find_gpu(config.device)  # before its extra is missed, which takes several GB and needs a GPU to be of use
-    from headrace.engine.model.cuda.opening import open_cuda  # needs what only machines with a GPU have installed
+    gpu = find_gpu(config.device)  # first, since the extra below takes several GB and is of no use without a GPU
+    from headrace.engine.model.cuda.opening import open_cuda  # needs packages for machines with a GPU
 
     return open_cuda(config, spec, source, gpu)

@@ -1,7 +1,7 @@
-"""`Elastic`: an open engine whose memory can be given back, and taken again, while it serves; `Engine` adds requests.
+"""`Elastic`: an open engine that can give back its memory while it serves, and take it again; `Engine` adds requests.
 
-Owns what happens to the device then, and in which order; what becomes of requests, scheduling/memory/resizing.py
-decides. Everything here is done by the step loop between two steps. Next to read: changes.py.
+Owns the changes of the device and their order; scheduling/memory/resizing.py decides what happens to requests. The step
+loop makes every change between two steps. Next to read: changes.py.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from headrace.engine.steps.loop import StepLoop
 
 __all__ = ["Elastic"]
 
-_PATIENCE = 10.0  # times what a step may take: page-locking or reading all weights, where a step takes milliseconds
+_PATIENCE = 10.0  # times the limit of a step, since all weights may be page-locked or read
 
 
 class Elastic(Life):
-    """What an open engine can do about its memory."""
+    """An open engine whose memory can change its size."""
 
     async def resize_kv(self, kv_memory: int | str) -> None:
-        """Have so much memory for keys and values from now on; requests go on, and none loses a token.
+        """Change the memory for keys and values; requests go on, and none loses a token.
 
-        With less, prefixes that nobody uses go first; then requests give way, the last in the policy's order first, as
-        they do when pages run out. A request that would outgrow the new size ends there with `length`.
+        With less memory, prefixes that nobody uses are evicted first; then requests are preempted, the last in the
+        policy's order first, as when pages run out. A request that would outgrow the new size ends there with `length`.
 
         Args:
-            kv_memory: Bytes, or text such as "2GiB".
+            kv_memory: New size: bytes, or text such as "2GiB".
 
         Raises:
-            InvalidParams: No such size, less than a page or than a request has tokens for already, or more than there
-                is; all is as it was. Or the model is an encoder, which keeps no keys and values.
+            InvalidParams: The size is not valid, less than a page or than a request has tokens for already, or more
+                than there is; nothing has changed. Or the model is an encoder, which keeps no keys and values.
             EngineStopped: The engine is not open.
-            EngineCrashed: Its step loop died.
-            HeadraceError: The device failed in another way; all is as it was.
+            EngineCrashed: The step loop died.
+            HeadraceError: The device failed in another way; nothing has changed.
         """
         loop, opened = self._serving()
         runner, page_bytes = opened.runner, opened.info.page_bytes
@@ -53,20 +53,21 @@ class Elastic(Life):
         await loop.changes.ask(partial(self._resize, loop, runner, pages, kv_memory), loop.wake)
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Give back the memory of keys and values and, with it, that of the weights; `wake` takes both again.
+        """Give back the memory of keys and values and of the weights; `wake` takes it again.
 
-        Streams stay open: no token comes while the engine sleeps, and they go on afterwards as if it had not. New
-        requests wait with them. Deadlines pass. What `swap_memory` holds comes back; the rest is computed again.
+        Streams stay open: they get no token while the engine sleeps, and go on afterwards as if it had not. New
+        requests wait as well. Deadlines pass. Pages in `swap_memory` come back; the others are computed again.
 
         Args:
-            level: 1 keeps the weights in host memory, where a CPU has them anyway. 2 drops them, and what was computed
-                with them: `wake` reads the files again. Nothing happens to an engine that sleeps as deeply already.
+            level: 1 keeps the weights in host memory, where a CPU has them anyway. 2 drops them and all that was
+                computed with them: `wake` reads the files again. An engine that sleeps as deeply stays as it is.
 
         Raises:
-            InvalidParams: Not such a level, the device cannot, or the host has no room for the weights; it is awake.
+            InvalidParams: `level` is not 1 or 2, the device cannot sleep, or the host has no room for the weights; the
+                engine stays awake.
             EngineStopped: The engine is not open.
-            EngineCrashed: Its step loop died.
-            HeadraceError: The device failed in another way; it is as awake as it was, unless it cannot be woken either.
+            EngineCrashed: The step loop died.
+            HeadraceError: The device failed in another way; the engine is as awake as before, if it could be woken.
         """
         loop, opened = self._serving()
         if level not in (1, 2):
@@ -77,50 +78,50 @@ class Elastic(Life):
         await loop.changes.ask(partial(self._fall_asleep, loop, runner, level), loop.wake)
 
     async def wake(self) -> None:
-        """End a `sleep`: have the weights and the pages again, and go on; nothing happens to an engine that is awake.
+        """End a `sleep`: take the memory of the weights and pages again, and go on; do nothing if the engine is awake.
 
         Raises:
-            DeviceUnavailable: The device has not so much memory now; the engine sleeps on. Free some, or `resize_kv` to
+            DeviceUnavailable: The device has too little free memory; the engine sleeps on. Free some, or `resize_kv` to
                 less, and wake it again.
-            ModelRejected: The files cannot be used any more; the engine sleeps on.
+            ModelRejected: The model's files can no longer be used; the engine sleeps on.
             EngineStopped: The engine is not open.
-            EngineCrashed: Its step loop died.
+            EngineCrashed: The step loop died.
             HeadraceError: The device failed in another way; the engine sleeps on.
         """
-        loop, opened = self._serving(draining=True)  # of a sleeping engine no stream would end
+        loop, opened = self._serving(draining=True)  # a draining engine may sleep, and no stream would end
         runner = opened.runner
         if isinstance(runner, Sleeping):
             await loop.changes.ask(partial(self._wake_up, loop, runner), loop.wake)
 
     @property
     def sleep_level(self) -> int:
-        """0 while the engine is awake.
+        """The level of `sleep`; 0 while the engine is awake.
 
         Raises:
             EngineStopped: The engine is not open.
-            EngineCrashed: Its step loop died.
+            EngineCrashed: The step loop died.
         """
         return self._serving(draining=True)[0].scheduler.sleep_level
 
     def kv_events(self) -> KvEvents:
-        """What comes to and goes from the prefix cache from now on, and how busy the engine is, for a router outside.
+        """Return an iterator of additions to and evictions from the prefix cache, and of the engine's load.
 
-        Begins with a `KvReset`, as does what follows where a reader was too slow. Pages that were stored while nobody
-        held such an iterator are told of only once they are stored again.
+        It begins with a `KvReset`, and begins again with one after its reader was too slow. Pages that were stored
+        while nobody held such an iterator are reported only once they are stored again.
 
         Raises:
             EngineStopped: The engine is not open.
-            EngineCrashed: Its step loop died.
+            EngineCrashed: The step loop died.
         """
         return self._serving()[0].kv.open()
 
     def kv_scope(self, *, adapter: str | None = None, tenant: str | None = None, cache_salt: str | None = None) -> str:
-        """Name of those who share prefix pages with a request of these arguments, as in `PageStored.scope`.
+        """Return a name for all requests that share prefix pages with one of these arguments; see `PageStored.scope`.
 
         Raises:
             UnknownAdapter: No adapter of that name is loaded.
             EngineStopped: The engine is not open.
-            EngineCrashed: Its step loop died.
+            EngineCrashed: The step loop died.
         """
         loop, _ = self._serving()
         assert self._adapters is not None

@@ -1,7 +1,7 @@
-"""What a model's files recommend for sampling, and requests filled up with it; reads values, never the files' bytes.
+"""Reads a model's recommended sampling values, and fills requests with them; never opens a file.
 
-The recommendations are those of generation_config.json, or of `general.sampling` in a GGUF file. Stop ids are no
-recommendation: the model's own end a choice whatever is chosen here (tokens/folder.py).
+The recommendations are those of generation_config.json, or of `general.sampling` in a GGUF file. Stop ids are not among
+them: the model's own end a choice in any case (tokens/folder.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _GGUF_NAMES: Final = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p",
 
 
 def from_generation_config(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the recommendations of a generation_config.json; with `do_sample` false it has none for sampling.
+    """Return the recommendations of a generation_config.json; with `do_sample` false, only its repetition penalty.
 
     Raises:
-        ModelRejected: A value is none that `SamplingParams` take.
+        ModelRejected: `SamplingParams` refuse a value.
     """
     names = (_PENALTY,) if config.get("do_sample") is False else (*_SAMPLING, _PENALTY)
     return _checked({name: config.get(name) for name in names}, "generation_config.json")
@@ -32,19 +32,19 @@ def from_generation_config(config: Mapping[str, Any]) -> dict[str, float]:
 def from_gguf_metadata(metadata: Mapping[str, Any]) -> dict[str, float]:
     """Return the recommendations of a GGUF file's metadata.
 
-    Its `penalty_repeat` is left out: it counts the last `penalty_last_n` tokens alone, not the prompt and all others.
+    The key `penalty_repeat` is left out: it counts the last `penalty_last_n` tokens, not all tokens and the prompt.
 
     Raises:
-        ModelRejected: A value is none that `SamplingParams` take.
+        ModelRejected: `SamplingParams` refuse a value.
     """
     values = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_NAMES.items()}
     return _checked(values, "general.sampling")
 
 
 def with_defaults(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return `params` with `defaults` for what was left out when they were made.
+    """Return `params` with `defaults` for the fields that were not given.
 
-    A search by beams takes none of them, and a request for the likeliest tokens only the penalty.
+    A beam search takes no defaults, and a request with temperature 0 only the penalty.
     """
     given = params.model_fields_set
     if params.beam_width is not None:

@@ -1,7 +1,7 @@
-"""`Life`: opens what an engine holds, drives its step loop in a task of the caller's event loop, and returns it all.
+"""`Life`: opens the parts of an engine, drives its step loop in a task of the caller's event loop, and releases them.
 
-Owns the model's opening, the threads and the end of everything; never sees a request. Any task of that event loop may
-open an engine and any other may close it. Next to read: loop.py.
+Owns the opening of the model, the threads and the shutdown; never sees a request. Any task of the event loop may open
+an engine and any other may close it. Next to read: loop.py.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _PATIENCE = 5.0  # seconds for which a closing engine waits for texts that are b
 
 
 class Life:
-    """An opening of a model, from `async with` to `aclose`; `Engine` adds what it can be asked for."""
+    """An opening of a model, from `async with` to `aclose`; `Engine` adds the calls of its users."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Hold nothing yet."""
+        """Keep the configuration; open nothing yet."""
         self.config = config
-        # what an engine takes of the machine besides its event loop: the simulation has its own
+        # The engine's threads, hooks and clock; the simulation replaces them.
         self._make_worker: Callable[..., Worker] = Worker
         self._make_fair_worker: Callable[..., FairWorker] = FairWorker
         self._make_hooks: Callable[[Poster, float], HookThread] = HookThread
         self._clock: Callable[[], float] = time.perf_counter
         self.on_weights: Watcher | None = None
-        """Called in a thread while the weights are read, with the bytes done and the bytes in all."""
+        """Function that is called in a thread while the weights are read, with the bytes done and the bytes in all."""
         self._entered = False
         self._opened: Opened | None = None
         self._adapters: Adapters | None = None
@@ -66,8 +66,8 @@ class Life:
     async def open(self) -> Self:
         """Load the model in a thread, start the step loop and return the engine; `async with` does this by itself.
 
-        For whoever opens an engine in one place and closes it in another, such as two cells of a notebook: `aclose`
-        closes it, from any task of the same event loop.
+        It is for callers who open an engine in one place and close it in another, such as two cells of a notebook:
+        `aclose` closes the engine, from any task of the same event loop.
 
         Raises:
             ModelRejected: The model's files cannot be used.
@@ -113,23 +113,23 @@ class Life:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what runs, return all memory and join all threads.
+        """Cancel the running requests, release all memory and join all threads.
 
         Raises:
-            EngineCrashed: The step loop died, and the block did not raise anything itself.
+            EngineCrashed: The step loop died, and the block itself did not raise.
         """
         await self.aclose()
         if error is None and self._loop is not None and self._loop.crashed is not None:
             raise self._loop.crashed
 
     async def aclose(self, drain: float = 0.0) -> None:
-        """Take nothing new in, wait up to `drain` seconds for what runs, cancel the rest and return all memory.
+        """Refuse new requests, wait up to `drain` seconds for running ones, cancel the rest and release all memory.
 
-        May be called more than once, before `async with` ends, and from another task than the one that opened it.
+        It may be called more than once, before `async with` ends, and from another task than the one that opened it.
 
         Raises:
             InvalidParams: `drain` is negative or NaN; the engine stays open.
-            RuntimeError: It is called on another event loop or thread; the engine stays open.
+            RuntimeError: The call comes from another event loop or thread; the engine stays open.
         """
         if not drain >= 0.0:
             raise InvalidParams(
@@ -146,7 +146,7 @@ class Life:
                 with anyio.move_on_after(drain):
                     await loop.drained()
         finally:
-            loop.close()  # which also ends the drain of whoever else is closing
+            loop.close()  # also ends the drain of other callers
             cancelled = await outlast(self._stopped)
         failed, self._teardown_error = self._teardown_error, None
         if (error := cancelled or failed) is not None:
@@ -163,17 +163,17 @@ class Life:
 
     def _open_and_keep(self) -> Opened:
         with watched(self.on_weights):
-            self._opened = self._open()  # kept even if whoever waits for it is cancelled: it must be closed
+            self._opened = self._open()  # kept even if the caller is cancelled: it must be closed
         return self._opened
 
     async def _drive(self, loop: StepLoop) -> None:
-        """The step loop's task: runs it to its end, then returns what the engine holds, whoever waits for that."""
+        """Run the step loop to its end, then release the engine's parts, whoever waits for that."""
         try:
             try:
                 await loop.run()
             finally:
                 await self._return_resources()
-        except (Exception, KeyboardInterrupt, SystemExit) as error:  # raised by whoever closes the engine
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # raised again in `aclose`
             self._teardown_error = error
             if not isinstance(error, Exception):
                 raise
@@ -194,14 +194,14 @@ class Life:
                 join()
             opened.runner.close()
 
-        closer = self._make_worker("headrace-closer", self._post)  # the helper may be busy with a text for long
+        closer = self._make_worker("headrace-closer", self._post)  # the helper may be busy with a long text
         try:
             self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
             self._grammars.drop(crashed or EngineStopped("the engine closed before the response format was compiled"))
             if opened is not None:
-                opened.tokenizer.close()  # which ends what the helper's threads render
+                opened.tokenizer.close()  # ends the renderings in the helper's threads
             if opened is not None and hung:
-                closer.submit(partial(close, opened), lambda result, error: None)  # which may take for ever
+                closer.submit(partial(close, opened), lambda result, error: None)  # this may take for ever
             elif opened is not None:
                 await closer.run(partial(close, opened))
         finally:
@@ -213,13 +213,13 @@ class Life:
                 await self._helper.leave(_PATIENCE)
 
     def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
-        """The open engine, for a caller on its event loop; all that a caller asks passes here."""
+        """Return the open engine's parts to a caller on its event loop; every call of a user passes here."""
         serving = self._serving_anywhere(draining)
         self._post.check_here()
         return serving
 
     def _serving_anywhere(self, draining: bool = False) -> tuple[StepLoop, Opened]:
-        """The same for a caller in any thread, who may only look at plain values."""
+        """Return the open engine's parts to a caller in any thread, who may only look at plain values."""
         loop, opened = self._loop, self._opened
         if loop is not None and loop.crashed is not None:
             raise loop.crashed.with_traceback(None)
@@ -229,10 +229,10 @@ class Life:
 
 
 def _open_host_pool(opened: Opened, swap_memory: int) -> HostPages | None:
-    """The host's room for pages, or None where none is wanted.
+    """Return the host's pool of pages; None if none is wanted.
 
     Raises:
-        InvalidParams: The device cannot swap, or the host has not so much memory.
+        InvalidParams: The device cannot swap, or the host does not have the memory.
     """
     if not swap_memory:
         return None

@@ -1,6 +1,6 @@
-"""Finds the files of the model that a configuration names, on this machine or at the hub; never reads what is in them.
+"""Finds the files of the model that a configuration names, on this machine or at the hub; never reads their contents.
 
-What cannot be opened is refused with what would run instead. huggingface_hub is imported when a hub id is looked up.
+A path that cannot be opened is refused with a hint at one that can. huggingface_hub is imported to look up a hub id.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["ModelFiles", "find_model"]
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _SUFFIXES: Final = frozenset((".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".json"))
-"""Endings of files, which no hub id that anybody means has."""
+"""Endings of file names, which no real hub id has."""
 _WANTED: Final = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _RUNS: Final = "a folder with config.json and safetensors, or a .gguf file"
 _MOST_LISTED: Final = 20
 
 
 class ModelFiles(NamedTuple):
-    """Where a model lies and what it is called."""
+    """Path and name of a model."""
 
     path: Path
     """A folder in Hugging Face layout, or a GGUF file."""
@@ -34,10 +34,10 @@ class ModelFiles(NamedTuple):
 
 
 def find_model(config: EngineConfig) -> ModelFiles:
-    """Return the folder or the file of the model that `config` names; a hub id is fetched where that is allowed.
+    """Return the folder or the file of the model that `config` names; a hub id is fetched if that is allowed.
 
     Raises:
-        ModelRejected: There is none, it is of a kind that headrace does not run, or several files might be meant.
+        ModelRejected: There is no such model, headrace does not run its kind, or several files match.
     """
     path, name = Path(config.model), None
     if not path.exists():
@@ -56,7 +56,7 @@ def find_model(config: EngineConfig) -> ModelFiles:
 
 
 def _of_folder(folder: Path, config: EngineConfig) -> Path:
-    """The folder itself or the one GGUF file in it that is meant."""
+    """Return the folder itself or the one GGUF file in it that is meant."""
     if config.file is not None:
         return folder / _one_gguf(_ggufs(folder, config), config, str(folder))
     has_config = (folder / "config.json").exists()
@@ -75,20 +75,20 @@ def _of_folder(folder: Path, config: EngineConfig) -> Path:
 
 
 def _ggufs(folder: Path, config: EngineConfig) -> list[str]:
-    """GGUF files of a folder; those of folders in it only where a file is chosen, since a folder may be any."""
+    """Return the GGUF files of a folder; those of its subfolders only if `config.file` chooses one."""
     found = folder.glob("*.gguf") if config.file is None else folder.rglob("*.gguf")
     return sorted(str(path.relative_to(folder)) for path in found if path.is_file())
 
 
 def _meant(names: Iterable[str], config: EngineConfig) -> list[str]:
-    """The GGUF files of `names` whose path or last part `config.file` matches; all of them without it."""
+    """Return the GGUF files of `names` whose path or last part `config.file` matches; all of them without it."""
     pattern = (config.file or "*.gguf").casefold()
     ends = [(name, name.casefold()) for name in names if name.endswith(".gguf")]
     return [name for name, end in ends if fnmatchcase(end, pattern) or fnmatchcase(PurePath(end).name, pattern)]
 
 
 def _one_gguf(names: Iterable[str], config: EngineConfig, where: str) -> str:
-    """The one GGUF file of `names` that is meant."""
+    """Return the one GGUF file of `names` that is meant."""
     names = list(names)
     found = _meant(names, config)
     if len(found) == 1:
@@ -103,7 +103,7 @@ def _one_gguf(names: Iterable[str], config: EngineConfig, where: str) -> str:
 
 
 def _from_hub(config: EngineConfig) -> Path:
-    """What the hub's cache on this machine holds of a hub id, or with `allow_download` what the hub has."""
+    """Return the copy of a hub id in the local cache, or with `allow_download` the hub's."""
     model = config.model
     if os.sep in model.partition("/")[2] or _HUB_ID.fullmatch(model) is None or PurePath(model).suffix in _SUFFIXES:
         _refuse("model", model, f"no such folder or file: {model}")
@@ -111,11 +111,11 @@ def _from_hub(config: EngineConfig) -> Path:
 
     try:
         kept = Path(snapshot_download(model, local_files_only=True))
-    except Exception:  # of the library's many kinds: it is not there, or no id at all
+    except Exception:  # one of many kinds: the model is not there, or the id is not valid
         kept = None
     if not config.allow_download:
         if kept is None:
-            is_path = Path(model).parent.is_dir()  # as that of any name without a slash
+            is_path = Path(model).parent.is_dir()  # true for any name without a slash
             told = "" if is_path else "; if it is a hub id, allow_download=True fetches the model"
             _refuse("model", model, f"no such folder or file: {model}{told}")
         if config.file is not None and not _meant(_ggufs(kept, config), config):
@@ -132,7 +132,7 @@ def _from_hub(config: EngineConfig) -> Path:
     except ModelRejected:
         raise
     except Exception as error:
-        if kept is not None:  # the hub is out of reach
+        if kept is not None:  # the hub cannot be reached
             return kept
         raise ModelRejected(f"model: the hub did not give {model}: {error}", field="model", value=model) from error
 

@@ -1,4 +1,4 @@
-"""`Opened`: what opening a model yields, whatever the device; holds values and never makes them."""
+"""`Opened`: the result of opening a model, whatever the device; holds values and never makes them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class EncodedPair(NamedTuple):
 
     ids: list[int]
     second: int
-    """Position from which tokens are of the second type; 0 where the model tells none apart."""
+    """Position of the first token of the second type; 0 if the model has one type."""
     document: int
     """Position of the document's first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEncoder:
-    """How a model scores pairs of texts."""
+    """A model's way of scoring pairs of texts."""
 
     encode_pair: Callable[[str, str], EncodedPair]
-    """Token ids of a query and a document."""
+    """Function that returns the token ids of a query and a document."""
     has_sigmoid: bool
     """Whether a score is the sigmoid of the model's logit."""
 
@@ -44,14 +44,14 @@ class Opened:
     capacity: Capacity
     info: EngineInfo
     abilities: frozenset[Ability] = frozenset()
-    """What the runner can do beyond `Sampling`; requests that need more are refused."""
+    """Abilities of the runner beyond `Sampling`; requests that need others are refused."""
     embedding: Embedding | None = None
-    """How the model embeds texts; None where the runner cannot pool."""
+    """The model's way of embedding texts; None if the runner cannot pool."""
     scoring: CrossEncoder | None = None
-    """How the model scores pairs of texts; None where it does not read them together."""
+    """The model's way of scoring pairs of texts; None if it does not read them together."""
     adapters: AdapterDevice | None = None
-    """What it takes to give the device adapters; None where it was opened for none."""
+    """The device's interface for adapters; None if it was opened for none."""
     generates: bool = True
-    """Whether the model can choose tokens at all."""
+    """Whether the model can choose tokens."""
     has_pages: bool = True
     """Whether pages hold anything; an encoder's do not, so no prefix is ever found in them."""

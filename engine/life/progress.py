@@ -1,6 +1,4 @@
-"""`LoggedProgress`: tells the log now and then how far something long has come, and whoever watches the thread it is
-made in; never knows what that is.
-"""
+"""`LoggedProgress`: reports progress of long work to the log and to its thread's watcher; never knows the work."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ __all__ = ["LoggedProgress", "Watcher", "watched", "weights_read"]
 logger = logging.getLogger("headrace.engine")
 
 Watcher = Callable[[int, int], object]
-"""Is called with how much is done and how much there is in all."""
+"""Function that is called with the amount done and the whole amount."""
 _watcher: ContextVar[Watcher | None] = ContextVar("headrace progress watcher", default=None)
 
 
 @contextmanager
 def watched(watcher: Watcher | None) -> Iterator[None]:
-    """Within the block, have each `LoggedProgress` that this thread makes call `watcher` as well."""
+    """Within the block, make each `LoggedProgress` of this thread call `watcher` as well."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -30,17 +28,17 @@ def watched(watcher: Watcher | None) -> Iterator[None]:
 
 
 class LoggedProgress:
-    """Is called with how much is done and how much there is in all, and logs that at most every few seconds.
+    """Receives the amount done and the whole amount, and logs them at most every few seconds.
 
-    What is done before the first of those seconds are over leaves no line.
+    Work that is done before the first interval is over leaves no line.
     """
 
     def __init__(self, describe: Callable[[int, int], str], *, seconds: float = 3.0) -> None:
-        """Begin to count the time.
+        """Begin the first interval.
 
         Args:
-            describe: Makes a line of what is done and what there is in all.
-            seconds: The least time between two lines, and before the first.
+            describe: Returns a line for the amount done and the whole amount.
+            seconds: Least time between two lines, and before the first.
         """
         self._describe, self._seconds = describe, seconds
         self._told = time.monotonic()
