@@ -1,1 +1,1 @@
-"""The thread and the streams of an `LLM`, for code without an event loop; never what is asked of it."""
+"""Holds the thread and the streams of an `LLM`, for code without an event loop; never knows the questions asked."""

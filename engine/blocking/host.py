@@ -1,7 +1,7 @@
-"""`Host`: the thread of one engine and its event loop, where the calls of other threads are answered.
+"""`Host`: runs one engine and its event loop in a thread, and answers the calls of other threads there.
 
-All that crosses between threads goes through it. This is not anyio's blocking portal: handing that a call cannot be
-interrupted, and closing it waits, which no collector may. Next to read: offline.py.
+Everything that crosses between threads goes through it. It is not anyio's blocking portal: a call that is handed to a
+portal cannot be interrupted, and closing a portal waits, which no collector may do. Next to read: offline.py.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["Host", "HostCall"]
 
 T = TypeVar("T")
 EXIT_SECONDS = 10.0
-"""An interpreter that exits waits so long for the steps in flight, and no longer."""
+"""Most seconds that a closing interpreter waits for the steps in flight."""
 
 
 class _Pulled(AsyncIterator[Any]):
-    """A caller's iterable as the event loop sees it: every item is taken in the caller's thread."""
+    """A caller's iterable for the event loop: every item is taken in the caller's thread."""
 
     def __init__(self, iterable: Iterable[Any], ask: Callable[[], None]) -> None:
         self._length = length_hint(iterable, -1)
@@ -40,13 +40,13 @@ class _Pulled(AsyncIterator[Any]):
         self._taken: list[Any] = []
 
     def take(self) -> list[Any]:
-        """The next item as a list of one, or an empty list; in the caller's thread."""
+        """Return the next item as a list of one, or an empty list; called in the caller's thread."""
         for item in self._iterator:
             return [item]
         return []
 
     def give(self, taken: list[Any]) -> None:
-        """Hand over what was taken; on the event loop."""
+        """Hand over the taken items; called on the event loop."""
         self._taken = taken
         self._given.set()
 
@@ -66,7 +66,7 @@ class HostCall:
     """One `generate`, or a load, made in the caller's thread and answered on the event loop."""
 
     def __init__(self, prompts: Any) -> None:
-        # the caller waits here: True wants a prompt taken, False is the end
+        # The caller waits here: True asks it to take a prompt, False is the end.
         self.news: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.ended = threading.Event()
         self.answers: list[Any] = []
@@ -77,7 +77,7 @@ class HostCall:
         self._scope: anyio.CancelScope | None = None
 
     async def run(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """Answer it, on the event loop."""
+        """Answer the call, on the event loop."""
         error: BaseException | None = EngineStopped("the LLM was closed meanwhile")
         try:
             with anyio.CancelScope() as self._scope:
@@ -90,14 +90,14 @@ class HostCall:
             del error  # its traceback holds this frame
 
     def cancel(self) -> None:
-        """End it unanswered, on the event loop."""
+        """End the call unanswered, on the event loop."""
         if self._scope is not None:
             self._scope.cancel()
         else:
             self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """Let the caller go on; only the first counts."""
+        """Release the caller; only the first call of this counts."""
         if not self.ended.is_set():
             self.error = error
             self.ended.set()
@@ -105,27 +105,27 @@ class HostCall:
 
 
 class Host:
-    """The thread of one engine and its event loop; holds no reference to the `LLM`, so that this may be collected."""
+    """The thread of one engine and its event loop; holds no reference to the `LLM`, so that it can be collected."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._open = False
         self._settled = threading.Event()
-        """The engine has opened, or never will."""
+        """Event that is set once the engine has opened, or never will."""
         self._post: Poster | None = None
         self._stopping = False
         self._lock = threading.Lock()
         self._over = False
-        """The event loop takes no more posts; set under the lock."""
+        """Whether the event loop accepts no more posts; set under the lock."""
         self._calls: set[HostCall] = set()
         self._error: BaseException | None = None
-        # a context of its own: the caller's may say that an event loop runs
+        # The thread has a context of its own: the caller's may say that an event loop runs.
         self._thread = threading.Thread(target=Context().run, args=(self._run,), name="headrace-llm", daemon=True)
 
     # -- in the caller's thread -------------------------------------------------------------------------------------
 
     def open(self, *, progress: bool) -> None:
-        """Start the thread and wait until the engine is open, or raise why it is not; `progress` shows a bar."""
+        """Start the thread and wait until the engine is open, or raise its error; `progress` shows a bar."""
         bar = OpeningBar()
         if progress:
             self._engine.on_weights = bar
@@ -134,7 +134,7 @@ class Host:
         try:
             with bar:
                 self._settled.wait()
-        except BaseException:  # Ctrl-C while the model loads: the thread ends when that has
+        except BaseException:  # Ctrl-C while the model loads: the thread ends after loading
             self.stop()
             raise
         if not self._open:
@@ -152,7 +152,7 @@ class Host:
         return found  # type: ignore[no-any-return]
 
     def look(self, question: Callable[[Engine], T]) -> T:
-        """As `ask`, of what is answered at once."""
+        """Return the answer to a question that needs no wait; raises as `wait_for` does."""
 
         async def answer(engine: Engine) -> T:
             return question(engine)
@@ -160,12 +160,12 @@ class Host:
         return self.ask(answer)
 
     def wait_for(self, call: HostCall, ask: Callable[[Engine], Awaitable[None]]) -> None:
-        """Run `call` on the event loop and wait for its end, taking prompts as it wants them.
+        """Run `call` on the event loop and wait for its end; take prompts as the call wants them.
 
         Raises:
-            RuntimeError: It is called on that event loop, and would wait for itself.
+            RuntimeError: The call comes from that event loop, and would wait for itself.
             EngineStopped: The host has stopped, or stops meanwhile.
-            BaseException: What `ask` raised, or what interrupted the caller; the call is cancelled then.
+            BaseException: `ask` raised it, or it interrupted the caller; the call is cancelled then.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError(
@@ -179,7 +179,7 @@ class Host:
         except BaseException:  # Ctrl-C, or an error of the caller's iterable
             cancelled = False
             while not cancelled:
-                with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave it running unwatched
+                with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave the call running
                     self._cancel(call)
                     cancelled = True
             call.ended.wait()
@@ -200,7 +200,7 @@ class Host:
         self._send(self._leave)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread's end and raise, once, what ended it."""
+        """Wait for the thread's end and raise, once, the error that ended it."""
         self._thread.join(timeout)
         error, self._error = self._error, None
         if error is not None:
@@ -216,7 +216,7 @@ class Host:
     def _cancel(self, call: HostCall) -> None:
         with self._lock:
             over = self._over
-            self._calls.add(call)  # whatever becomes of the post, its end will be told
+            self._calls.add(call)  # its end is reported even if the post is lost
         if over:
             call.end(None)
         self._send(call.cancel)
@@ -234,7 +234,7 @@ class Host:
     def _run(self) -> None:
         try:
             anyio.run(self._main, backend="asyncio")
-        except BaseException as error:  # raised by whoever joins
+        except BaseException as error:  # raised in `join`
             self._error = error
         finally:
             self._settled.set()
@@ -244,9 +244,9 @@ class Host:
         self._left = anyio.Event()
         try:
             with anyio.CancelScope() as self._opening:
-                self._context = copy_context()  # where anyio finds the event loop; a post brings its sender's
+                self._context = copy_context()  # anyio finds the event loop here; a post brings its sender's context
                 self._post = Poster()
-                if self._stopping:  # before there was a way to post
+                if self._stopping:  # `stop` came before the poster
                     self._leave()
                 async with self._engine, anyio.create_task_group() as self._tasks:
                     self._open = True

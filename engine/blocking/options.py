@@ -1,6 +1,6 @@
-"""Keyword arguments of `LLM`'s methods, for editors and type checkers; checks none.
+"""Keyword arguments of `LLM`'s methods, for editors and type checkers; checks no value.
 
-They are those of the methods of `Engine` that answer, which refuse what is wrong. A test keeps the names equal.
+They equal those of the methods of `Engine` that answer, which refuse wrong values. A test keeps the names equal.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class StreamKeywords(RequestOptions, total=False):
 
 
 class ChatManyOptions(ManyOptions, ChatOptions, total=False):
-    """Keywords of `LLM.chat` where an error is raised."""
+    """Keywords of `LLM.chat` that let it raise errors."""
 
 
 class ChatKeepingErrors(KeepingErrors, ChatOptions):
-    """Keywords of `LLM.chat` where errors stand in the places of answers."""
+    """Keywords of `LLM.chat` that put errors in the places of answers."""
 
 
 class HiddenKeywords(TypedDict, total=False):
@@ -55,7 +55,7 @@ class ScoreKeywords(HiddenKeywords, total=False):
 
 
 class EmbedKeywords(TypedDict, total=False):
-    """Keywords of `Engine.embed`, but `progress`."""
+    """Keywords of `Engine.embed` other than `progress`."""
 
     pooling: PoolingKind | None
     normalize: bool | None

@@ -23,9 +23,9 @@ __all__ = ["LLMAdapters", "LLMStream"]
 class LLMStream(Iterator[Token]):
     """The tokens of one request, as they come: `for token in llm.stream(prompt)`.
 
-    `close`, the end of `with stream` and dropping the last reference cancel what still runs, and so does Ctrl-C while
-    a token is awaited. A reader that falls behind pauses the request, as with `Engine.stream`. One thread reads at a
-    time. Made by `LLM.stream`.
+    `close`, the end of `with stream`, dropping the last reference, and Ctrl-C while a token is awaited cancel the
+    request. A reader that falls behind pauses the request, as with `Engine.stream`. One thread reads at a time.
+    `LLM.stream` makes the object.
     """
 
     def __init__(self, llm: object, host: Host, stream: TokenStream) -> None:
@@ -40,9 +40,9 @@ class LLMStream(Iterator[Token]):
         """Wait for the next token of any choice and return it.
 
         Raises:
-            Rejected: Before the first token, if the request can never run.
+            Rejected: The request can never run; raised before the first token.
             RequestFailed: The request ended early.
-            RuntimeError: It is called by a `stop_when` of the same `LLM`, which would wait for itself.
+            RuntimeError: The caller is a `stop_when` of the same `LLM`, which would wait for itself.
             EngineStopped: The `LLM` is closed, or was closed meanwhile.
         """
         if not self._unread:
@@ -65,27 +65,28 @@ class LLMStream(Iterator[Token]):
         deadline: float | None = None,
         priority: int | None = None,
     ) -> Self:
-        """Go on after all tokens so far with `added`, as the next turn; arguments and errors as `TokenStream.send`."""
+        """Continue after all tokens so far with `added`, the next turn. Arguments and errors: see
+        `TokenStream.send`."""
         stream = self._stream
         self._host.ask(lambda _: stream.send(added, params, deadline=deadline, priority=priority))
         self._unread = []
         return self
 
     def close(self) -> None:
-        """Cancel what still runs, and drop what was not read; may be called more than once, also on a closed `LLM`."""
+        """Cancel the running choices, and drop unread tokens; may be called more than once, even on a closed `LLM`."""
         self._unread = []
         stream = self._stream
         try:
             self._host.look(lambda _: stream.cancel())
         except EngineStopped:
-            pass  # which has cancelled it
+            pass  # closing has cancelled the stream
 
     def __enter__(self) -> Self:
         """Return the stream itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel what still runs."""
+        """Cancel the choices that still run."""
         self.close()
 
     @property
@@ -95,7 +96,7 @@ class LLMStream(Iterator[Token]):
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
-        """Why each choice ended, as far as that has come; None where it has not ended."""
+        """Finish reason of each choice; None for one that has not ended."""
         return self._stream.finish_reasons
 
     @property
@@ -107,7 +108,7 @@ class LLMStream(Iterator[Token]):
 class LLMAdapters:
     """The adapters of an `LLM`, as `llm.adapters`: the methods of `Engine.adapters`, each of which waits for its end.
 
-    Each raises `EngineStopped` where the `LLM` is closed.
+    Each raises `EngineStopped` if the `LLM` is closed.
     """
 
     def __init__(self, host: Host) -> None:
@@ -122,7 +123,7 @@ class LLMAdapters:
         root: str | os.PathLike[str] | None = None,
         pinned: bool | None = None,
     ) -> AdapterInfo:
-        """Load the PEFT folder at `path` under `name`; arguments, result and errors as `Engine.adapters.load`."""
+        """Load the PEFT folder at `path` under `name`. See `Engine.adapters.load` for arguments, result and errors."""
 
         async def load(engine: Engine) -> AdapterInfo:
             return await engine.adapters.load(name, path, root=root, pinned=pinned)
@@ -130,10 +131,10 @@ class LLMAdapters:
         return self._host.ask(load)
 
     def unload(self, name: str) -> None:
-        """Forget `name`; requests that wear it finish, and then its memory goes.
+        """Forget `name`; requests that use it finish, and then its memory is released.
 
         Raises:
-            UnknownAdapter: None has that name.
+            UnknownAdapter: No adapter has that name.
         """
 
         async def unload(engine: Engine) -> None:
@@ -142,14 +143,14 @@ class LLMAdapters:
         self._host.ask(unload)
 
     def list(self) -> list[AdapterInfo]:
-        """Return all that are loaded, by name."""
+        """Return all loaded adapters, by name."""
         return self._host.look(lambda engine: engine.adapters.list())
 
     def pin(self, name: str, pinned: bool = True) -> None:
-        """Keep an adapter on the device, or no longer.
+        """Keep an adapter on the device, or stop keeping it.
 
         Raises:
-            UnknownAdapter: None has that name.
+            UnknownAdapter: No adapter has that name.
             InvalidParams: All slots but one are pinned.
         """
         self._host.look(lambda engine: engine.adapters.pin(name, pinned))
