@@ -1,1 +1,1 @@
-"""Threads, processes, tasks and turns between tenants; never knows what they are for."""
+"""Threads, processes, tasks and turns between tenants; never knows their uses."""

@@ -1,4 +1,4 @@
-"""`Alarm`: one task sleeps until it is woken, again and again; knows the event loops, and not what is waited for."""
+"""`Alarm`: lets one task sleep until it is woken, again and again; knows the event loops, but not the events."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Alarm"]
 class Alarm:
     """Wakes one task at a time, on the event loop's thread.
 
-    With asyncio's loops a sleep is a bare future, 1.5 µs from sleep to sleep; an `anyio.Event` for each makes that
-    4 µs, and each streamed event has one.
+    On asyncio's loops a sleep is a bare future, 1.5 µs from sleep to sleep; an `anyio.Event` would take 4 µs, and each
+    streamed event has a sleep.
     """
 
     __slots__ = ("_make_future", "sleeping")
@@ -22,7 +22,7 @@ class Alarm:
     def __init__(self) -> None:
         """Make an alarm for which no task sleeps yet."""
         self._make_future: Any = None
-        """Makes what a task awaits: the event loop's own futures, or `anyio.Event` where it has none; None at first."""
+        """Function that makes the awaited object, the event loop's own future or an `anyio.Event`; None at first."""
         self.sleeping: Any = None
         """The future or event that a sleeping task awaits, or None. A plain field, since every token reads it."""
 
@@ -37,7 +37,7 @@ class Alarm:
             sleeping.set_result(None)
 
     async def sleep(self) -> None:
-        """Wait for `ring`; only where no task sleeps."""
+        """Wait for `ring`; must not be called while another task sleeps."""
         if self._make_future is None:
             loop: Any = current_token().native_token
             self._make_future = getattr(loop, "create_future", anyio.Event)

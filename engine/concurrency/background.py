@@ -1,7 +1,7 @@
-"""`start_background`: runs a coroutine in a task of the event loop itself, which any other task may wait for and end.
+"""`start_background`: runs a coroutine in a task of the event loop itself; any other task may wait for it and end it.
 
-A task group belongs to the task that enters it. What is opened in one task and closed in another, as fixtures and
-notebooks do, cannot stand on one. Next to read: life/lifespan.py.
+A task group belongs to the task that enters it. An engine that is opened in one task and closed in another, as in
+fixtures and notebooks, cannot use one. Next to read: life/lifespan.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from anyio.lowlevel import current_token
 __all__ = ["start_background"]
 
 _running: set[Any] = set()
-"""The tasks that run: asyncio itself holds no reference to a task that waits."""
+"""The running tasks: asyncio itself holds no reference to a task that waits."""
 
 
 def start_background(run: Callable[[], Coroutine[Any, Any, None]], stop: Callable[[], object], name: str) -> None:
@@ -27,9 +27,9 @@ def start_background(run: Callable[[], Coroutine[Any, Any, None]], stop: Callabl
     called when the main task has ended, and trio waits for `run` to return.
 
     Args:
-        run: The coroutine function. It raises nothing but the cancellation of its task, `KeyboardInterrupt` and
-            `SystemExit`, which asyncio lets out of its event loop.
-        stop: Makes `run` return; may be called more than once, also after that.
+        run: The coroutine function. It raises only the cancellation of its task, `KeyboardInterrupt` and `SystemExit`,
+            which asyncio raises out of its event loop.
+        stop: Makes `run` return; may be called more than once, even after `run` has returned.
         name: Name of the task, for debuggers.
     """
     native: Any = current_token().native_token
@@ -45,11 +45,11 @@ def start_background(run: Callable[[], Coroutine[Any, Any, None]], stop: Callabl
 def _ended(task: Any) -> None:
     _running.discard(task)
     if not task.cancelled():
-        task.exception()  # what asyncio has let out already need not be logged as well
+        task.exception()  # asyncio has raised it already and need not log it as well
 
 
 async def _run_in_trio(run: Callable[[], Coroutine[Any, Any, None]], stop: Callable[[], object]) -> None:
-    """Run to the end although the event loop's end cancels the task: `run` may have threads to wait for."""
+    """Run to the end although the end of the event loop cancels the task: `run` may have threads to wait for."""
 
     async def stop_when_cancelled() -> None:
         try:
@@ -62,5 +62,5 @@ async def _run_in_trio(run: Callable[[], Coroutine[Any, Any, None]], stop: Calla
         try:
             await run()
         except (KeyboardInterrupt, SystemExit):
-            pass  # raised by whoever closes: out of a system task it would be an internal error of trio
+            pass  # raised in `aclose`; raised here, in a system task, it would be an internal error of trio
         tasks.cancel_scope.cancel()

@@ -1,10 +1,10 @@
 """`Child`, a Python process that answers lines and may be ended at any time, and `Children`, which lends them out.
 
-What may never return, or take any amount of memory, runs there: grammars on trial and chat templates. A child is a new
-interpreter, not a fork, so it holds neither the model nor torch. It ends with its standard input: when the engine
-closes, and when the application dies in whatever way. It depends on no setting of the application: signals may be
-ignored, others may collect the exit status of every process, and the application may fork itself. Next to read:
-child_start.py, grammar/child.py and template_child.py, which run there.
+Code that may never return, or take any amount of memory, runs in a child: grammars on trial and chat templates. A child
+is a new interpreter, not a fork, so it holds neither the model nor torch. It ends with its standard input: when the
+engine closes, and when the application dies in whatever way. It depends on no setting of the application: signals may
+be ignored, other code may collect the exit status of every process, and the application may fork itself. Next to read:
+child_start.py, grammar/child.py and template_child.py, which run in a child.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["Child", "ChildCrashed", "ChildDied", "ChildLate", "ChildTooSlow", "C
 
 R = TypeVar("R")
 
-_GLANCE: Final = 0.05  # seconds between two looks at whether the answer is still wanted
-_CHUNK: Final = 1 << 20  # bytes read at once, at most
-_IDLE: Final = 2  # children kept for later
+_GLANCE: Final = 0.05  # seconds between two calls of `still_wanted`
+_CHUNK: Final = 1 << 20  # most bytes read at once
+_IDLE: Final = 2  # most waiting children
 _CRASHES: Final = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL)
 
 
@@ -38,10 +38,10 @@ class ChildDied(OSError):
     """The process ended before its answer."""
 
     def __init__(self, code: int | None) -> None:
-        """Say how it ended.
+        """Report the end of the process.
 
         Args:
-            code: Its exit code, or minus the signal that killed it.
+            code: Exit code, or minus the signal that killed the process; None if it is unknown.
         """
         name = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
         super().__init__(f"the process that was to answer ended with {name}")
@@ -60,7 +60,7 @@ class ChildLate(OSError):
     """The answer did not come in time; the process has been ended."""
 
     def __init__(self, seconds: float) -> None:
-        """Say how long it was given, in seconds."""
+        """Report the time limit, in seconds."""
         super().__init__(f"the process that was to answer did not do so within {seconds:g} s")
         self.seconds = seconds
 
@@ -69,30 +69,30 @@ class Child:
     """A process that answers lines. Only one thread at a time may use it."""
 
     def __init__(self, script: Path, *arguments: str) -> None:
-        """Start `script`, whose function `answers` gives a line for each line; does not wait for it.
+        """Start `script`, whose function `answers` yields a line for each line; does not wait for the process.
 
         Args:
             script: A Python file that imports nothing of headrace.
-            arguments: What `answers` gets after the lines.
+            arguments: Arguments of `answers` after the lines.
 
         Raises:
             OSError: No process can be started.
         """
         start = Path(__file__).with_name("child_start.py")
-        # -S: the search path is given, and whatever else an application's site module does is not for it
-        places = json.dumps([place for place in sys.path if isinstance(place, str)])  # an import heeds no others
+        # With -S the application's site module does not run; the search path is given instead.
+        places = json.dumps([place for place in sys.path if isinstance(place, str)])  # imports ignore other entries
         command = [_interpreter(), "-I", "-S", str(start), places, str(script), *arguments]
         # A socket, since a write to a pipe whose reader has died kills an application that has SIGPIPE at its default.
         self._socket, theirs = socket.socketpair()
         with theirs:
-            theirs.setblocking(True)  # whatever default the application has set
+            theirs.setblocking(True)  # the application may have set another default
             try:
                 self._process = subprocess.Popen(
                     command,
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # an interrupt at a terminal is not for it
+                    start_new_session=True,  # an interrupt at a terminal must not reach it
                 )
             except BaseException:
                 self._socket.close()
@@ -100,12 +100,12 @@ class Child:
         self._socket.setblocking(False)
         self._owner = os.getpid()
         self.answers = 0
-        """Number of lines that it has answered."""
+        """Number of lines that the process has answered."""
         _started.add(self)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked, which only the process that started it may do, not a fork of that."""
+        """Whether the process can be asked; only the process that started it may do so, not a fork of that."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(
@@ -117,23 +117,23 @@ class Child:
         patience: float,
         most: int = _CHUNK,
     ) -> bytes | None:
-        """Send a line and return the answer; whenever there is none, the process has been ended.
+        """Send a line and return the answer; unless there is one, the process is ended.
 
         Args:
             line: The question, with neither a line feed in it nor at its end.
             seconds: Processor time that the answer may take.
-            still_wanted: Asked many times a second; once it says no, it is not asked again.
-            patience: Seconds in which a processor must have had time for it.
-            most: Bytes that the answer may have.
+            still_wanted: Asked many times a second; once it returns False, it is not asked again.
+            patience: Seconds of real time within which the answer must come.
+            most: Most bytes of the answer.
 
         Returns:
-            A line with its line feed, or None if it is no longer wanted.
+            A line with its line feed, or None if the answer is no longer wanted.
 
         Raises:
-            ChildTooSlow: It took more processor time than it may.
+            ChildTooSlow: The answer took more processor time than it may.
             ChildLate: There was no answer in time.
-            ChildCrashed: It made the process crash.
-            ChildDied: The process was ended by others, or answered more than `most` bytes.
+            ChildCrashed: The question made the process crash.
+            ChildDied: Something else ended the process, or the answer has more than `most` bytes.
         """
         began = time.monotonic()
         watch = _Watch(began + patience, still_wanted)
@@ -152,10 +152,11 @@ class Child:
         return answer
 
     def _died(self, worked_long: bool) -> ChildDied:
-        """Return the error for a process that ended while it was asked; `worked_long` for as long as it may."""
+        """Return the error for a process that ended while it was asked; `worked_long` if its answer took its whole
+        time."""
         self.close()
         code = self._process.returncode
-        # Popen says 0 where others collected the exit status, or where none is kept because SIGCHLD is ignored.
+        # Popen says 0 if other code collected the exit status, or if none is kept because SIGCHLD is ignored.
         if code == -signal.SIGPROF or (code == 0 and worked_long):
             return ChildTooSlow(code)
         return ChildCrashed(code) if code in _CRASHES else ChildDied(code)
@@ -183,7 +184,8 @@ class Child:
         return b"".join(parts)
 
     def close(self) -> None:
-        """End it, whatever it does; may be called again. In a fork of the process that started it, only let go."""
+        """End the process, whatever it does; may be called again. In a fork of the starting process, close the
+        socket."""
         if self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
@@ -194,7 +196,7 @@ _started: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 def _let_go_of_all() -> None:
-    """Close the sockets that a fork of the application inherits, with which processes would outlive the application."""
+    """Close the sockets that a fork of the application inherits, since they would keep processes alive after it."""
     for child in list(_started):
         child.close()
 
@@ -203,17 +205,17 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 class _Late(Exception):
-    """The time is over."""
+    """The time for the answer is over."""
 
 
 class _Watch:
-    """How long a question may still take, and whether its answer is wanted."""
+    """The time that a question may still take, and whether its answer is wanted."""
 
     def __init__(self, ends: float, still_wanted: Callable[[], bool]) -> None:
         self._ends, self._still_wanted = ends, still_wanted
 
     def wait(self, file: int, event: int) -> bool:
-        """Wait until `file` is ready for `event`; False if the answer is no longer wanted. Raises _Late."""
+        """Wait until `file` is ready for `event`; return False if the answer is no longer wanted. Raises `_Late`."""
         poll = select.poll()  # select.select refuses descriptors above 1023
         poll.register(file, event)
         while not poll.poll(_GLANCE * 1000):
@@ -225,24 +227,24 @@ class _Watch:
 
 
 class Children:
-    """Processes of one kind. Each is lent to one caller at a time, so that what ends it concerns nobody else.
+    """Processes of one kind. Each is lent to one caller at a time, so that its end concerns nobody else.
 
-    Safe to call from several threads. None runs before the first is needed.
+    Safe to call from several threads. The first process starts when it is needed.
     """
 
     def __init__(self, start: Callable[[], Child]) -> None:
-        """Start none yet.
+        """Start no process yet.
 
         Args:
-            start: Makes a child.
+            start: Starts a child.
         """
         self._start = start
-        self._idle: deque[Child] = deque()  # whose methods are atomic: a lock could be held while another thread forks
+        self._idle: deque[Child] = deque()  # has atomic methods: a lock could be held while another thread forks
         self._closed = False
         self._end = weakref.finalize(self, _close_all, self._idle)
 
     def start(self) -> None:
-        """Start a child for whoever comes first; does not wait for it.
+        """Start a child for the next caller; does not wait for it.
 
         Raises:
             OSError: No process can be started.
@@ -251,7 +253,7 @@ class Children:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[Child]:
-        """Lend a child: one that has answered others before, or a new one. It is kept for others unless it has ended.
+        """Lend a child: a waiting one, or a new one. It is kept for others unless it has ended.
 
         Raises:
             OSError: No process can be started.
@@ -263,14 +265,14 @@ class Children:
             self._keep(child)
 
     def ask(self, use: Callable[[Child], R]) -> R:
-        """Return what `use` makes of a child; where that was ended by others after earlier answers, of another one.
+        """Return the result of `use` with a child; one that has answered before and was ended by others is replaced.
 
-        A child that waits may die at any time, as where the system runs out of memory, and is no loss. A new one is
-        replaced once, if it was killed: what kills it may kill many at once.
+        A child that waits may die at any time, for example when the system runs out of memory; it is no loss. A new one
+        is replaced once, if it was killed, since the killer may have killed many at once.
 
         Raises:
             OSError: No process can be started, or new ones were ended by others.
-            BaseException: Whatever else `use` raises.
+            BaseException: `use` raised another error.
         """
         killed = 0
         while True:
@@ -287,7 +289,7 @@ class Children:
                             raise
 
     def close(self) -> None:
-        """End the children that wait; those that are lent end when they come back."""
+        """End the waiting children; those that are lent end when they come back."""
         self._closed = True
         _close_all(self._idle)
 
@@ -305,7 +307,7 @@ class Children:
             child.close()
             return
         self._idle.append(child)
-        if self._closed:  # perhaps just now
+        if self._closed:  # `close` may have run since the check above
             _close_all(self._idle)
 
 
@@ -316,10 +318,10 @@ def _close_all(children: deque[Child]) -> None:
 
 
 def _interpreter() -> str:
-    """Return the program that runs Python here; in some applications `sys.executable` is the application.
+    """Return the program that runs Python here; in some applications `sys.executable` is the application itself.
 
     Raises:
-        OSError: There is none.
+        OSError: No such program is found.
     """
     if not getattr(sys, "frozen", False):
         installed = Path(sys.base_exec_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")

@@ -1,9 +1,9 @@
 """Runs the script of a `Child` in a process of its own: `child_start.py SEARCH_PATH SCRIPT [ARGUMENT...]`.
 
-Imports nothing of headrace. SEARCH_PATH is the `sys.path` of the application, as JSON. SCRIPT has a function
+It imports nothing of headrace. SEARCH_PATH is the `sys.path` of the application, as JSON. SCRIPT has a function
 `answers(lines, *arguments)`, which yields the answer to each line, both without a line feed. Each line on standard
-input begins with the seconds of processor time that its answer may take, and a space. The system ends the process with
-SIGPROF when they are over, whatever it is doing.
+input begins with the seconds of processor time that its answer may take, and a space. When they are over, the system
+ends the process with SIGPROF.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["prepare", "serve"]
 
 
 def prepare() -> None:
-    """Let nothing but its script, its input and its own limits end this process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which go to all processes of a service
+    """Let only the script, the input and the limits of this process end it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # these go to all processes of a service
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # and so kills, whatever the application does with it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills the process, whatever the application does with this signal
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would hold somebody's prompt
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this process goes and not the one that holds the model
+        file.write("1000")  # if memory runs out, this process is killed and not the one with the model
 
 
 def serve(answers: Callable[..., Iterator[bytes]], *arguments: str) -> None:
@@ -41,7 +41,7 @@ def serve(answers: Callable[..., Iterator[bytes]], *arguments: str) -> None:
 
 
 def _lines() -> Iterator[bytes]:
-    """Yield the lines of standard input, and have the time of each begin there."""
+    """Yield the lines of standard input; start the limit of processor time of each."""
     while line := sys.stdin.buffer.readline():
         seconds, _, line = line.removesuffix(b"\n").partition(b" ")
         signal.setitimer(signal.ITIMER_PROF, float(seconds))

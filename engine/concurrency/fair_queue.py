@@ -1,8 +1,8 @@
-"""`FairQueue`: work that several tenants wait for, which takes turns by tenant; reads no clock and starts no thread.
+"""`FairQueue`: gives the waiting work of several tenants turns by tenant; reads no clock and starts no thread.
 
 Start-time fair queuing (Goyal, Vin and Cheng, 1996) over the time that work took: the tenant that was given least is
-next, and one that comes anew begins where the latest turn began. Within a tenant the cheapest work is next, but work is
-passed only by what came before as much as its own cost had been taken up since it came: waiting counts as being cheap.
+next, and a new tenant begins where the latest turn began. Within a tenant the cheapest work is next, but a piece of
+work can be passed only until turns of its tenant have taken up its own cost: a long wait counts like a low cost.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Account(Generic[T]):
-    """What one tenant waits for and what it was given."""
+    """The waiting work of one tenant, and the time that the tenant was given."""
 
     tenant: str | None
     given: float
-    """Seconds of work, of all turns that have ended, or of the turn at which the tenant came if that was more."""
+    """Seconds of work in all turns that have ended, or of the turn at which the tenant came if that is more."""
     waiting: list[tuple[float, int, float, T]] = field(default_factory=list)
-    """A heap of (`taken_up` when the work came plus its cost, arrival, cost, work)."""
+    """Heap of (`taken_up` when the work came plus its cost, arrival, cost, work)."""
     taken_up: float = 0.0
-    """Costs of all work that turns have begun."""
+    """Sum of the costs of all work that turns have begun."""
     running: int = 0
-    """Turns that have begun and not ended."""
+    """Number of turns that have begun and not ended."""
     place: int = -1
-    """Number of its valid entry in the order of tenants; -1 where it has none."""
+    """Number of the account's valid entry in the order of tenants; -1 if it has none."""
 
 
 class FairTurn(NamedTuple, Generic[T]):
@@ -39,29 +39,29 @@ class FairTurn(NamedTuple, Generic[T]):
 
     tenant: str | None
     item: T
-    """The work."""
+    """The work of the turn."""
 
 
 class FairQueue(Generic[T]):
-    """Work of many tenants. Not safe to use from several threads at once."""
+    """Waiting work of many tenants. Not safe to use from several threads at once."""
 
     def __init__(self, most_of_one: int | None = None) -> None:
         """Start empty.
 
         Args:
-            most_of_one: Turns that one tenant may have at a time; None is any number.
+            most_of_one: Turns that one tenant may have at a time; None for any number.
         """
         self._most_of_one = most_of_one
         self._accounts: dict[str | None, _Account[T]] = {}
         self._order: list[tuple[float, int, int, _Account[T]]] = []
-        """A heap of (seconds given, turns that run, place, account); valid where the account has the same place."""
+        """Heap of (seconds given, running turns, place, account); an entry is valid if its place is the account's."""
         self._numbers = itertools.count()
         self._level = 0.0
-        """The most that any tenant had been given when it was next."""
+        """Most seconds that any tenant had been given when it was next."""
         self._waiting = 0
 
     def __len__(self) -> int:
-        """Pieces of work that wait."""
+        """Return the number of waiting pieces of work."""
         return self._waiting
 
     def put(self, tenant: str | None, item: T, cost: float = 0.0) -> None:
@@ -77,10 +77,10 @@ class FairQueue(Generic[T]):
             self._enter(account)
 
     def take(self) -> FairTurn[T] | None:
-        """Begin the next turn; None where nobody waits who may have one now."""
+        """Begin the next turn; return None if no waiting tenant may have one now."""
         while self._order:
             *_, place, account = heappop(self._order)
-            if place != account.place:  # it has moved since
+            if place != account.place:  # the account has another entry by now
                 continue
             account.place = -1
             self._level = max(self._level, account.given)
@@ -92,18 +92,18 @@ class FairQueue(Generic[T]):
                 self._enter(account)
                 return FairTurn(account.tenant, item)
             if not account.waiting and not account.running:
-                del self._accounts[account.tenant]  # whoever comes anew begins no lower
+                del self._accounts[account.tenant]  # a new account begins no lower
         return None
 
     def finish(self, turn: FairTurn[T], seconds: float) -> None:
-        """End a turn that took so long; must be called for each turn, once."""
+        """End a turn that took `seconds`; must be called once for each turn."""
         account = self._accounts[turn.tenant]
         account.running -= 1
         account.given += seconds
         self._enter(account)
 
     def clear(self) -> list[T]:
-        """Drop all work that waits and return it; turns that have begun go on."""
+        """Drop all waiting work and return it; turns that have begun go on."""
         dropped = [item for account in self._accounts.values() for *_, item in account.waiting]
         for account in self._accounts.values():
             account.waiting.clear()

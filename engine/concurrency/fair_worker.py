@@ -1,6 +1,6 @@
 """`FairWorker`: threads that run the blocking calls of several tenants in turns; decides nothing about their order.
 
-Next to read: fair_queue.py, which decides it.
+Next to read: fair_queue.py, which decides the order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["FairWorker"]
 
 T = TypeVar("T")
 _RING: Final = Call(lambda: None, lambda result, error: None)
-"""Wakes a thread, which then looks for calls elsewhere."""
+"""Call that wakes a thread, which then looks for calls in the queues of `FairWorker`."""
 
 
 class FairWorker(Worker):
-    """A `Worker` for the calls of tenants, which take turns, and for the engine's own, which come before them.
+    """A `Worker` for the calls of tenants, which take turns, and for the engine's own, which come first.
 
-    `submit` and `run` are for the engine's own calls; `submit_for`, also passed to `ask`, is for those of tenants.
+    `submit` and `run` are for the engine's own calls; `submit_for`, also as an argument of `ask`, for those of tenants.
     A tenant is charged with the seconds that its calls take in a thread.
     """
 
@@ -33,9 +33,9 @@ class FairWorker(Worker):
 
         Args:
             name: Name of the threads, for debuggers.
-            post: How results get back.
-            threads: How many calls may run at a time.
-            most_of_one: How many calls of one tenant may run at a time; None is any number.
+            post: Sends results to the event loop.
+            threads: Number of calls that may run at a time.
+            most_of_one: Number of calls of one tenant that may run at a time; None for any number.
         """
         self._turns: FairQueue[Call] = FairQueue(most_of_one)
         self._own: deque[Call] = deque()
@@ -43,7 +43,7 @@ class FairWorker(Worker):
         super().__init__(name, post, threads=threads)
 
     def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
-        """Queue a call of the engine's own before those of all tenants; `done` as for `Worker.submit`."""
+        """Queue a call of the engine's own before those of all tenants; `done` is an argument of `Worker.submit`."""
         self._own.append(Call(call, done))
         self._calls.put(_RING)
 
@@ -58,17 +58,17 @@ class FairWorker(Worker):
         """Queue a call of a tenant, from any thread; `done(result, error)` then runs on the event loop.
 
         Args:
-            tenant: Whose turn it is to be; None is a tenant like any other.
+            tenant: The tenant whose turn is taken; None is a tenant like any other.
             call: Runs in a thread.
-            done: Gets its result or its error.
-            cost: Orders it among the calls of its tenant, the cheapest first.
+            done: Function of the result and the error of the call.
+            cost: Order of the call among those of its tenant, the lowest first.
         """
         with self._lock:
             self._turns.put(tenant, Call(call, done), cost)
         self._calls.put(_RING)
 
     def drop(self, error: BaseException) -> None:
-        """End every tenant's waiting calls with `error` and leave those that run alone. Called on the event loop."""
+        """End every tenant's waiting calls with `error`, and let running ones go on. Called on the event loop."""
         with self._lock:
             dropped = self._turns.clear()
         for call in dropped:
@@ -84,7 +84,7 @@ class FairWorker(Worker):
                 del begun, call, turn  # keep nothing alive while waiting for the next call
 
     def _begin(self) -> tuple[Call, FairTurn[Call] | None] | None:
-        """Take up the next call; its turn is None where it is the engine's own."""
+        """Take up the next call; return it with its turn, which is None for the engine's own."""
         with self._lock:
             if self._own:
                 return self._own.popleft(), None

@@ -1,4 +1,4 @@
-"""`not_collected`: a while in which Python's garbage collector stays out of the way; collects nothing itself."""
+"""`not_collected`: keeps Python's garbage collector off for a while; collects nothing itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["not_collected"]
 
 @contextmanager
 def not_collected() -> Iterator[None]:
-    """Collect no garbage meanwhile, in any thread; afterwards as before."""
+    """Collect no garbage within the block, in any thread; then restore the collector."""
     collects = gc.isenabled()
     gc.disable()
     try:

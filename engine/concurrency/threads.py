@@ -1,4 +1,4 @@
-"""Worker threads of the engine and the one way from a thread back to the event loop; never runs device-free logic.
+"""Worker threads of the engine, and the one way from a thread back to the event loop; never runs device-free logic.
 
 The host may run asyncio (with any event loop) or trio: `Poster` has one implementation for each.
 """
@@ -30,7 +30,8 @@ class Hung(Exception):
 
 
 async def outlast(event: anyio.Event, seconds: float = math.inf) -> BaseException | None:
-    """Wait for `event`, or so long, whatever cancels the caller; the cancellation, which the caller raises then."""
+    """Wait for `event`, at most `seconds`, whatever cancels the caller; return a cancellation for the caller to
+    raise."""
     cancelled: BaseException | None = None
     ends = anyio.current_time() + seconds
     while not event.is_set():
@@ -39,13 +40,13 @@ async def outlast(event: anyio.Event, seconds: float = math.inf) -> BaseExceptio
                 await event.wait()
             if scope.cancelled_caught:
                 break
-        except anyio.get_cancelled_exc_class() as error:  # asyncio's own cancellation heeds no shield
+        except anyio.get_cancelled_exc_class() as error:  # asyncio's own cancellation ignores shields
             cancelled = error
     return cancelled
 
 
 class Poster:
-    """Runs plain callables on the event loop that was current when it was made, from any thread."""
+    """Runs plain callables, from any thread, on the event loop that was current when it was made."""
 
     def __init__(self) -> None:
         """Remember the running event loop; must be called on it."""
@@ -59,12 +60,12 @@ class Poster:
             self._post, self._current = native.run_sync_soon, sys.modules["trio"].lowlevel.current_trio_token
 
     def __call__(self, call: Callable[[], object]) -> None:
-        """Run `call` on the event loop soon; once that loop has ended there is nobody to run it for."""
+        """Run `call` on the event loop soon; do nothing once that loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._post(call)
 
     def check_here(self) -> None:
-        """Refuse a caller who does not run on that event loop: it would corrupt state, or wait without end.
+        """Refuse a caller who does not run on that event loop, since it would corrupt state or wait without end.
 
         Raises:
             RuntimeError: Another event loop runs in this thread, or none does.
@@ -84,18 +85,18 @@ class Poster:
 class TaskWatch:
     """Calls a method if the asyncio task that it follows ends cancelled.
 
-    asyncio keeps the frames of a task that was cancelled in a cycle, and with them whatever their variables hold, until
-    the garbage collector comes. trio does not, and there this does nothing.
+    asyncio keeps the frames of a cancelled task in a cycle, and with them all objects in their variables, until the
+    garbage collector comes. trio does not, and there this does nothing.
     """
 
     __slots__ = ("_method", "_post", "_task")
 
     def __init__(self, method: Callable[[], object], post: Poster) -> None:
-        """Follow nobody yet.
+        """Follow no task yet.
 
         Args:
             method: A bound method, whose object is not kept alive.
-            post: Knows the event loop whose tasks may be followed.
+            post: Poster of the event loop whose tasks may be followed.
         """
         self._method = WeakMethod(method)
         self._post = post
@@ -105,7 +106,7 @@ class TaskWatch:
         """Follow the current task from now on, and no other.
 
         Raises:
-            RuntimeError: It is called on another event loop or thread.
+            RuntimeError: The call comes from another event loop or thread.
         """
         asyncio = sys.modules.get("asyncio")
         try:
@@ -113,14 +114,14 @@ class TaskWatch:
         except RuntimeError:  # trio runs here
             task = None
         if self._task is None or self._task() is not task:
-            self._post.check_here()  # which holds for as long as the task is the same
+            self._post.check_here()  # the result holds while the task is the same
             self.stop()
             if task is not None:
                 task.add_done_callback(self._ended)
                 self._task = ref(task)
 
     def stop(self) -> None:
-        """Follow nobody."""
+        """Follow no task."""
         task = None if self._task is None else self._task()
         if task is not None:
             task.remove_done_callback(self._ended)
@@ -133,11 +134,11 @@ class TaskWatch:
 
 
 Done: TypeAlias = Callable[[Any, BaseException | None], None]
-"""What is told of a call's result or error, on the event loop."""
+"""Function of a call's result and error, called on the event loop."""
 
 
 class Call(NamedTuple):
-    """A blocking call and what is told of its end."""
+    """A blocking call, and the function that is told of its end."""
 
     call: Callable[[], Any]
     done: Done
@@ -151,8 +152,8 @@ class Worker:
 
         Args:
             name: Name of the threads, for debuggers.
-            post: How results get back.
-            threads: How many calls may run at a time.
+            post: Sends results to the event loop.
+            threads: Number of calls that may run at a time.
         """
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._post = post
@@ -163,15 +164,15 @@ class Worker:
             thread.start()
 
     def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
-        """Queue `call` at once; `done(result, error)` then runs on the event loop."""
+        """Queue `call`; `done(result, error)` then runs on the event loop."""
         self._calls.put(Call(call, done))
 
     async def run(self, call: Callable[[], T], seconds: float = math.inf) -> T:
         """Run `call` in the thread and wait for its result, shielded from cancellation.
 
         Raises:
-            Hung: It takes longer than `seconds`.
-            BaseException: Whatever `call` raised.
+            Hung: The call takes longer than `seconds`.
+            BaseException: `call` raised it.
         """
         finished = anyio.Event()
         outcome: list[Any] = [None, None]
@@ -199,10 +200,10 @@ class Worker:
 
         Args:
             call: Runs in the thread.
-            submit: Queues it; None is the method of that name.
+            submit: Function that queues the call; None for the method of that name.
 
         Raises:
-            BaseException: Whatever `call` raised, or `drop` was given.
+            BaseException: `call` raised it, or `drop` was given it.
         """
         finished = anyio.Event()
         outcome: list[Any] = []
@@ -224,7 +225,7 @@ class Worker:
         return result  # type: ignore[no-any-return]
 
     def drop(self, error: BaseException) -> None:
-        """End every call that waits with `error`; the one that runs is left alone. Called on the event loop."""
+        """End every waiting call with `error`; let the running one go on. Called on the event loop."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._calls.get_nowait()
@@ -232,17 +233,17 @@ class Worker:
                     item.done(None, error)
 
     def close(self, *, join: bool = True) -> None:
-        """Finish what is queued and join the threads, unless one of them may never end."""
+        """Finish the queued calls; join the threads, unless `join` is False because a call may never end."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads if join else ():
             thread.join()
 
     async def leave(self, seconds: float) -> None:
-        """End the threads once what is queued is done, without ever holding up the event loop, even if cancelled.
+        """End the threads once the queued calls are done, without ever holding up the event loop, even if cancelled.
 
         Args:
-            seconds: How long to wait for them. A thread that is still busy then ends by itself when its call does.
+            seconds: Time to wait for the threads. One that is still busy then ends by itself after its call.
         """
         self.close(join=False)
         cancelled = await outlast(self._ended, seconds)
@@ -275,7 +276,7 @@ class Worker:
         result, error = None, None
         try:
             result = item.call()
-        except BaseException as raised:  # re-raised where the result is awaited
+        except BaseException as raised:  # raised again where the result is awaited
             error = raised
         self._post(Outcome(item.done, result, error))
 
@@ -295,7 +296,7 @@ class Outcome:
 
 
 def stacks() -> str:
-    """Where every other thread of the process is; lines of code, never values."""
+    """Return the stack of every other thread of the process as lines of code, without values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
