@@ -1,1 +1,1 @@
-"""The scripted device of headrace.engine.testing: plans carried out on lists; never a model."""
+"""The scripted device of headrace.engine.testing: carries out plans on lists; never a model."""

@@ -1,6 +1,6 @@
-"""`ScriptedBank`: the slots of the scripted device, whose adapters are read as far as that needs no model and no torch.
+"""`ScriptedBank`: the LoRA slots of the scripted device, with adapters read without a model or torch.
 
-Owns what each slot holds; never decides what is on the device. Next to read: testing.py.
+Owns the content of each slot; never decides which adapters are on the device. Next to read: testing.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ScriptedBank"]
 
 _GRANULE = 1 << 20
 _BLOCK = 1 << 20
-_ROOM = 1 << 40  # bytes: every adapter that is allowed finds room
+_ROOM = 1 << 40  # bytes: room for every adapter that is allowed
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,23 +40,23 @@ class ScriptedBank:
     """Adapters by slot."""
 
     def __init__(self) -> None:
-        """Hold none."""
+        """Start with empty slots."""
         self._digests: dict[int, bytes] = {}
 
     def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
-        """Make `adapter` what the rows of `slot` wear."""
+        """Put `adapter` into `slot` for the rows that name it."""
         self._digests[slot] = adapter.digest
 
     def take(self, slot: int) -> None:
-        """Forget what `slot` holds."""
+        """Empty `slot`."""
         self._digests.pop(slot, None)
 
     def worn(self, slot: int) -> tuple[int, ...]:
-        """Return the digest of what the rows of `slot` wear, as integers, or nothing for slot -1."""
+        """Return the digest of the adapter in `slot`, as integers; empty for slot -1."""
         return () if slot < 0 else tuple(self._digests[slot])
 
     def device(self, config: EngineConfig) -> AdapterDevice | None:
-        """Describe the device to an engine; None where `config` asks for no slots."""
+        """Describe the device to an engine; return None if `config` asks for no slots."""
         if not config.adapter_slots:
             return None
         memory = _ROOM if config.adapter_memory is None else config.adapter_memory

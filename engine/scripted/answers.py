@@ -1,4 +1,4 @@
-"""`Answers`: which text a test wants for which prompt, as token ids of one byte each; never sees a device.
+"""`Answers`: finds the text that a test wants for a prompt, as token ids of one byte each; never sees a device.
 
 Next to read: testing.py.
 """
@@ -22,14 +22,14 @@ _BLANK: Final = frozenset(b" \t\r\n")
 
 
 class NotScripted(HeadraceError):
-    """A `ScriptedEngine` was given no answer for a prompt, or one that the request's format does not allow."""
+    """A `ScriptedEngine` has no answer for a prompt, or one that the request's format does not allow."""
 
 
 class ScriptedPrompt(str):
-    """The text of a prompt as the model sees it; of a chat, a line `role: content` for each message."""
+    """The text of a prompt as the model sees it; for a chat, a line `role: content` for each message."""
 
     adapter: str | None = None
-    """Name of the adapter that the request wears."""
+    """Name of the adapter that the request uses; None for the base model."""
 
 
 Answer: TypeAlias = Callable[[ScriptedPrompt], str]
@@ -39,17 +39,17 @@ class Answers:
     """The script of one engine."""
 
     def __init__(self, answers: Mapping[str, str] | None, answer: Answer | None, end: int, vocab_size: int) -> None:
-        """Answer by a mapping, then by a function; `end` is the token behind every answer."""
+        """Answer by the mapping, then by the function; `end` is the token behind every answer."""
         self._answers = answers or {}
         self._answer = answer
         self._end = end
         self._vocab_size = vocab_size
 
     def script(self, prompt: ScriptedPrompt, grammar: Grammar | None) -> list[int]:
-        """Return the ids of the answer to `prompt`, as `grammar` has it written.
+        """Return the ids of the answer to `prompt`, spaced as `grammar` demands.
 
         Raises:
-            NotScripted: There is none, or `grammar` does not allow it.
+            NotScripted: There is no answer, or `grammar` does not allow it.
         """
         text = self._text(prompt)
         ids = [*text.encode(), self._end]
@@ -57,7 +57,7 @@ class Answers:
 
     def _text(self, prompt: ScriptedPrompt) -> str:
         text = self._answers.get(prompt)
-        if text is None and prompt.endswith("\n"):  # a chat: what its last message says
+        if text is None and prompt.endswith("\n"):  # a chat: look for the content of its last message
             starts = [found.end() for found in _ROLE.finditer(prompt) if prompt[: found.start()][-1:] in ("", "\n")]
             said = (self._answers.get(prompt[start:-1]) for start in starts)
             text = next((each for each in said if each is not None), None)
@@ -72,7 +72,7 @@ class Answers:
         return text
 
     def _spaced(self, text: str, ids: list[int], grammar: Grammar) -> list[int]:
-        """`ids` with those blanks alone that a grammar wants: a format fixes the spaces between the parts of JSON."""
+        """Return `ids` with only those blanks that a grammar demands, since a format fixes the spaces in JSON."""
         state, spaced, place = grammar.begin(()), list[int](), 0
         while place < len(ids):
             allowed_V = allowed_ids(state.allowed(), self._vocab_size)

@@ -1,7 +1,7 @@
-"""`ScriptedRow`: what a row of the scripted device asks beyond its sampling, done on logits that are made up.
+"""`ScriptedRow`: applies the options of one row of the scripted device to made-up logits; never runs a model.
 
-Owns the counts of one row and its place in a grammar. Logits are a hash of the tokens before them, with the scripted
-token far ahead of the others: the likeliest one is chosen, whatever the temperature. Next to read: testing.py.
+Owns the counts of one row and its state in a grammar. Logits are a hash of the tokens before them, with the scripted
+token far ahead of the others: the likeliest token is chosen, whatever the temperature. Next to read: testing.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["ScriptedRow", "allowed_ids", "made_up_logits", "report"]
 _Logits = NDArray[np.float32]
 _SCRIPTED = 20.0
 _CLOSING = {256: 15.0, ord('"'): 14.0, ord("}"): 13.0, ord("]"): 12.0, ord(","): 11.0}
-"""Added to the logits of what ends a text in a grammar, where nothing is scripted: it is then a short one."""
+"""Added to the logits of tokens that end a text in a grammar, if nothing is scripted, so that the text stays short."""
 
 
 def made_up_logits(seed: int, vocab_size: int, token: int | None) -> _Logits:
-    """Return float32 [vocabulary] from -2 to 2, and 20 for `token`; the same for the same arguments."""
+    """Return float32 [vocabulary] from -2 to 2, and 20 for `token`; equal arguments give equal logits."""
     logits_V = np.random.default_rng(seed).random(vocab_size, np.float32) * 4 - 2
     if token is not None:
         logits_V[token] = _SCRIPTED
@@ -41,7 +41,7 @@ def report(logits_V: _Logits, token: int, count: int) -> Report:
 
 
 def allowed_ids(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
-    """Return bool [vocabulary]: which tokens a mask of `GrammarState.allowed` allows."""
+    """Return bool [vocabulary]: whether a mask of `GrammarState.allowed` allows each token."""
     allowed_V = np.zeros(vocab_size, np.bool_)
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
     allowed_V[: len(bits)] = bits
@@ -49,10 +49,10 @@ def allowed_ids(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
 
 
 class ScriptedRow:
-    """One row with options, from when its request took it until that leaves it; one call at a time."""
+    """One row with options, while one request holds it; one call at a time."""
 
     def __init__(self, options: RowOptions, vocab_size: int) -> None:
-        """Begin after the tokens that `options` name."""
+        """Begin after the tokens in `options`."""
         self.options = options
         self._shaper = None if options.shaping is None else shaper_of(options, options.shaping, vocab_size)
         grammar = options.grammar
@@ -62,15 +62,15 @@ class ScriptedRow:
         """Choose the token after `tokens`, the row's prompt and completion so far.
 
         Args:
-            tokens: As the device reads them from the row's pages.
-            logits_V: float32 [vocabulary], which are written to.
+            tokens: Token ids as the device reads them from the row's pages.
+            logits_V: float32 [vocabulary]; changed in place.
             scripted: Whether an answer is scripted for the row.
 
         Returns:
             The token or `NOTHING_LEFT`, and the report on it if one is wanted.
 
         Raises:
-            HookFailed: The row's hook raised, or returned what are no logits.
+            HookFailed: The row's hook raised, or returned something other than logits.
         """
         options = self.options
         top = None if options.reporting is None else options.reporting.completion

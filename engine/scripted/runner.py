@@ -1,7 +1,7 @@
-"""`ScriptedRunner`: carries out plans without a device, on lists, the way a real runner does on tensors.
+"""`ScriptedRunner`: carries out plans without a device, on lists, as a real runner does on tensors.
 
-It computes each token only from what it reads back through its page table, so a wrong, stale or doubly owned page shows
-as a wrong token. Next to read: testing.py, which makes an engine of it, and rows.py.
+It computes each token only from the tokens that it reads back through its page table, so a wrong, stale or doubly owned
+page shows as a wrong token. Next to read: testing.py, which makes an engine of it, and rows.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["VECTOR", "Capacity", "ScriptedRunner", "ScriptedStep", "scripted_tok
 
 _POISON = -7
 VECTOR = 8
-"""Elements of a hidden state."""
+"""Number of elements of a hidden state."""
 _SEEDS = 2**63
 
 
@@ -43,19 +43,19 @@ class Capacity(plans.Capacity):
 
 
 def scripted_token(tokens: Sequence[int], vocab_size: int) -> int:
-    """The token that `ScriptedRunner` gives after `tokens`: a hash of all of them, below `vocab_size`."""
+    """Return the token of `ScriptedRunner` after `tokens`: a hash of all of them, below `vocab_size`."""
     digest = blake2b(b",".join(b"%d" % token for token in tokens), digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
 
 
 def scripted_vector(tokens: Sequence[int]) -> NDArray[np.float32]:
-    """The hidden state that `ScriptedRunner` gives after `tokens`: 8 elements from 0 to 1, a hash of them."""
+    """Return the hidden state of `ScriptedRunner` after `tokens`: 8 elements from 0 to 1, a hash of them."""
     digest = blake2b(b",".join(b"%d" % token for token in tokens), digest_size=VECTOR).digest()
     return np.array([byte / 255 for byte in digest], np.float32)
 
 
 class ScriptedStep:
-    """A step of `ScriptedRunner`: its result, or what it raises."""
+    """A step of `ScriptedRunner`: its result, or the error that it raises."""
 
     def __init__(self, tokens: list[int], error: Exception | None, gate: Callable[[], None] | None) -> None:
         """Hold a result until it is waited for."""
@@ -64,7 +64,7 @@ class ScriptedStep:
         self._gate = gate
 
     def wait(self) -> Sequence[int]:
-        """Return the step's tokens after the runner's `gate`, or raise what was scripted."""
+        """Return the step's tokens after the runner's `gate`, or raise the scripted error."""
         if self._gate is not None:
             self._gate()
         if self._error is not None:
@@ -73,7 +73,7 @@ class ScriptedStep:
 
 
 class _Told(NamedTuple):
-    """What a step gives beside its tokens, by work."""
+    """Results of a step besides its tokens, by index of the work."""
 
     chosen: dict[int, Report]
     prompts: dict[int, list[Report]]
@@ -81,7 +81,7 @@ class _Told(NamedTuple):
 
 
 class ScriptedRunner:
-    """A runner without a device: carries out plans on lists, the way a real one does on tensors."""
+    """A runner without a device: carries out plans on lists, as a real one does on tensors."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class ScriptedRunner:
         Args:
             capacity: Sizes of the pool and of the vocabulary; None is `Capacity()`.
             gate: Called by every `Step.wait`, in the waiter's thread; sleep in it to imitate a slow device.
-            faults: Step number -> exception the step raises, or a token id it returns for its first work instead.
-            eos: Position -> token id to sample there, whatever the script says.
+            faults: By step number, an exception that the step raises, or a token id that it returns for its first work.
+            eos: By position, a token id to sample there, whatever the script says.
         """
         capacity = capacity or Capacity()
         self.capacity = capacity
@@ -105,7 +105,7 @@ class ScriptedRunner:
         self.closed = False
         self.bank = ScriptedBank()
         self.scripts: dict[tuple[str | None, tuple[int, ...], Grammar | None], list[int]] = {}
-        """What is sampled behind a prompt, by adapter, the prompt's ids and grammar; an end of sequence ends each."""
+        """Tokens sampled after a prompt, by adapter, the prompt's ids and grammar; an end of sequence ends each."""
         self._gate = gate
         self._faults = faults or {}
         self._eos = eos or {}
@@ -119,7 +119,7 @@ class ScriptedRunner:
         self._lock = threading.Lock()
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
-        """Carry out `plan` at once; its result shows when it is waited for."""
+        """Carry out `plan` at once; its result shows in `wait`."""
         with self._lock:
             self.launched += 1
             for row in plan.new_rows:
@@ -156,25 +156,25 @@ class ScriptedRunner:
             return ScriptedStep(sampled, None, self._gate)
 
     def open_host_pool(self, places: int) -> float:
-        """Have room for any number of pages; moving one takes no time."""
+        """Make room for any number of pages, and return 0 seconds as the time to move one."""
         return 0.0
 
     most_pages = 1 << 20
 
     def resize(self, num_pages: int) -> None:
-        """Have so many pages; new ones are poisoned."""
+        """Change the number of pages to `num_pages`; new ones are poisoned."""
         with self._lock:
             del self._cells[num_pages:]
             self._cells += [[_POISON] * self.capacity.page_size for _ in range(num_pages - len(self._cells))]
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Have no pages; there are no weights to keep."""
+        """Drop all pages; there are no weights to keep."""
         self.resize(0)
 
     wake = resize
 
     def close(self) -> None:
-        """Forget everything."""
+        """Note that the runner is closed, and drop all pages."""
         self.closed = True
         self._cells = []
 
@@ -209,7 +209,7 @@ class ScriptedRunner:
         return sampled
 
     def _choose(self, index: int, work: Work, options: RowOptions | None) -> int:
-        """The token behind `work`: what is scripted for its place or its prompt, or else a hash."""
+        """Return the token behind `work`: the scripted one for its place or its prompt, or else a hash."""
         read = self._read(work)
         token = self._eos.get(len(read))
         if token is None and self.scripts:
@@ -234,7 +234,7 @@ class ScriptedRunner:
         return token
 
     def _scripted(self, work: Work, read: Sequence[int], grammar: Grammar | None) -> int | None:
-        """The next token of the answer to the prompt, or, for a beam, to what was its prompt before it branched off."""
+        """Return the next token of the answer to the prompt, or for a beam, to its prompt before it branched off."""
         request = work.request
         known = tuple(read[request.virtual_tokens :])
         for length in range(request.prompt_len - request.virtual_tokens, 0, -1):
@@ -244,7 +244,7 @@ class ScriptedRunner:
         return None
 
     def _prompt_reports(self, work: Work, options: RowOptions) -> list[Report]:
-        """Reports on the tokens of the prompt behind those of `work`, if they are wanted."""
+        """Return reports on the tokens of the prompt behind those of `work`, if they are wanted."""
         if options.reporting is None or options.reporting.prompt is None:
             return []
         ends = range(work.start + 1, min(work.start + 1 + work.num_tokens, options.prompt_len))
@@ -256,13 +256,13 @@ class ScriptedRunner:
         return found
 
     def _read(self, work: Work) -> list[int]:
-        """All tokens of a row, from its pages."""
+        """Return all tokens of a row, read from its pages."""
         size, table = self.capacity.page_size, self._tables[work.row]
         end = work.start + work.num_tokens
         return [self._cells[table[position // size]][position % size] for position in range(end)]
 
     def _pool(self, work: Work) -> NDArray[np.float32] | None:
-        """What came of the hidden states of a row that is pooled and ends with `work`."""
+        """Return the pooled hidden states of a row that ends with `work`; None if the row is not pooled."""
         options = self._options.get(work.row)
         if options is None or options.pooling is None or work.start + work.num_tokens < options.prompt_len:
             return None
