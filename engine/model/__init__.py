@@ -1,1 +1,1 @@
-"""The device ring: model files, weights, the decoder and the runners; never imports anyio or the shell."""
+"""The device side: model files, weights, the decoder and the runners; never imports anyio or asynchronous code."""

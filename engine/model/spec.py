@@ -1,8 +1,8 @@
-"""Says what shape of decoder a model is, from its config.json; never imports torch or reads weights.
+"""Derives the shape of a decoder from its config.json; never imports torch or reads weights.
 
-One `DecoderSpec` describes every supported family, and one row of `FAMILIES` is all that a family adds. What the
-decoder would have to ignore is refused here by name, so that a model that loads is a model that is computed right.
-gguf_spec.py does the same for GGUF metadata. Next: checkpoint/gguf.py and checkpoint/safetensors.py read files,
+One `DecoderSpec` describes every supported family, and one row of `FAMILIES` is all that a family adds. Options that
+the decoder does not support are refused by name, so that every model that loads is computed correctly. gguf_spec.py
+does the same for GGUF metadata. Next: checkpoint/gguf.py and checkpoint/safetensors.py read files,
 checkpoint/weights.py fills the parameters that a spec calls for.
 """
 
@@ -28,21 +28,21 @@ RopeKind = Literal["default", "linear", "llama3"]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn into rotation angles; the two halves of a head are rotated against each other."""
+    """Rotary embedding: how positions turn into angles. The two halves of a head are rotated against each other."""
 
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
-    """`linear` and `llama3`: how much the longest wavelengths are stretched."""
+    """Factor by which `linear` and `llama3` stretch the longest wavelengths."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_context: int = 0
-    """`llama3`: the context in tokens that the model was first trained with."""
+    """Tokens of context that a `llama3` model was first trained with."""
     divisors: tuple[float, ...] | None = None
-    """One divisor a frequency, as GGUF files store `llama3`; applied after everything else."""
+    """Divisor of each frequency, as GGUF files store `llama3`; applied after everything else."""
 
     def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Return float32 [head_dim / 2]: radians per position for each pair of a head's elements."""
+        """Return the radians per position for each pair of a head's elements, float32 [head_dim / 2]."""
         frequencies = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.kind == "linear":
             frequencies = frequencies / self.factor
@@ -58,7 +58,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """Everything that the one decoder needs to know about a model, apart from its weights."""
+    """Shape of a decoder: everything that the network must know of a model, apart from its weights."""
 
     architecture: str
     num_layers: int
@@ -69,7 +69,7 @@ class DecoderSpec:
     ffn_size: int
     vocab_size: int
     max_context: int
-    """Tokens."""
+    """Most tokens of a prompt and its completion together."""
     norm_eps: float
     rope: Rope
     qkv_bias: bool
@@ -79,11 +79,11 @@ class DecoderSpec:
     """Whether each query and key head is RMS-normalised before rotation."""
     tied_head: bool
     windows: tuple[int | None, ...]
-    """For each layer, how many of the last positions a token attends to, itself included; None: all of them."""
+    """Number of last positions that a token attends to, itself included, for each layer; None means all of them."""
     has_head: bool = True
-    """Whether tokens can be chosen: without it (`tied_head` then stands for no head at all) the model only embeds."""
+    """Whether the model chooses tokens; without a head it only embeds, and `tied_head` is True."""
     checkpoint_dtype: str | None = None
-    """`float32`, `bfloat16` or `float16` where the config names it; None for GGUF, whose tensors differ."""
+    """Dtype `float32`, `bfloat16` or `float16` if the config names it; None for GGUF, whose tensors differ."""
 
 
 _CONFIG_BYTES = 4 << 20
@@ -102,7 +102,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one architecture adds to the common decoder; True, False, or the config field that decides."""
+    """Differences of one architecture from the common decoder: True, False, or the config field that decides."""
 
     model_type: str
     qkv_bias: bool | str = False
@@ -254,7 +254,7 @@ def head_size(fields: Fields, field: str, default: int | None, hidden: int, head
 
 
 def _quantises_nothing_but_kv(quantization: object) -> bool:
-    """Whether weights are stored as they are: scales of an 8-bit cache may come with them."""
+    """Return whether weights are unquantised; scales of an 8-bit cache may come with them."""
     if quantization is None:
         return True
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":

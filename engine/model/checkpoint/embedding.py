@@ -1,7 +1,8 @@
-"""Says how a model embeds texts, from the files that sentence-transformers keeps beside it; never reads weights.
+"""Reads how a model embeds texts from the files that sentence-transformers keeps beside it; never reads weights.
 
 `modules.json` lists what a text goes through: the transformer, a pooling with a config.json of its own, and perhaps a
-normalisation. What cannot be done here leaves the choice to the caller, so that the model can still be opened.
+normalisation. A pooling that is not supported counts as not given: the caller's default applies, so that the model can
+still be opened.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _FLAGS: dict[str, PoolingKind] = {
 
 
 def read_embedding(path: Path, size: int, kinds: tuple[PoolingKind, ...], default: PoolingKind) -> Embedding:
-    """How the model at `path` embeds texts.
+    """Return how the model at `path` embeds texts.
 
     Args:
-        path: A model folder, or a file that says nothing of it.
+        path: A model folder, or a single file, which says nothing about embedding.
         size: The model's hidden size.
-        kinds: What its device can do.
-        default: What is done where no file says anything.
+        kinds: Kinds of pooling that its device can do.
+        default: The kind to use where no file names one.
 
     Raises:
         ModelRejected: A file is damaged.
@@ -54,7 +55,7 @@ def read_embedding(path: Path, size: int, kinds: tuple[PoolingKind, ...], defaul
 
 
 def _kind(config: Mapping[str, object]) -> PoolingKind | None:
-    """What a pooling's config asks for; None for what nothing here does, such as several at once."""
+    """Return the pooling that a config asks for; None for one that is not supported, such as several kinds at once."""
     mode = config.get("pooling_mode")
     if mode is not None:
         return _KINDS.get(mode) if isinstance(mode, str) else None
@@ -63,7 +64,7 @@ def _kind(config: Mapping[str, object]) -> PoolingKind | None:
 
 
 def _inside(folder: Path, name: Any) -> Path:
-    """A folder within the model's own."""
+    """Return a folder within the model's own."""
     if not isinstance(name, str) or not name or set(name) & {"/", "\\", "\0"} or name.startswith("."):
         raise ModelRejected(f"{_MODULES}: the path of the pooling is {name!r}; wanted: a plain name", field=_MODULES)
     return folder / name

@@ -1,8 +1,8 @@
 """Reads GGUF files: checks a possibly hostile header, then hands out metadata and tensors; never builds a model.
 
-The whole header is parsed and checked here, once, before anything is read by its word, so no count, length or offset
-in the file decides an allocation or a seek on its own. The `gguf` package supplies the block formats. Tensors are read
-with plain reads, not a mapping: a file that shrinks under us is an error instead of a bus fault, and closing is final.
+The whole header is parsed and checked here, once, before any tensor is read, so no count, length or offset in the file
+decides an allocation or a seek on its own. The `gguf` package supplies the block formats. Tensors are read with plain
+reads, not a mapping: a file that shrinks meanwhile is an error instead of a bus fault, and closing is final.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MAX_NAME_BYTES = 1 << 10
 _MAX_STRING_BYTES = 16 << 20
 _MAX_METADATA_BYTES = 256 << 20
 _MAX_VALUES = 1 << 21
-"""All array elements of the metadata together: the largest vocabularies with their merges need about a million."""
+"""Most array elements in all metadata together: the largest vocabularies with their merges need about a million."""
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 16
 _BLOCK_ELEMENTS = 1 << 18
@@ -64,13 +64,13 @@ _BLOCK_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies in its file and how it is encoded."""
+    """Place of a tensor in its file, and its encoding."""
 
     kind: Kind
     shape: tuple[int, ...]
-    """Outer size first, as torch has it; the file stores the inner size first."""
+    """Shape with the outer size first, as torch has it; the file stores the inner size first."""
     offset: int
-    """Bytes from the start of the file."""
+    """Position of the data, in bytes from the start of the file."""
     nbytes: int
 
 
@@ -137,7 +137,7 @@ class _Header:
         return list(struct.unpack_from(form, self.data, start))
 
     def _texts(self, count: int, field: str) -> list[str]:
-        """Read strings as `text` does, which is left to refuse the first that is not as it should be."""
+        """Read strings as `text` does, and leave it to `text` to refuse the first that is invalid."""
         data, at = self.data, self.at
         end = min(len(data), _MAX_METADATA_BYTES)
         found: list[str] = []
@@ -301,7 +301,7 @@ class GgufFile:
 
         Args:
             name: A key of `tensors`.
-            elements: About how many elements a block has; vectors come whole.
+            elements: About how many elements a block has; a vector is one block.
 
         Raises:
             ModelRejected: The file has shrunk since it was opened.
@@ -316,7 +316,7 @@ class GgufFile:
     ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
         """Yield the rows of a Q4_0 or Q4_1 matrix in order as (first row, (quants, scales, minima)).
 
-        They are uint8 [rows, in] from 0 to 15, float32 [rows, in / 32] and float32 [rows, in / 32], and
+        The three are uint8 [rows, in] from 0 to 15, float32 [rows, in / 32] and float32 [rows, in / 32], and
         `quant * scale + minimum` is the weight.
 
         Raises:
@@ -362,7 +362,7 @@ def _nibbles(raw: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def _dequantised(raw: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return float32 [rows, inner] of rows of blocks; the common kinds without the package's slower general path."""
+    """Return float32 [rows, inner] from rows of blocks; the common kinds bypass the package's slower general path."""
     if kind == Kind.F32:
         return raw.view(torch.float32)
     if kind == Kind.F16:

@@ -1,4 +1,4 @@
-"""Says what shape of decoder a GGUF file holds, from its metadata and tensor shapes; never reads a weight itself."""
+"""Derives the shape of the decoder in a GGUF file from its metadata and tensor shapes; never reads a weight itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.engine.model.spec import FAMILIES, LIMITS, DecoderSpec, Rope, chec
 
 __all__ = ["from_gguf"]
 
-# What a GGUF file may say about its architecture; any other key under `<architecture>.` would go unheeded.
+# Keys by which a GGUF file may describe its architecture; any other under `<architecture>.` would be ignored.
 _GGUF_IGNORED = frozenset(
     (
         "vocab_size",
@@ -66,7 +66,7 @@ def from_gguf(
         origin: The file's base name, for messages.
 
     Raises:
-        ModelRejected: As `from_hf`.
+        ModelRejected: The same errors as from `from_hf`.
     """
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in _GGUF_ARCHITECTURES:
@@ -123,7 +123,7 @@ def _refuse_unheeded(fields: Fields, prefix: str) -> None:
 
 
 def _gguf_vocabulary(fields: Fields, name: str, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the embedding's rows, which are what the logits have; a metadata key that differs is a contradiction."""
+    """Return the rows of the embedding, the width of the logits; refuse a metadata key that says otherwise."""
     shape = shapes.get("token_embd.weight")
     if shape is None or len(shape) != 2 or not 1 <= shape[0] <= LIMITS["vocab_size"]:
         limit = f"two sizes, the first from 1 to {LIMITS['vocab_size']}"

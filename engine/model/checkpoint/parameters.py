@@ -1,4 +1,4 @@
-"""Reads the parameters of a decoder from a checkpoint; never decides which there are, or who asks for them when.
+"""Reads the parameters of a decoder from a checkpoint; never decides which there are or when they are read.
 
 Each tensor goes block by block from its file to its place in a fused parameter, in the wanted dtype and on the wanted
 device. A name that is missing, left over or of another shape is an error before anything is allocated. On a CPU several
@@ -27,9 +27,9 @@ __all__ = ["Empty", "FileMaker", "Progress", "Weight"]
 
 Weight: TypeAlias = Tensor | GroupQuantised
 Empty: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes an uninitialised tensor on the device."""
+"""Function that makes an uninitialised tensor on the device, from its shape and dtype."""
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Function that is called with the bytes done and the bytes in all."""
 
 _TIED_LEFTOVER = "lm_head.weight"
 _CPU_BLOCK_ELEMENTS = 1 << 18  # in float32 a quarter of what a core caches
@@ -37,7 +37,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 class _Staging:
-    """Host memory that blocks are read into; pinned and used in turn where they go on to a GPU."""
+    """Host memory that blocks are read into: pinned, and used in turn, where the blocks go on to a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,7 +46,7 @@ class _Staging:
         self._turn = 0
 
     def __call__(self, count: int) -> Tensor:
-        """Memory of `count` bytes that nothing reads any more."""
+        """Return `count` bytes of memory that nothing reads any more."""
         if not self._sent:
             return torch.empty(count, dtype=torch.uint8)
         self._turn = 1 - self._turn
@@ -56,7 +56,7 @@ class _Staging:
         return self._buffers[self._turn][:count]
 
     def send(self, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """Start the way of a block to the device, where it becomes `dtype`; its memory is taken again after that."""
+        """Start to copy a block to the device, where it becomes `dtype`; its memory is reused once that is done."""
         rows = block.to(self._device, non_blocking=True)
         if self._sent:
             self._sent[self._turn].record()
@@ -106,7 +106,7 @@ class FileMaker:
         return out
 
     def linear(self, fused: Fused) -> Weight:
-        """Return a matrix in 4-bit groups where that is wanted and the file has it so, else as `dense`."""
+        """Return a matrix in 4-bit groups where that is wanted and the file stores it so, else the same as `dense`."""
         if not self.keep_packed or not isinstance(self.source, GgufFile):
             return self.dense(fused)
         if not all(self.source.has_groups(self.names.of(part)) for part in fused.parts):
@@ -150,7 +150,7 @@ class FileMaker:
         return wanted
 
     def kv_scales(self, layers: int) -> dict[int, KvScales]:
-        """Return the scales of those layers for which there are any, as (keys, values).
+        """Return (keys, values) scales of the layers that have any.
 
         Checkpoints that were calibrated for an 8-bit cache hold them, under the names of one tool or another.
         """
@@ -186,7 +186,7 @@ class FileMaker:
         self._advance(name)
 
     def _blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Rows of a tensor, from the first on, in the wanted dtype and on the device."""
+        """Yield a tensor's rows in order as (first row, rows), in the wanted dtype and on the device."""
         if isinstance(self.source, GgufFile):
             for first, block in self.source.blocks(name, self.block_elements):
                 yield first, block.to(self.device, self.dtype)
@@ -206,7 +206,7 @@ class FileMaker:
         self._advance(name)
 
     def _row_order(self, part: Part) -> Tensor | None:
-        """Return the place of each of the file's rows, None where they are in order.
+        """Return the place of each of the file's rows, or None where they are in order.
 
         GGUF files of the llama architecture hold the two elements of a rotated pair side by side.
         """
@@ -216,7 +216,7 @@ class FileMaker:
         return order.view(-1, 2, self.head_dim // 2).transpose(1, 2).flatten()
 
     def _note_extremes(self, name: str, rows: Tensor) -> None:
-        """Refuse a block of which anything is NaN or infinite: here on a CPU, later for all blocks on a GPU."""
+        """Refuse a block that holds NaN or infinity: at once on a CPU, later and for all blocks together on a GPU."""
         extremes = torch.aminmax(rows)
         if self.device.type != "cpu":
             self.extremes.append((name, torch.stack(extremes).float()))
@@ -224,7 +224,7 @@ class FileMaker:
             self._refuse_not_finite(name)
 
     def check_finite(self) -> None:
-        """Refuse what went to a GPU if any of it is NaN or infinite: once for all, so that no block waits for it."""
+        """Refuse the weights on a GPU if any is NaN or infinite: one check for all, so that no block waits for it."""
         if not self.extremes:
             return
         finite = torch.stack([values for _, values in self.extremes]).isfinite().all(dim=1).tolist()

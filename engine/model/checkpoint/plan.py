@@ -13,13 +13,13 @@ __all__ = ["BARE_NAMES", "GGUF_NAMES", "HF_NAMES", "Fused", "Names", "Part", "al
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a checkpoint, by its role, and the rows it has."""
+    """One tensor of a checkpoint: its role, and the rows that it has."""
 
     role: str
     rows: int
     layer: int | None = None
     rotary: bool = False
-    """Whether its rows are the elements of heads that are rotated: queries and keys."""
+    """Whether the rows are the elements of heads that are rotated: queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +91,15 @@ def all_parts(spec: DecoderSpec) -> Iterator[tuple[Part, tuple[int, ...]]]:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How one file format calls the roles."""
+    """Names that one file format gives to the roles."""
 
     layer_prefix: str
     roles: Mapping[str, str]
     harmless: re.Pattern[str]
-    """Names that may be left over: they hold nothing that is not computed from the spec."""
+    """Names that may be left over: they hold only what is computed from the spec."""
 
     def of(self, part: Part) -> str:
-        """Return what the format calls a part."""
+        """Return the format's name for a part."""
         role, kind = part.role.split(".")
         prefix = "" if part.layer is None else self.layer_prefix.format(part.layer)
         return f"{prefix}{self.roles[role]}.{kind}"
@@ -125,7 +125,7 @@ HF_NAMES = Names(
     },
     re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
 )
-BARE_NAMES = Names(  # of a checkpoint saved without the class that holds the head
+BARE_NAMES = Names(  # for a checkpoint saved without the class that holds the head
     HF_NAMES.layer_prefix.removeprefix("model."),
     {role: name.removeprefix("model.") for role, name in HF_NAMES.roles.items()},
     re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
@@ -148,6 +148,6 @@ GGUF_NAMES = Names(
         "up": "ffn_up",
         "down": "ffn_down",
     },
-    # GgufFile.spec() has put it into the spec.
+    # GgufFile.spec() has put the tensor into the spec.
     re.compile(r"rope_freqs\.weight"),
 )

@@ -1,7 +1,7 @@
-"""`rereading`: what gives a model's files for reading once more, and refuses them if they describe another model.
+"""`rereading`: opens a model's files once more, and refuses them if they describe another model.
 
 A device that slept without its weights reads them again, and the tokenizer, the sizes and the kernels of the model that
-was opened stay in use. Files that say anything else about these would give tokens that mean something else.
+was opened stay in use. Files that differ in these would give tokens with another meaning.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["rereading"]
 
 
 def rereading(source: Source) -> Callable[[], Source]:
-    """Return a function that gives the source of the same model's weights again, when `source` has been closed.
+    """Return a function that opens the same model's weights again once `source` has been closed.
 
-    The function raises `ModelRejected` where a file, or a key of a GGUF file's metadata, is not as it is now.
+    The function raises `ModelRejected` where a file, or a key of a GGUF file's metadata, has changed since this call.
 
     Raises:
         ModelRejected: A file cannot be read.
@@ -47,7 +47,7 @@ def rereading(source: Source) -> Callable[[], Source]:
 
 
 def _digests(path: Path) -> Mapping[str, bytes]:
-    """Return a digest for each file of a folder, or key of a GGUF file, that says what the weights and ids mean."""
+    """Return a digest of each file of a folder, or key of a GGUF file, that decides what the weights and ids mean."""
     if path.suffix == ".gguf":
         with GgufFile(path) as file:
             return _described(file)

@@ -34,7 +34,7 @@ def _allocate(count: int) -> torch.Tensor:
 
 
 def _read_into(raw: torch.Tensor, file: BinaryIO, offset: int, name: str) -> None:
-    """Fill `raw` from `offset`, with no copy in between."""
+    """Fill `raw` from `offset` of the file, without a copy in between."""
     view, count = raw.numpy().data, 0
     while count < len(view):
         got = os.preadv(file.fileno(), [view[count:]], offset + count)
@@ -55,7 +55,7 @@ class SafetensorsFolder:
         """Open `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
 
         Raises:
-            ModelRejected: There are none, a shard is missing, or a header or the index is damaged or hostile.
+            ModelRejected: There are no such files, a shard is missing, or a header or the index is damaged or hostile.
         """
         self.path = Path(folder)
         self.name = self.path.name
@@ -103,10 +103,10 @@ class SafetensorsFolder:
         Args:
             tensor: A key of `shapes`.
             elements: About how many elements a block has.
-            allocate: Gives uint8 host memory of so many bytes for each block.
+            allocate: Returns uint8 host memory of the given number of bytes for each block.
 
         Raises:
-            ModelRejected: The dtype is none that a weight can have, or the file has shrunk since it was opened.
+            ModelRejected: The dtype is not one that a weight can have, or the file has shrunk since it was opened.
         """
         entry = self._entries[tensor]
         file, name = self._where[tensor]

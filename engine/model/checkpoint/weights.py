@@ -1,6 +1,6 @@
 """Loads a checkpoint into the decoder's fused parameters, or invents them; never decides what a model looks like.
 
-Whoever packs the layers of a model reads them one by one, so the host never holds a second copy of all. Next to read:
+Layers are read one by one as they are packed, so the host never holds a second copy of all of them. Next to read:
 parameters.py.
 """
 
@@ -27,17 +27,17 @@ from headrace.ops.paged import KvScales
 __all__ = ["DecoderWeights", "LayerWeights", "Layers", "Source", "Weight", "load_weights", "open_weights"]
 
 Source: TypeAlias = str | os.PathLike[str] | GgufFile | Literal["random"]
-"""A Hugging Face folder with safetensors, a GGUF file (its path, or open: then it stays open), or `"random"`."""
+"""Hugging Face folder with safetensors, GGUF file (a path, or an open file, which stays open), or `"random"`."""
 _INIT_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One block's parameters; matrices are [out, in]. Biases and head norms are None where the spec has none."""
+    """Parameters of one block; matrices are [out, in]. Biases and head norms are None where the spec has none."""
 
     input_norm_E: Tensor
     qkv: Weight
-    """Rows: H * D of queries, K * D of keys, K * D of values."""
+    """Matrix whose rows are H * D of queries, K * D of keys and K * D of values."""
     qkv_bias: Tensor | None
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
@@ -45,7 +45,7 @@ class LayerWeights:
     o_bias: Tensor | None
     post_norm_E: Tensor
     gate_up: Weight
-    """Rows: F of the gate, F of the up projection."""
+    """Matrix whose rows are F of the gate and F of the up projection."""
     gate_up_bias: Tensor | None
     down: Weight
     down_bias: Tensor | None
@@ -67,13 +67,13 @@ class DecoderWeights:
     layers: Layers
     final_norm_E: Tensor
     head: Weight
-    """[V, E]; the very object `embedding_VE` where the spec ties them."""
+    """Output head [V, E]; the very object `embedding_VE` where the spec ties them."""
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
-    """Of the layers for which the checkpoint has scales of an 8-bit cache."""
+    """Scales of an 8-bit cache, for the layers for which the checkpoint has them."""
 
 
 class _Maker(Protocol):
-    """Makes one parameter: always a tensor, or packed where that is wanted and possible."""
+    """Protocol that makes one parameter: a tensor, or packed where that is wanted and possible."""
 
     def dense(self, fused: Fused) -> Tensor: ...
 
@@ -94,7 +94,7 @@ class _UnreadLayers:
 
 
 def _assemble(spec: DecoderSpec, maker: _Maker, layers: Layers | None = None) -> DecoderWeights:
-    """Make all parameters, but for those of `layers` where they are given."""
+    """Make all parameters, except those of `layers` where they are given."""
     top = top_plan(spec)
     embedding_VE = maker.dense(top["embedding_VE"])
     if layers is None:
@@ -147,10 +147,10 @@ def open_weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Iterator[DecoderWeights]:
-    """Yield a model's parameters on the CPU, of which layers are read when they are asked for, until the block ends.
+    """Yield a model's parameters on the CPU until the block ends; each layer is read when it is asked for.
 
     Several threads may ask for layers. Arguments and errors are those of `load_weights`; asking for a layer raises
-    them, too. Random layers are there at once.
+    them, too. Random layers are made at once.
     """
     device = torch.device("cpu")
     with ExitStack() as files:
@@ -175,14 +175,14 @@ def load_weights(
     """Return a model's parameters in `dtype` on `device`.
 
     Args:
-        source: Where they are; `"random"` draws N(0, 0.02), and norms of 1.
-        spec: What the model looks like.
+        source: Source of the parameters; `"random"` draws N(0, 0.02), and norms of 1.
+        spec: The shape of the model.
         dtype: A floating-point dtype for every tensor that is not kept packed.
-        device: Where the parameters go.
+        device: The device of the parameters.
         keep_packed: Whether products whose parts are all Q4_0 or Q4_1 stay in their 4 bits.
-        seed: What `"random"` draws from.
+        seed: Seed of the numbers that `"random"` draws.
         progress: Called after each tensor with the bytes done and the bytes in all.
-        empty: Makes the tensors that are not kept packed, always in the same order; None is torch's.
+        empty: Makes the tensors that are not kept packed, always in the same order; None uses torch's own.
 
     Raises:
         ModelRejected: A tensor is missing, left over, of another shape or not finite, or a file is damaged.
@@ -200,7 +200,7 @@ def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def _open(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> SafetensorsFolder | GgufFile:
-    """Return the files of `source`, which `files` will close unless they were open."""
+    """Return the files of `source`; `files` will close them unless they were open already."""
     if isinstance(source, GgufFile):
         return source
     path = Path(source)

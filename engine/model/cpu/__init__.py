@@ -1,1 +1,1 @@
-"""The runner of the CPU and what it keeps for rows, adapters and grammars; never imports what is for CUDA."""
+"""The runner of the CPU and its state of rows, adapters and grammars; never imports CUDA code."""

@@ -1,4 +1,4 @@
-"""`CpuBank`: the adapters on the CPU, slot by slot, and which tokens of a step wear them; never decides who wears what.
+"""`CpuBank`: the adapters on the CPU, slot by slot, and which tokens of a step use them; never assigns slots.
 
 A slot's matrices are views of the adapter's block in host memory: nothing is copied. Next to read: runner.py.
 """
@@ -22,17 +22,17 @@ __all__ = ["CpuBank"]
 
 
 class CpuBank:
-    """The device's side of adapters on a CPU."""
+    """The adapters and each row's LoRA slot on a CPU."""
 
     def __init__(self, slots: int, max_rows: int, dtype: torch.dtype) -> None:
-        """Start with empty slots and rows that wear nothing; `dtype` is that of activations."""
+        """Start with empty slots and rows that use no adapter; `dtype` is that of activations."""
         self._dtype = dtype
         self._updates: list[CpuUpdates | None] = [None] * slots
         self._prefixes: list[Tensor | None] = [None] * slots
         self._slots: NDArray[np.int64] = np.full(max_rows, -1, np.int64)
 
     def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
-        """Make `adapter` what the wearers of `slot` wear, from where it lies; nobody wears the slot now."""
+        """Put `adapter` into `slot`, which no row uses now; its matrices stay where they lie in memory."""
         layout, block, prefix, virtual = adapter.layout, adapter.block, adapter.prefix_LPsD, adapter.virtual_PE
         assert isinstance(block, Tensor), "nothing unpacks what is stored"
         self._prefixes[slot] = None if prefix is None else prefix.to(self._dtype)
@@ -41,16 +41,21 @@ class CpuBank:
         )
 
     def take(self, slot: int) -> None:
-        """Let go of what `slot` holds; nobody wears it now."""
+        """Release the adapter in `slot`, which no row uses now."""
         self._updates[slot] = self._prefixes[slot] = None
 
     def update(self, new_rows: Sequence[NewRow]) -> None:
-        """Take in what new rows wear."""
+        """Note the slots of new rows."""
         for new in new_rows:
             self._slots[new.row] = new.slot
 
     def wearers(self, rows_N: NDArray[np.int64], positions_N: NDArray[np.int64]) -> list[Wearers]:
-        """The tokens that wear something, adapter by adapter, by the row and the position of each token."""
+        """Return the tokens that use adapters, one entry for each adapter.
+
+        Args:
+            rows_N: The row of each token.
+            positions_N: The position of each token.
+        """
         slots_N = self._slots[rows_N]
         found = []
         for slot in np.unique(slots_N[slots_N >= 0]).tolist():
@@ -64,7 +69,7 @@ class CpuBank:
         return found
 
     def given(self, rows_N: NDArray[np.int64], positions_N: NDArray[np.int64]) -> tuple[GivenKv, ...]:
-        """The virtual tokens among a step's whose keys and values are not computed."""
+        """Return the step's virtual tokens whose keys and values are given, not computed."""
         slots_N = self._slots[rows_N]
         found = []
         for slot, prefix_LPsD in enumerate(self._prefixes):
@@ -78,7 +83,7 @@ class CpuBank:
 
 
 def _sites(layout: BlockLayout, block: Tensor) -> dict[Place, SiteUpdate]:
-    """The sites of an adapter that have updates."""
+    """Return the updates of an adapter, by the site that each applies to."""
     groups: list[tuple[Place, list[tuple[str, int]]]] = [
         ((layer, site), [(module, module_row(layer, module)) for module in modules])
         for layer in range(layout.shape.num_layers)

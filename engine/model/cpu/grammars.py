@@ -1,6 +1,6 @@
-"""`CpuMasks`: which tokens the grammars of a CPU engine's rows allow next, found in a thread while the model computes.
+"""`CpuMasks`: finds the tokens that the grammars of rows allow next, in a thread while the model computes.
 
-Owns that thread, each row's place in its grammar and which masks were late; never looks at logits.
+Owns that thread, the state of each row's grammar and the rows whose masks were late; never looks at logits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _IN_TIME: Final = 0.001  # seconds after the logits
 
 
 class CpuMasks:
-    """The rows that keep to a grammar."""
+    """The rows that are constrained by a grammar."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Start with none, and without a thread until there is one."""
+        """Start without rows; the first one starts the thread."""
         self._vocab_size = vocab_size
         self._thread: ThreadPoolExecutor | None = None
         self._rows: dict[int, _Row] = {}
@@ -36,32 +36,32 @@ class CpuMasks:
         return row in self._rows
 
     def begin(self, row: int, grammar: Grammar, tokens: Sequence[int], *, jumps: bool) -> None:
-        """Let `row`, whose completion is `tokens` so far, keep to `grammar`; with `jumps`, `rest` has a meaning."""
+        """Constrain `row`, whose completion so far is `tokens`, by `grammar`; find forced tokens only with `jumps`."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "headrace-masks")
         self._rows[row] = made = _Row(self._vocab_size, jumps)
         made.found = self._thread.submit(made.begin, grammar, tokens)
 
     def missing(self, rows: Sequence[int], patience: float) -> list[int]:
-        """Wait for the masks of `rows`, a little longer than so many seconds; those that are not there then."""
+        """Wait about `patience` seconds at most for the masks of `rows`; return the rows whose masks are missing."""
         searches = [self._rows[row].found for row in rows]
         _, missing = wait(searches, None if patience == math.inf else patience + _IN_TIME)
         return [row for row, search in zip(rows, searches, strict=True) if search in missing]
 
     def banned_V(self, row: int) -> _Banned:
-        """Which tokens may not be chosen next; waits if that is not known yet. All, where the grammar failed."""
+        """Return the bool [V] mask of tokens that may not come next; waits for it. All True if the grammar failed."""
         found = self._rows[row].found
-        if found.exception() is not None:  # the row's own trouble: the step and its other rows go on
+        if found.exception() is not None:  # a failure of this row alone: the step and its other rows go on
             return np.ones(self._vocab_size, np.bool_)
         return found.result()[0]
 
     def rest(self, row: int) -> Sequence[int]:
-        """Behind the token that was chosen by `banned_V`: those that are forced."""
+        """Return the tokens that are forced behind the one chosen under the latest mask."""
         found = self._rows[row].found
         return () if found.exception() is not None else found.result()[1][1:]
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
-        """Go on with the token that was chosen, or with those that were forced behind it."""
+        """Move the row's grammar past `tokens`: a chosen token, or those that were forced behind it."""
         assert self._thread is not None
         found = self._rows[row]
         found.found = self._thread.submit(found.advance, tokens)
@@ -77,7 +77,7 @@ class CpuMasks:
 
 
 class _Row:
-    """One row; all but `found` belongs to the thread."""
+    """The grammar state of one row; only the thread touches it, except for `found`."""
 
     found: Future[tuple[_Banned, Sequence[int]]]
     _state: GrammarState

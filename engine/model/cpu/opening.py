@@ -1,4 +1,4 @@
-"""`open_cpu`: puts a model on the CPU; the one place that knows its defaults. Next to read: runner.py."""
+"""`open_cpu`: opens a model on the CPU; the only module that knows the CPU's defaults. Next to read: runner.py."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from headrace.ops.cpu.block import CpuOps
 
 __all__ = ["open_cpu"]
 
-_GRANULE_BYTES = 4096  # which bounds what slots hold; they take no memory of their own
+_GRANULE_BYTES = 4096  # bounds what slots may hold; on a CPU they take no memory of their own
 _ROWS = 64
 _BATCHED_TOKENS = 512
-_FREE_SHARE = 0.125  # of what the model leaves free: the application lives here too
+_FREE_SHARE = 0.125  # of the memory that the model leaves free: the application needs some, too
 
 
 def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
@@ -52,7 +52,7 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
     free = _free_beside(config, spec, dtype)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=int(free * _FREE_SHARE))
     kv_bytes = capacity.num_pages * page_bytes
-    if kv_bytes > free:  # the system might grant it, and kill the process once the pages are written
+    if kv_bytes > free:  # the system might grant the memory, and kill the process once the pages are written
         raise InvalidParams(
             f"kv_memory: the host has {free} bytes free beside the model, got {config.kv_memory}",
             field="kv_memory",
@@ -68,7 +68,7 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
         runner = _make_runner(config, spec, source, ops, capacity, dtype, bank)
     except MemoryError as error:
         failure = str(error)
-        traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
+        traceback.clear_frames(error.__traceback__)  # the frames hold what was loaded so far
     else:
         name = str(dtype).removeprefix("torch.")
         return Device(runner, capacity, "cpu", name, page_bytes, CpuRunner.abilities, adapters)

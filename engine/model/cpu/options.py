@@ -1,6 +1,6 @@
-"""`CpuOptions`: what the rows of a CPU engine ask beyond sampling - shaped logits and log-probabilities - step by step.
+"""`CpuOptions`: what rows ask beyond plain sampling on a CPU - shaped logits and log-probabilities - step by step.
 
-Owns the counts and masks of the rows that ask; rows that do not are not looked at. Next to read: ops/cpu/shape.py.
+Owns the counts and masks of the rows that ask for these; other rows cost nothing. Next to read: ops/cpu/shape.py.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ _POSITIONS = 32  # of a prompt whose logits are held at once: 32 rows of 128k fl
 
 
 class PromptSpan(NamedTuple):
-    """Consecutive tokens of a step after which the prompt goes on, where log-probabilities of the prompt are wanted."""
+    """Consecutive prompt tokens of a step for whose successors log-probabilities are wanted."""
 
     work: int
     first: int
-    """Which of the N tokens of the step it begins with."""
+    """Index of the span's first token among the N of the step."""
     next_tokens: list[int]
-    """What follows each of them."""
+    """Prompt token that follows each of the span's tokens."""
     top: int
 
 
 class CpuOptions:
-    """The rows that ask for more than their sampling."""
+    """The rows that ask for more than plain sampling."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Start with none."""
+        """Start without rows."""
         self._vocab_size = vocab_size
         self._options: dict[int, RowOptions] = {}
         self._shapers: dict[int, Shaper] = {}
         self._masks = CpuMasks(vocab_size)
         self.late = self._masks.late
-        """Rows that were left out of a choice, and are to be left alone."""
+        """Rows without a token because their masks were late; the runner skips them."""
         self._patience = 0.0
         """Seconds after the logits for which the step waits for masks."""
 
     def update(self, plan: StepPlan) -> None:
-        """Take in what the plan's new rows ask, and forget what these and those that were left asked before."""
+        """Apply the plan's new rows and options, and forget those of rows that have left or are reused."""
         if self._options:
             for row in (*plan.left_rows, *(new.row for new in plan.new_rows)):
                 self._options.pop(row, None)
@@ -72,12 +72,12 @@ class CpuOptions:
             self._patience = self.late.patience(plan, others=others)
 
     def give(self, given: GivenTokens) -> None:
-        """Go on with tokens of a row that were not chosen here."""
+        """Advance a row by tokens that were not chosen here."""
         if given.tokens and given.row in self._masks:
             self._masks.advance(given.row, given.tokens)
 
     def prompt_span(self, index: int, work: Work, first: int) -> PromptSpan | None:
-        """What a work, whose tokens are those of the step from `first`, is to report of its prompt; None if nothing."""
+        """Return the prompt tokens of `work` to report on, or None; `first` is its first token's index in the step."""
         options = self._options.get(work.row)
         if options is None or options.reporting is None or options.reporting.prompt is None:
             return None
@@ -95,12 +95,12 @@ class CpuOptions:
 
         Args:
             logits_SV: float [works, vocabulary].
-            works: Those that sample.
-            choosing: How each does.
-            known: The tokens of a work's row before the one to be chosen.
+            works: The works that sample.
+            choosing: The sampling parameters of each.
+            known: Returns the tokens of a work's row before the one to be chosen.
 
         Returns:
-            The ids, as `sample` returns them, `NOTHING_LEFT` or `LATE`, and by place among `works` reports and the
+            The ids, each as `sample` returns it, `NOTHING_LEFT` or `LATE`; then, by index in `works`, reports and the
             tokens that grammars force behind a chosen one.
         """
         asking = {place: options for place, work in enumerate(works) if (options := self._options.get(work.row))}
@@ -130,9 +130,9 @@ class CpuOptions:
         """Report on the prompts, a few positions at a time.
 
         Args:
-            spans: What is wanted.
-            hidden_PE: Their tokens, one span after the other.
-            logits: The output head, for tokens of the plan's work of that number.
+            spans: The prompt positions to report on.
+            hidden_PE: Hidden states of the spans' tokens, one span after the other.
+            logits: Applies the output head to tokens of the plan's work with the given index.
         """
         reports: dict[int, list[Report]] = {}
         start = 0
@@ -151,17 +151,17 @@ class CpuOptions:
         self._masks.close()
 
     def _shape(self, logits_V: NDArray[np.float32], work: Work, known: Callable[[Work], NDArray[np.int64]]) -> bool:
-        """Change a row's logits in place; whether a token is left."""
+        """Shape a row's logits in place; return whether a token is left to choose."""
         shaper = self._shapers.get(work.row)
         if shaper is not None and not shaper.shape(logits_V, known(work)):
             return False
-        if work.row not in self._masks or not math.isfinite(logits_V.max()):  # sampling tells what is not finite
+        if work.row not in self._masks or not math.isfinite(logits_V.max()):  # sampling reports non-finite logits
             return True
         np.copyto(logits_V, -np.inf, where=self._masks.banned_V(work.row))
         return bool(logits_V.max() > -np.inf)
 
     def _hold_late(self, works: Sequence[Work]) -> list[int]:
-        """Which rows are to be left out, since their masks are late."""
+        """Wait for masks; return the rows, now marked late, whose masks are missing."""
         place_of = {work.row: work.start + work.num_tokens for work in works if work.row in self._masks}
         late = self._masks.missing(list(place_of), self._patience) if place_of else []
         for row in late:
@@ -192,5 +192,5 @@ def _wants(options: RowOptions) -> bool:
 
 
 def prompt_places(spans: Sequence[PromptSpan]) -> Tensor:
-    """Which of a step's tokens the spans hold, one after the other."""
+    """Return int64 indices among the step's tokens of all that the spans hold, one span after the other."""
     return torch.cat([torch.arange(span.first, span.first + len(span.next_tokens)) for span in spans])

@@ -1,4 +1,4 @@
-"""`CpuRows`: what each row of a CPU engine holds - tokens, page table, sampling - and the tensors of one step from it.
+"""`CpuRows`: the tokens, block table and sampling of each row on a CPU, and the tensors of a step made of them.
 
 Owns the row table, which only the plans change; never runs the model. Next to read: runner.py.
 """
@@ -33,28 +33,28 @@ class StepBatch:
     """The tensors of one step."""
 
     tokens_N: Tensor
-    """int64 token ids."""
+    """Token ids, int64."""
     paged: PagedBatch
     samplers: list[int]
-    """Indices of the plan's works that sample."""
+    """Indices of the plan's works that sample, in order."""
     last_S: Tensor
-    """int64: for each of them, which of the N tokens is its last."""
+    """Index of each sampler's last token among the N of the step, int64."""
     choosing: list[Choosing]
     prompts: list[PromptSpan]
-    """Where log-probabilities of a prompt are wanted."""
+    """Prompt positions for which log-probabilities are wanted."""
     pooled: list[PoolSpan]
-    """Where hidden states are wanted."""
+    """Tokens whose hidden states are wanted."""
     wearers: list[Wearers]
-    """Those of the N tokens that wear adapters."""
+    """Tokens among the N that use adapters."""
     wearing_samplers: list[Wearers]
-    """Those of the S sampled positions that do."""
+    """Positions among the S sampled ones that use adapters."""
 
 
 class CpuRows:
     """The row table of a CPU engine."""
 
     def __init__(self, capacity: Capacity, bank: CpuBank | None = None) -> None:
-        """Start with empty rows, which wear what `bank` holds."""
+        """Start with empty rows, which use the adapters in `bank`."""
         self._bank = bank
         self._size = capacity.page_size
         max_pages = -(-capacity.max_context // capacity.page_size)
@@ -63,13 +63,13 @@ class CpuRows:
         self._sampling = [Sampling()] * capacity.max_rows
         self._stop_ids: list[frozenset[int]] = [frozenset()] * capacity.max_rows
         self._stopped = [False] * capacity.max_rows
-        """Whether the token sampled last is one of the row's stop ids: what is planned for it will be dropped."""
+        """Whether each row has just sampled one of its stop ids: what is planned for it will be dropped."""
         self.options = CpuOptions(capacity.vocab_size)
         self.pools = Pools()
         self.hosts = HostChoices(capacity)
 
     def update(self, plan: StepPlan) -> None:
-        """Take in the plan's new rows, given tokens and page entries."""
+        """Apply the plan's new rows, given tokens and page entries."""
         plan = self.hosts.take(plan)
         for given in self.options.late.take(plan):
             self._tokens[given.row, given.start : given.start + len(given.tokens)] = given.tokens
@@ -81,7 +81,7 @@ class CpuRows:
             self._stop_ids[row], self._stopped[row] = stop_ids, False
         if self._bank is not None:
             self._bank.update(plan.new_rows)
-        for options in plan.options:  # bad words may begin in what the cache holds
+        for options in plan.options:  # bad words may begin among tokens that the prefix cache holds
             self._tokens[options.row, : len(options.tokens)] = options.tokens
         self.options.update(plan)
         self.pools.update(plan)
@@ -89,13 +89,13 @@ class CpuRows:
             self._tables[row, place] = page
 
     def all_stopped(self, works: Sequence[Work]) -> bool:
-        """Whether nothing of `works` is worth computing."""
+        """Return whether none of `works` is worth computing, since each of their rows has stopped or is late."""
         return all(map(self._is_left_out, works))
 
     def batch(self, works: Sequence[Work]) -> StepBatch:
-        """Gather the tensors for `works`: decodes first, those of like context length side by side, then prefills.
+        """Gather the tensors for `works`: decodes first, those of similar context length side by side, then prefills.
 
-        Rows that have stopped, or were late, are left out; some row has not.
+        Rows that have stopped or are late are left out; at least one is not.
         """
         going = [index for index, work in enumerate(works) if not self._is_left_out(work)]
         decodes = sorted((index for index in going if works[index].num_tokens == 1), key=lambda at: works[at].start)
@@ -134,18 +134,18 @@ class CpuRows:
         return StepBatch(tokens_N, paged, samplers, last_S, choosing, prompts, pooled, wearers, wearing_samplers)
 
     def row_wearers(self, row: int, count: int) -> list[Wearers]:
-        """The wearers among `count` tokens of one row."""
+        """Return the adapter uses of `count` tokens of one row."""
         return self._wearers(np.full(count, row), np.zeros(count, np.int64))
 
     def _wearers(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Wearers]:
         return [] if self._bank is None else self._bank.wearers(rows, positions)
 
     def known(self, work: Work) -> NDArray[np.int64]:
-        """The tokens of a work's row up to its end."""
+        """Return the tokens of a work's row up to the work's end."""
         return self._tokens[work.row, : work.start + work.num_tokens]
 
     def append(self, works: Sequence[Work], samplers: Sequence[int], tokens: Sequence[int]) -> None:
-        """Keep the tokens just sampled: the next step reads them here."""
+        """Store the tokens just sampled, for the next step to read."""
         for index, token in zip(samplers, tokens, strict=True):
             work = works[index]
             self._tokens[work.row, work.start + work.num_tokens] = max(token, 0)

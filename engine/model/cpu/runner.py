@@ -35,7 +35,7 @@ _ALIKE_ROWS = 40
 
 
 def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype) -> dict[int | None, CpuOps]:
-    """The operations of each kind of layer that `spec` has: one for each attention window."""
+    """Return the operations of each kind of layer that `spec` has, by attention window."""
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim)))
     cos, sin = angles.cos(), angles.sin()
@@ -56,7 +56,7 @@ def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: tor
 
 
 class CpuRunner:
-    """The device protocol on the CPU."""
+    """The runner of a decoder on the CPU."""
 
     abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
 
@@ -72,10 +72,10 @@ class CpuRunner:
 
         Args:
             load: Reads the model, now and after a sleep without weights.
-            ops: The operations it is made with, for each attention window.
+            ops: The operations that the model is made with, by attention window.
             capacity: Pages, rows and tokens.
-            threads: Threads of one operation.
-            bank: What rows may wear; None where they wear nothing.
+            threads: Number of threads that one operation uses.
+            bank: The adapters that rows may use; None without adapters.
         """
         decoder = load()
         self._load: Callable[[], Decoder] | None = load
@@ -88,36 +88,36 @@ class CpuRunner:
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
     def launch(self, plan: StepPlan) -> PlanStep:
-        """Queue `plan` behind the steps launched before it."""
+        """Queue `plan` behind the steps launched before it; return its step."""
         return self._thread.launch(plan)
 
     @property
     def most_pages(self) -> int:
-        """That `resize` may be asked for: as many as free memory can hold beside the present ones."""
+        """Largest number of pages for `resize`: what free memory can hold beside the present ones."""
         pages_LPsKTD = self._kv.pages_LPsKTD
         return max(pages_LPsKTD.shape[1], free_host_bytes() // (pages_LPsKTD[:, :1].nbytes))
 
     def resize(self, num_pages: int) -> None:
-        """Have room for so many pages; for as long as this takes, the present ones hold their memory, too."""
+        """Make room for `num_pages` pages; until that is done, the present ones hold their memory, too."""
         self._kv = self._any.resized(self._kv, num_pages)
         return_freed_memory()
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back the memory of the pages, and that of the weights unless they are kept where they are."""
+        """Release the memory of the pages, and that of the weights unless `keep_weights`."""
         self._kv = self._any.resized(self._kv, 1)
         if not keep_weights:
             self._decoder = None
         return_freed_memory()
 
     def wake(self, num_pages: int) -> None:
-        """Have the weights, and so many pages."""
+        """Restore the weights, and make room for `num_pages` pages."""
         if self._decoder is None:
             assert self._load is not None
             self._decoder = self._load()
         self._kv = self._any.allocate_kv(self._decoder.spec.num_layers, num_pages)
 
     def open_host_pool(self, places: int) -> float:
-        """Have room for so many pages beside the cache; seconds that moving one takes."""
+        """Make room for `places` pages beside the cache; return the seconds that moving one page takes."""
         self._host = HostPool(self._kv.pages_LPsKTD, places, pinned=False)
         return self._host.measure(self._kv.pages_LPsKTD, self._kv.pages_LPsKTD.shape[1], lambda: None)
 
@@ -183,9 +183,9 @@ class CpuRunner:
         return CpuAdapterOps(self._any, wearers) if wearers else None
 
     def _padded(self, batch: StepBatch) -> Tensor:
-        """Return the step's tokens, with zeros behind them where a whole prompt would have had more.
+        """Return the step's tokens, padded with zeros up to `_ALIKE_ROWS` where a prompt is so long.
 
-        The end of a prompt behind a cached prefix then gives the bits that it has where all of it is computed at once.
+        The end of a prompt behind a cached prefix then has the same bits as in a prompt that is computed at once.
         """
         longest = max((row.length for row in batch.paged.prefills), default=0)
         missing = min(longest, _ALIKE_ROWS) - len(batch.tokens_N)

@@ -1,1 +1,1 @@
-"""The runner of a GPU and what it keeps there for rows, adapters and grammars; never what is for the CPU."""
+"""The runner of a GPU and its state of rows, adapters and grammars; never imports CPU-only code."""

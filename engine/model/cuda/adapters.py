@@ -1,7 +1,7 @@
-"""`CudaBank`: the adapters on a GPU, slot by slot, and what a step's kernels must know of who wears them.
+"""`CudaBank`: the adapters on a GPU, slot by slot, and what a step's kernels must know of the rows that use them.
 
 Owns the arena in which adapters' blocks lie, the tables that say where, and the stream on which they arrive beside the
-steps; never decides who wears what, and never reads a file. Next to read: ops/cuda/adapters/products.py.
+steps; never assigns slots to rows, and never reads a file. Next to read: ops/cuda/adapters/products.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headrace.ops.host_memory import PiecePool
 
 __all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
 
-# Measured on an H200: reading an adapter once for several rows pays where many rows wear few, or all wear one.
+# Measured on an H200: reading an adapter once for several rows pays where many rows use few adapters, or all use one.
 _MANY_ROWS = 128
 _SHARED = 16
 _RANKS = (16, 64, 256)
@@ -43,27 +43,27 @@ _FEED = MODULES.index("gate")
 
 
 class Worn(NamedTuple):
-    """What the rows of a batch wear, as far as other kernels serve it."""
+    """Properties of a batch's adapters that decide which kernels and graphs serve it."""
 
     group: int
-    """Rows that share one reading of an adapter; 0 where nobody wears any."""
+    """Rows that share one reading of an adapter; 0 where no row uses any."""
     rank: int
-    """No less than any rank that is worn: one of few, so that few graphs serve all."""
+    """Upper bound of the adapters' ranks: one of a few values, so that few graphs serve all."""
     feeds: bool
-    """An adapter updates gate, up or down."""
+    """Whether an adapter updates gate, up or down."""
     ends: bool
-    """An adapter updates the embeddings or the output head."""
+    """Whether an adapter updates the embeddings or the output head."""
 
 
 BARE: Final = Worn(0, 0, feeds=False, ends=False)
 
 
 class CudaBank:
-    """The device's side of adapters on a GPU."""
+    """The adapters on a GPU, by LoRA slot."""
 
     granule_bytes: Final = 2 << 20
     most_granules: Final = (UNIT << 31) // (1 << 20)
-    """Of 16-bit elements, as many as a table can tell apart."""
+    """Most granules of 16-bit elements that a table can address."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class CudaBank:
 
         Args:
             shape: The model's sizes.
-            ops: Of any attention window.
-            slots: Adapters at a time.
-            granules: Memory for their low-rank updates, in `granule_bytes`.
-            max_rows: Rows of a step.
-            max_tokens: Tokens of a step.
-            host: Memory of pieces of `PIECE_BYTES` that adapters are read into.
+            ops: The operations of any attention window.
+            slots: Number of adapters that the device holds at a time.
+            granules: Memory for low-rank updates, in units of `granule_bytes`.
+            max_rows: Most rows of a step.
+            max_tokens: Most tokens of a step.
+            host: Pinned memory, in pieces of `PIECE_BYTES`, that adapters are read into.
             biased: Whether any product of a layer has a bias.
         """
         dtype = ops.shape.dtype
@@ -111,11 +111,11 @@ class CudaBank:
         self._host = host
 
     def put(self, slot: int, start: int, adapter: LoadedAdapter) -> None:
-        """Make `adapter` what the rows of `slot` wear, in the granules from `start` on; blocks until it is there."""
+        """Copy `adapter` to `slot`, in the granules from `start` on; blocks until it is there."""
         if self._stream is None:
             self._stream = borrow_stream(self._device)
         first, block = start * self._elements, adapter.block
-        with torch.inference_mode(), torch.cuda.stream(self._stream):  # whose copies wait for themselves alone
+        with torch.inference_mode(), torch.cuda.stream(self._stream):  # these copies wait only for each other
             if isinstance(block, Stored):
                 given = first + block.recipe.elements
                 if block.recipe.is_padded:
@@ -132,11 +132,11 @@ class CudaBank:
         self._ranks[slot] = adapter.layout.ranks
 
     def memory(self, nbytes: int) -> Sequence[Tensor]:
-        """As `TakePieces`."""
+        """Return pieces of pinned memory that hold `nbytes`, for an adapter that is about to be read."""
         return self._host.take(nbytes)
 
     def take(self, slot: int) -> None:
-        """Let go of what `slot` holds; nobody wears it now."""
+        """Release the adapter in `slot`, which no row uses now."""
         self._virtual[slot] = self._prefixes[slot] = None
         self._ranks[slot] = 0
 
@@ -151,7 +151,7 @@ class CudaBank:
             delattr(self, name)
 
     def worn(self, slots_B: NDArray[np.int32]) -> Worn:
-        """What rows in these slots, -1 for none, wear together."""
+        """Return the properties of the adapters that rows in these slots use together; -1 is no adapter."""
         worn = slots_B[slots_B >= 0]
         if not len(worn):
             return BARE
@@ -169,13 +169,15 @@ class CudaBank:
         return Worn(group, rank, feeds, ends)
 
     def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn, *, rotated: bool) -> AdapterOps | None:
-        """Enqueue what a decode step's products need, nothing if nobody wears any; capturable.
+        """Enqueue what a decode step's products need of adapters, and return these products; None if no row uses any.
+
+        A graph can capture the launches.
 
         Args:
-            slots_R: int32: what each row wears.
-            batch_B: int32: the rows of the batch.
-            worn: What `worn` said of them.
-            rotated: Whether attention takes queries that are rotated, and keys and values that are stored.
+            slots_R: Slot of each row, int32.
+            batch_B: Rows of the batch, int32.
+            worn: The result of `worn` for these rows.
+            rotated: Whether attention expects rotated queries, and keys and values that are already stored.
         """
         if worn == BARE:
             return None
@@ -192,11 +194,11 @@ class CudaBank:
         return self._wear(batch, worn, side=self._side)
 
     def prefill_words(self, slots_W: NDArray[np.int32], counts_W: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What the device must know of a prefill's tokens: the slot of each, then its entries, flat.
+        """Return what the device must know of a prefill's tokens: the slot of each token, then the entries, flat.
 
         Args:
-            slots_W: What each work's row wears.
-            counts_W: The tokens of each, side by side.
+            slots_W: Slot of each work's row.
+            counts_W: Number of tokens of each work; works follow each other.
         """
         ends = counts_W.cumsum()
         entries = [
@@ -209,7 +211,7 @@ class CudaBank:
     def prefill(
         self, words: Tensor, tokens: int, worn: Worn, works: Sequence[Work], slots_W: NDArray[np.int32]
     ) -> CudaAdapterOps:
-        """The products of a prefill of `tokens` tokens, of which `words` are the `prefill_words` on the device."""
+        """Return the products of a prefill of `tokens` tokens; `words` are its `prefill_words`, on the device."""
         slots_N, entries = words[:tokens].int(), words[tokens:].int().view(-1, 4)
         virtual = []
         for first, count, work, slot in _beginnings(works, slots_W):
@@ -221,7 +223,7 @@ class CudaBank:
         return self._wear(batch, worn, virtual)
 
     def given(self, works: Sequence[Work], slots_W: NDArray[np.int32]) -> tuple[GivenRows, ...]:
-        """The virtual tokens of a prefill whose keys and values are not computed."""
+        """Return the prefill's virtual tokens whose keys and values are given, not computed."""
         found = []
         for first, count, work, slot in _beginnings(works, slots_W):
             given_LPX = self._prefixes[slot]
@@ -230,7 +232,7 @@ class CudaBank:
         return tuple(found)
 
     def single(self, slots_S: Tensor, worn: Worn) -> CudaAdapterOps:
-        """The products of single tokens that wear the adapters in `slots_S`: int32, on the device."""
+        """Return the products of single tokens that use the adapters in `slots_S`: int32, on the device."""
         count = self._count[: len(slots_S)]
         entries = torch.stack((slots_S, count, torch.ones_like(count), count), 1)
         return self._wear(self._batch(entries, self._counts, count, slots_S, 1, worn.rank), worn)
@@ -256,7 +258,7 @@ class CudaBank:
         )  # fmt: skip
 
     def _placed(self, start: int, given: Tensor | None) -> Tensor | None:
-        """`given` in the arena from an element on; an adapter has one such tensor at most."""
+        """Copy `given` into the arena from element `start` on, and return the copy; adapters have one such tensor."""
         if given is None:
             return None
         place = self._arena[start : start + given.numel()].view(given.shape)
@@ -264,7 +266,7 @@ class CudaBank:
 
 
 def _products(shape: ModelShape, ops: CudaOps) -> EvenLinear | None:
-    """Products with updates inside, where all of a layer can be computed so."""
+    """Return the kernels of products with updates inside, or None unless they can compute all products of a layer."""
     heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     products = (
         (heads + 2 * keys, shape.hidden_size), (shape.hidden_size, heads),
@@ -277,7 +279,7 @@ def _products(shape: ModelShape, ops: CudaOps) -> EvenLinear | None:
 
 
 def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
-    """Every (layer, site) of a model, and of layer -1 `embed` and `head`."""
+    """Return every (layer, site) of a model; `embed` and `head` are sites of layer -1."""
     sites = {
         (layer, site): LoraSite(
             module_row(layer, modules[0]), shape.size(modules[0])[0], tuple(shape.size(module)[1] for module in modules)
@@ -292,7 +294,7 @@ def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
 
 
 def table_lines(layout: BlockLayout, start: int) -> NDArray[np.int32]:
-    """The lines of `LoraBatch.table` of an adapter whose block begins at element `start` of the arena: [modules, 4]."""
+    """Return an adapter's lines of `LoraBatch.table`, [modules, 4]; its block is at element `start` of the arena."""
     ranks = layout.ranks
     before = np.zeros_like(ranks)
     for modules in SITES.values():
@@ -305,7 +307,7 @@ def table_lines(layout: BlockLayout, start: int) -> NDArray[np.int32]:
 
 
 def _beginnings(works: Sequence[Work], slots_W: NDArray[np.int32]) -> list[tuple[int, int, Work, int]]:
-    """(first token of the step's, tokens, work, slot) of works that wear something."""
+    """Return (first token in the step, number of tokens, work, slot) of each work that uses an adapter."""
     found, first = [], 0
     for work, slot in zip(works, slots_W.tolist(), strict=True):
         if slot >= 0:

@@ -1,4 +1,4 @@
-"""`compiles`: whether kernels of ops/cuda/csrc can be had, and a warning of what is slower without; knows no kernel."""
+"""`compiles`: whether kernels of ops/cuda/csrc are available; if not, warns of what is slower; knows no kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def compiles(builds: Iterable[Callable[[], object]], without: str) -> bool:
 
     Args:
         builds: Each takes a kernel from the cache or from a wheel, or compiles it.
-        without: What is slower if one cannot be had: the beginning of the warning in the log.
+        without: Beginning of the warning in the log, which says what is slower if a kernel is missing.
     """
     try:
         with ThreadPoolExecutor() as pool:

@@ -1,6 +1,6 @@
-"""`Decodes`: the rows of one decode step as they stand in the batch, and `Ordering`, which puts them there.
+"""`Decodes`: the rows of one decode step in the order of the batch, and `Ordering`, which sorts them.
 
-Owns the order alone; never knows what the device holds of a row. Next to read: rows.py.
+Owns the order alone; knows nothing of a row's state on the device. Next to read: rows.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Decodes", "Ordering"]
 
 
 class _Batch(NamedTuple):
-    """An order of rows."""
+    """Rows in the order of a batch."""
 
     rows: NDArray[np.int64]
     order: NDArray[np.int64]
@@ -22,7 +22,7 @@ class _Batch(NamedTuple):
 
 
 class Decodes:
-    """The rows of a decode step as they stand in the batch: attention starts them in order, so the longest come first,
+    """The rows of a decode step in the order of the batch: attention starts them in order, so the longest come first,
     and the short ones fill its end."""
 
     __slots__ = ("_order", "_starts", "back", "goes_on", "rows")
@@ -31,37 +31,37 @@ class Decodes:
         """Let the rows of `batch` compute the tokens at `starts`, which are in the order of the plan."""
         self.rows = batch.rows
         self.back = batch.back
-        """Where each of the works stands."""
+        """Place in the batch of each of the plan's works."""
         self.goes_on = goes_on
-        """Whether these are the rows of the decodes before, each one token further."""
+        """Whether these are the rows of the previous decode step, each one token further."""
         self._order, self._starts = batch.order, starts
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """In the order of `rows`; made anew each time, since most steps have no use for it."""
+        """Position of each row's input token, in the order of `rows`; computed at each use: most steps have none."""
         return np.array(self._starts, np.int64)[self._order]
 
     @property
     def mean_context(self) -> int:
-        """Tokens that a row attends to."""
+        """Mean number of tokens that a row attends to."""
         return sum(self._starts) // len(self._starts) + 1
 
 
 class Ordering:
-    """Puts decodes in order; remembers the last ones, since most steps have the same rows, which all grow.
+    """Sorter of decodes, which remembers its last result, since most steps have the same rows, each one token longer.
 
-    Where they do, nothing is computed with numpy: between two steps a processor forgets most of what it has cached, and
-    what it does seldom costs many times as much as it seems to.
+    Such a step computes nothing with numpy: between two steps the processor's caches lose most of their contents, so
+    rare work costs many times what a benchmark of it alone suggests.
     """
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without rows."""
         self._rows: list[int] = []
         self._next: list[int] = []
         self._batch = _Batch(*[np.empty(0, np.int64)] * 3)
 
     def of(self, rows: list[int], starts: list[int]) -> Decodes:
-        """The decodes of a plan; for the rows of the last call `Decodes.rows` is the same array."""
+        """Return the decodes of a plan; while `rows` are those of the last call, `Decodes.rows` is the same array."""
         is_same = rows == self._rows
         goes_on = is_same and starts == self._next
         if not is_same:

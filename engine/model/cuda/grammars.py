@@ -1,9 +1,9 @@
-"""`GrammarRows`: which rows of a CUDA engine keep to a grammar, and the masks that the host finds for their choices.
+"""`GrammarRows`: the rows on a GPU that a grammar constrains, and the masks that the host finds for their next tokens.
 
-Owns each row's place in its grammar, the threads that find masks and the pinned memory that these are sent from; never
-looks at logits. A mask needs the token before it, which the host has once the step of that token is done. By then the
-next step computes already, and only its choice waits for what `send` finds meanwhile, in the thread that enqueues such
-steps. It waits no longer than for the logits: rows whose masks are late are left out.
+Owns the state of each row's grammar, the threads that find masks and the pinned memory that masks are sent from; never
+looks at logits. A mask depends on the token before it, which the host has once the step of that token is done. By then
+the next step is running, and only its choice waits for the masks that `send` finds meanwhile, in the thread that
+enqueues such steps. `send` waits little longer than for the logits: rows whose masks are late are left out.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from headrace.engine.scheduling.shaping import Grammar, GrammarState
 __all__ = ["GrammarRows", "TokensOf"]
 
 TokensOf = Callable[[], Sequence[int] | None]
-"""Waits for a launched step and gives its ids, one for each work; None if the step failed."""
+"""Function that waits for a launched step and returns its ids, one for each work; None if the step failed."""
 
-_THREADS: Final = 4  # with different formats, so that a slow one does not keep all of them
-_ROWS_OF_THREAD: Final = 16  # at least, where there are fewer than all threads could serve
-_TURN: Final = 0.0002  # seconds after which somebody who waits for masks sees whether the logits are done
+_THREADS: Final = 4  # each serves other grammars, so that a slow one does not occupy all
+_ROWS_OF_THREAD: Final = 16  # fewer are not spread over more threads
+_TURN: Final = 0.0002  # seconds between looks whether the logits are done, while masks are missing
 
 
 @dataclass(slots=True)
 class _Row:
     grammar: Grammar
     completion: list[int]
-    """What the state begins with."""
+    """Tokens from which the state starts."""
     jumps: bool
-    """Whether anybody wants to know of forced tokens."""
+    """Whether forced tokens are wanted."""
     search: Future[None] | None = None
-    """For its latest mask; at first that of somebody who has left the row, which may still write to it."""
+    """Search for the row's latest mask; at first that of the row's former request, which may still write to it."""
     state: GrammarState | None = None
     last: tuple[TokensOf, int] | None = None
-    """The step that sampled its last token, and which of that step's works it was."""
+    """Step that sampled the row's last token, and the index of the row's work in that step."""
     given: list[int] = field(default_factory=list)
-    """Tokens behind its last that were not sampled."""
+    """Tokens after the last sampled one that were given, not sampled."""
     is_begun: bool = False
-    """Whether its first mask was asked for."""
+    """Whether the first mask was asked for."""
     is_broken: bool = False
 
     def begin(self) -> GrammarState | None:
-        """Its state, in the thread that finds its mask; None if there cannot be one."""
+        """Return the grammar's state, made in the thread that finds the mask; None if it cannot be made."""
         if self.state is None and not self.is_broken:
             try:
                 self.state = self.grammar.begin(self.completion)
-            except BaseException:  # a panic of the library's is no Exception
+            except BaseException:  # the library panics with errors that are no Exception
                 self.is_broken = True
         return self.state
 
@@ -69,32 +69,32 @@ class _Row:
 
 
 class GrammarRows:
-    """The rows that keep to a grammar."""
+    """The rows that are constrained by a grammar."""
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        """Start with none, no thread and no memory.
+        """Start without rows, threads or memory.
 
         Args:
-            capacity: Rows.
-            device: Where masks are sent.
+            capacity: Most rows.
+            device: The GPU that masks are sent to.
         """
         self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
-        """Whether a row keeps to a grammar."""
+        """Whether each row is constrained by a grammar, bool [rows]."""
         self.late = LateRows()
         self._rows: dict[int, _Row] = {}
         self.forced: dict[int, Sequence[int]] = {}
-        """Of the step that is being enqueued: the tokens that must follow a row's next."""
+        """Tokens that are forced after a row's next one, by row, in the step that is being enqueued."""
         self._patience = 0.0
-        """Seconds after its logits for which that step waits for masks."""
+        """Seconds that the step waits for masks once its logits are there."""
         self._leaving: dict[int, Future[None]] = {}
-        """What may still write to the mask of a row for somebody who has left it."""
+        """Searches of former requests that may still write to the mask of their row, by row."""
         self._masks_RW: Tensor | None = None
         self._side = torch.cuda.Stream(device)
         self._copied, self._logits = torch.cuda.Event(), torch.cuda.Event()
         self._threads: ThreadPoolExecutor | None = None
 
     def take(self, plan: StepPlan) -> Sequence[GivenTokens]:
-        """Take in what `plan` says of rows that keep to a grammar; the tokens that it gives to any row."""
+        """Apply the rows and options of `plan`; return the tokens that it gives to rows."""
         given = self.late.take(plan)
         if self._rows:
             for row in (*plan.left_rows, *(new.row for new in plan.new_rows)):
@@ -115,7 +115,7 @@ class GrammarRows:
         return given
 
     def sampled(self, tokens_of: TokensOf, works: Iterable[Work]) -> None:
-        """Note that a step, just enqueued, samples the next tokens of rows that keep to a grammar."""
+        """Note that a step, just enqueued, samples the next tokens of rows with grammars."""
         if self._rows:
             for index, work in enumerate(works):
                 row = self._rows.get(work.row)
@@ -123,35 +123,35 @@ class GrammarRows:
                     row.last = tokens_of, index
 
     def send(self, rows: NDArray[np.int64], places: NDArray[np.int64], bits_RW: Tensor) -> list[int]:
-        """Wait for the last tokens of those of `rows` that keep to a grammar, find their masks and enqueue the copies.
+        """Wait for the last tokens of those of `rows` that have grammars, find their masks and enqueue the copies.
 
         Args:
-            rows: Of a choice that is enqueued next, behind their logits.
+            rows: Rows of the choice that is enqueued next, behind their logits.
             places: The positions of the tokens that are chosen.
-            bits_RW: int32 on the device: bit `i % 32` of word `i // 32` says whether a row's next token may be `i`.
+            bits_RW: int32 masks on the device: bit `i % 32` of word `i // 32` is 1 if a row's next token may be `i`.
 
         Returns:
-            Those that must be left out, since their masks are late, or were in an earlier step.
+            The rows to leave out, since their masks are late, or were in an earlier step.
         """
         stream = torch.cuda.current_stream()
         self._logits.record(stream)
         if self._masks_RW is None:
             self._masks_RW = torch.empty(bits_RW.shape, dtype=torch.int32, pin_memory=True)
-            self._side.wait_stream(stream)  # on which the device's memory was made
+            self._side.wait_stream(stream)  # the stream on which the device's memory was made
         masks_RW = self._masks_RW
         asking = np.flatnonzero(self.asks[rows])
         place_of = dict(zip(rows[asking].tolist(), places[asking].tolist(), strict=True))
         held = [row for row in place_of if row in self.late]
         wanted = sorted(place_of.keys() - held)
         tokens = self._last_tokens(wanted)
-        self._copied.synchronize()  # it was done before the tokens were, but for a step that failed
+        self._copied.synchronize()  # already done, unless a step failed, since the tokens came after it
         self._search(tokens, masks_RW.numpy())
         late = self._wait(wanted)
         for row in late:
             self.late.hold(row, place_of[row])
         ready = sorted(set(wanted).difference(late))
         self._note_forced(ready, masks_RW.numpy())
-        with torch.cuda.stream(self._side):  # beside the logits; nobody reads a row's mask before they are done
+        with torch.cuda.stream(self._side):  # beside the logits; no mask is read before these are done
             for run in np.split(ready, np.flatnonzero(np.diff(ready) != 1) + 1) if ready else ():
                 some = slice(int(run[0]), int(run[-1]) + 1)
                 bits_RW[some].copy_(masks_RW[some], non_blocking=True)
@@ -165,7 +165,7 @@ class GrammarRows:
             self._threads.shutdown(cancel_futures=True)
 
     def _search(self, tokens: Mapping[int, Sequence[int]], masks_RW: NDArray[np.int32]) -> None:
-        """Have threads find the masks of rows after the `tokens` that they go on with, or for the first time."""
+        """Have threads find the masks of rows that advance by `tokens`, or that have no mask yet."""
         due: dict[Grammar, list[int]] = defaultdict(list)
         for row, more in tokens.items():
             found = self._rows[row]
@@ -188,7 +188,7 @@ class GrammarRows:
                 self._rows[row].search = search
 
     def _wait(self, rows: Sequence[int]) -> list[int]:
-        """Wait for the masks of `rows` until the logits are there, and with patience; those that are missing then."""
+        """Wait for the masks of `rows` until shortly after the logits are there; return the rows without."""
         ends = math.inf
         while True:
             if ends == math.inf and self._logits.query():
@@ -199,7 +199,7 @@ class GrammarRows:
                 return missing
 
     def _note_forced(self, rows: Sequence[int], masks_RW: NDArray[np.int32]) -> None:
-        """What must follow the next tokens of `rows`; no token is allowed where the grammar failed, its own trouble."""
+        """Note the tokens that are forced after the next ones of `rows`; where a grammar failed, allow no token."""
         for row in rows:
             found = self._rows[row]
             if found.is_broken:
@@ -208,7 +208,7 @@ class GrammarRows:
                 self.forced[row] = forced[1:]
 
     def _last_tokens(self, rows: Sequence[int]) -> dict[int, list[int]]:
-        """What each row goes on with: tokens that its state does not know yet; waits for their steps."""
+        """Wait for the last steps of `rows`, and return the tokens that each row's grammar state has not seen."""
         tokens: dict[int, list[int]] = {}
         known: dict[TokensOf, Sequence[int] | None] = {}
         for row in rows:
@@ -227,7 +227,7 @@ class GrammarRows:
 def _find(
     rows: Sequence[tuple[_Row, Sequence[int], int]], masks_RW: NDArray[np.int32], before: Collection[Future[None]]
 ) -> None:
-    """Find the masks of `rows`, after the tokens that they go on with, once nobody else writes there."""
+    """Find the masks of `rows`, each after its new tokens, once the searches in `before` are done."""
     wait(before)
     asked = [(state, tokens, line) for row, tokens, line in rows if (state := row.begin()) is not None]
     try:

@@ -1,8 +1,8 @@
 """`DecodeGraphs`: the decode step of each batch size as a CUDA graph, sampling included; nothing else knows of graphs.
 
-Owns what a decode step reads and writes on the device besides weights, pages and rows; never decides which rows run.
-A step of n rows replays the graph of the smallest bucket that holds them; rows left over compute the padding row. Where
-a choice waits for the host's masks it is a graph of its own, behind that of the logits. Next to read:
+Owns the tensors that a decode step reads and writes besides weights, pages and rows; never decides which rows run. A
+step of n rows replays the graph of the smallest bucket that holds them; rows left over compute the padding row. A
+choice that waits for the host's masks is a graph of its own, behind that of the logits. Next to read:
 ops/cuda/block.py, what a graph is made of.
 """
 
@@ -37,11 +37,11 @@ __all__ = ["DecodeGraphs", "Key", "buckets"]
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 _STRIDE = 64
-_PLANNED_AHEAD = 64  # tokens: how often FA2's split of the work is made anew, and how uneven it may get
+_PLANNED_AHEAD = 64  # tokens: until FA2's split of the work is made anew; bounds how uneven it may get
 
 
 def buckets(max_rows: int) -> list[int]:
-    """The batch sizes that get graphs: few, and each at most a third larger than the one before past 64 rows."""
+    """Return the batch sizes that get graphs: few, and past 64 rows each at most a third larger than the one before."""
     sizes = [*_SIZES, *range(_SIZES[-1] + _STRIDE, max_rows + _STRIDE, _STRIDE)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
@@ -54,36 +54,36 @@ def _can_be_even(shape: HeadShape, arch: Arch) -> bool:
 
 
 class Key(NamedTuple):
-    """What one graph is of."""
+    """Description of one graph: the work that it records."""
 
     bucket: int
-    """Rows that it computes."""
+    """Number of rows that the graph computes."""
     way: str
-    """Of attention: "fused", "even", "fa2" or "xqa"."""
+    """Way of attention: "fused", "even", "fa2" or "xqa"."""
     variant: Variant | None
-    """Of the choice; None where there is none, up to the logits."""
+    """Variant of the choice of tokens; None for a graph that ends with the logits."""
     worn: Worn
-    """Up to the logits."""
+    """Adapters that the graph serves, up to the logits."""
     has_logits: bool = True
-    """False for the choice alone, from the logits that the graph without one leaves."""
+    """Whether the graph computes logits; if not, it only chooses, from the logits that another graph has left."""
 
 
 def _keys(bucket: int, way: str, variant: Variant | None, worn: Worn = BARE) -> list[Key]:
-    """Of the graphs of a step, in order."""
+    """Return the keys of a step's graphs, in the order of replay."""
     if variant is None or not variant.masked:
         return [Key(bucket, way, variant, worn)]
     return [Key(bucket, way, None, worn), Key(bucket, way, variant, worn, has_logits=False)]
 
 
 class _Planned:
-    """FA2's division of one batch, which holds until a row outgrows it."""
+    """FA2's division of the work of one batch, which holds until a row outgrows it."""
 
     def __init__(self, bucket: int, attention: Sequence[PlannedDecode]) -> None:
         self._attention = attention
         self._covered: NDArray[np.int64] = np.zeros(bucket, np.int64)
 
     def plan(self, lengths: NDArray[np.int64], *, anew: bool) -> None:
-        """Plan for `lengths`, again if another batch was planned since (`anew`) or a row has outgrown its plan."""
+        """Plan for `lengths` if another batch was planned since (`anew`), or if a row has outgrown the present plan."""
         if not anew and (lengths <= self._covered).all():
             return
         self._covered = lengths + _PLANNED_AHEAD
@@ -107,24 +107,24 @@ class DecodeGraphs:
         attention: str,
         bank: CudaBank | None = None,
     ) -> None:
-        """Capture nothing yet.
+        """Start without graphs.
 
         Args:
             decoder: The model.
-            ops: Its operations for each attention window.
+            ops: The model's operations, by attention window.
             rows: The row table, which the graphs read and advance.
-            sampler: Its sampler.
+            sampler: The sampler of these rows.
             kv: The paged cache.
             ids: int32 [max_rows]: where sampled ids go, in the order of the batch.
             max_rows: Rows of the largest bucket.
             attention: "auto", or the one way to use.
-            bank: What rows may wear; None where they wear nothing.
+            bank: The adapters that rows may use; None without adapters.
         """
         self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
         self._sampler, self._bank = sampler, bank
         self._buckets, self._choice = buckets(max_rows), attention
         self._bucket_of = [next(size for size in self._buckets if size >= rows) for rows in range(max_rows + 1)]
-        """By the rows that run."""
+        """Bucket for each number of rows."""
         self._device = kv.device
         any_ops = next(iter(ops.values()))
         self._pdl, self._arch, self._shape = any_ops.pdl, any_ops.arch, any_ops.shape
@@ -135,7 +135,7 @@ class DecodeGraphs:
         self._plans: dict[int, _Planned] = {}
         self._steps: dict[tuple[int, str], dict[int | None, DecodeStep]] = {}
         self._between: dict[tuple[int, str, Worn], Tensor] = {}
-        """What a graph of logits leaves to one of a choice."""
+        """Logits that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
         self._last_planned = 0
         self._workspace: Tensor | None = None
         self._int_workspaces: dict[int | None, Tensor] = {}
@@ -150,25 +150,25 @@ class DecodeGraphs:
                     self._graph(key)
 
     def keys(self, decodes: Decodes, variant: Variant | None) -> list[Key]:
-        """The graphs whose replay is one step of `decodes`, the rows of `DeviceRows.batch_R`.
+        """Return the keys of the graphs that make up one step of `decodes`, the rows of `DeviceRows.batch_R`.
 
-        There is one; for a variant that is masked there are two, with the logits in between. Without a variant nothing
-        is chosen.
+        A masked variant has two graphs, of the logits and of the choice; any other step has one. Without a variant, no
+        token is chosen.
         """
         bucket = self._bucket_of[len(decodes.rows)]
         worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[decodes.rows])
         return _keys(bucket, self._way(bucket, decodes.mean_context), variant, worn)
 
     def ready(self, keys: Sequence[Key]) -> bool:
-        """Whether `prepare` would find them captured: capturing takes a hundred milliseconds."""
+        """Return whether `prepare` would find all of them captured: capturing takes a hundred milliseconds."""
         return all(key in self._graphs for key in keys)
 
     def prepare(self, keys: Sequence[Key], decodes: Decodes) -> list[torch.cuda.CUDAGraph]:
-        """The graphs of `keys`, planned for `decodes`.
+        """Return the graphs of `keys`, planned for `decodes`; capture those that are missing.
 
         Raises:
-            DeviceUnavailable: One had to be captured, and could not be.
-            torch.OutOfMemoryError: There was no memory for that.
+            DeviceUnavailable: A graph is missing and cannot be captured.
+            torch.OutOfMemoryError: There is no memory to capture a graph.
         """
         graphs = [self._graph(key) for key in keys]
         bucket, way, *_ = keys[0]
@@ -182,7 +182,7 @@ class DecodeGraphs:
         return graphs
 
     def logits(self, keys: Sequence[Key]) -> Tensor:
-        """[rows or more, vocabulary]: what the first graph of a masked variant leaves to the second."""
+        """Return the logits that a masked variant's first graph leaves to its second: [rows or more, vocabulary]."""
         bucket, way, _, worn, _ = keys[0]
         return self._between[bucket, way, worn]
 
@@ -209,7 +209,7 @@ class DecodeGraphs:
         if graph is None:
             try:
                 graph = self._capture(key)
-            except (torch.OutOfMemoryError, torch.AcceleratorError):  # known for what they are
+            except (torch.OutOfMemoryError, torch.AcceleratorError):  # already errors that callers know
                 raise
             except Exception as error:
                 raise DeviceUnavailable(
@@ -220,10 +220,10 @@ class DecodeGraphs:
 
     def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
         bucket, way, *_ = key
-        self._last_planned = 0  # what follows plans, even if it fails
+        self._last_planned = 0  # later steps plan again, even if this fails
         if (bucket, way) not in self._steps:
             self._steps[bucket, way] = self._make_steps(bucket, way)
-        if way == "fa2":  # all sizes share the device's plan, and another one may have been planned since
+        if way == "fa2":  # all sizes share the device's plan, which may be for another batch by now
             self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
         rows = self._rows
         named = (rows.batch_R[:bucket], rows.active_R[:bucket], rows.exchange.turn_2)
@@ -231,9 +231,9 @@ class DecodeGraphs:
         for words, harmless in zip(named, (rows.padding_row, rows.padding_row, rows.exchange.spare), strict=True):
             words.fill_(harmless)
         try:
-            self._run(key)  # compiles and allocates what a capture must not
+            self._run(key)  # compiles and allocates now, which a capture must not
             graph = torch.cuda.CUDAGraph()
-            with not_collected():  # a finaliser may call, in this thread, what a capture does not survive
+            with not_collected():  # calls of a finaliser in this thread could end the capture
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._run(key)
@@ -246,7 +246,7 @@ class DecodeGraphs:
         return graph
 
     def _run(self, key: Key) -> None:
-        """The decode step itself, or a part of it: what a graph records."""
+        """Run the decode step, or the part of it that the graph of `key` records."""
         bucket, way, variant, worn, has_logits = key
         at = bucket, way, worn
         logits_BV = self._logits(bucket, self._steps[bucket, way], worn) if has_logits else self._between[at]
@@ -271,11 +271,11 @@ class DecodeGraphs:
         return self._decoder.logits(hidden_BE, adapters)
 
     def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:
-        """The inputs of each bucket: the first rows of the largest one's."""
+        """Return the inputs of each bucket, all views of the largest one's."""
         device, columns = self._device, self._rows.table_RP.shape[1]
         tokens, positions, lengths, tails = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(4))
         slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        pages = self._rows.table_RP[:1].repeat(max_rows, 1)  # valid page numbers: all the scratch page's
+        pages = self._rows.table_RP[:1].repeat(max_rows, 1)  # valid page numbers: the scratch page's
         return {
             size: DecodeInputs(
                 tokens[:size], positions[:size], slots[:size], lengths[:size], pages[:size, :columns], tails[:size]
@@ -308,7 +308,7 @@ class DecodeGraphs:
         return PlannedDecode(shape, self._inputs[bucket], self._workspace, space)
 
     def _dealt(self, shape: HeadShape) -> EvenDecode:
-        """The one of a window, for all batch sizes: no two of them run at once."""
+        """Return the window's attention, one for all batch sizes, since no two of them run at once."""
         even = self._even.get(shape.window)
         if even is None:
             even = self._even[shape.window] = EvenDecode(shape, self._device, max_rows=self._buckets[-1], pdl=self._pdl)

@@ -1,7 +1,7 @@
 """`PageMoves`: pages on their way between a GPU and host memory, on a stream of their own beside the steps.
 
-A step waits for the pages that are brought in for it, and before it writes to one that is still on its way out; for
-nothing else. Never decides what moves. Next to read: host_pool.py.
+A step waits only for the pages that are fetched for it, and, before it writes to a page, until a copy of that page to
+the host is done. Never decides what moves. Next to read: host_pool.py.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ __all__ = ["PageMoves"]
 
 
 class PageMoves:
-    """The pages of one runner."""
+    """The page copies of one runner between its GPU and the host."""
 
     def __init__(self, kv: Tensor, stream: torch.cuda.Stream, device: torch.device) -> None:
-        """Move nothing yet.
+        """Start without copies.
 
         Args:
             kv: The paged cache.
-            stream: Of the runner's steps.
+            stream: The stream of the runner's steps.
             device: The GPU.
         """
         self._kv, self._stream = kv, stream
         self._side = borrow_stream(device)
         self._host: HostPool | None = None
         self._leaving: dict[int, torch.cuda.Event] = {}
-        """Of each page that may still be on its way out, what says that it has left."""
+        """Event after which a page has left, for each page whose copy to the host may still run."""
 
     def open(self, places: int, pages: int, wait: Callable[[], None]) -> float:
-        """Have room for so many pages in pinned memory; seconds that moving one takes, `wait` being as `measure`'s."""
+        """Make room for `places` pages in pinned memory; return the seconds that moving one takes, as measured."""
         self._host = HostPool(self._kv, places, pinned=True)
         return self._host.measure(self._kv, pages, wait)
 
     def before(self, entries: Sequence[PageEntry]) -> None:
-        """Let the next step, which gets these pages, write to them."""
+        """Have the next step, which gets these pages, wait until copies of them are done."""
         if self._leaving:
             self._wait_for(entry.page for entry in entries)
 
@@ -72,12 +72,12 @@ class PageMoves:
                     self._leaving.update(dict.fromkeys(pages, left))
 
     def settle(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until all copies are done."""
         self._side.synchronize()
         self._leaving.clear()
 
     def close(self) -> None:
-        """Return the stream and the host's memory; nothing is on its way."""
+        """Return the stream and the host's memory; no copy may be running."""
         return_stream(self._side)
         self._host = None
 
@@ -90,7 +90,7 @@ class PageMoves:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[HostPool]:
-        """On the side stream, behind all that was enqueued so far."""
+        """Enter the side stream, behind all that the runner's stream has enqueued so far."""
         assert self._host is not None
         self._side.wait_stream(self._stream)
         with torch.cuda.stream(self._side):

@@ -1,4 +1,4 @@
-"""`open_cuda`: puts a model on a GPU; the one place that knows its defaults. Next to read: runner.py."""
+"""`open_cuda`: opens a model on a GPU; the only module that knows a GPU's defaults. Next to read: runner.py."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ __all__ = ["build_kernels", "open_cuda"]
 
 _ROWS = 256
 _BATCHED_TOKENS = 8192
-_FREE_SHARE = 0.9  # of what is free once weights and activations have their place
+_FREE_SHARE = 0.9  # of the memory that weights, activations and graphs leave free
 _GRAPH_BYTES = 1 << 30
 _PAGE_SIZE = 16
 _DTYPE = torch.bfloat16
 _opening = threading.Lock()
-"""One engine of a process opens at a time: each measures what the one before has left, and what opening calls, such as
-loading a kernel, may end the capture of a graph in another thread."""
+"""Lock held while an engine opens: only one opens at a time, since each measures the memory that is left, and
+calls such as loading a kernel may end the capture of a graph in another thread."""
 
 
 def open_cuda(
@@ -81,7 +81,7 @@ def open_cuda(
         failure = str(error)
         if not isinstance(error, CannotCompile):
             failure = f"{device} has too little memory for this model and its pages: {failure}"
-        traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
+        traceback.clear_frames(error.__traceback__)  # the frames hold what was loaded so far
     return_device_memory()
     raise DeviceUnavailable(f"device: {failure}")
 
@@ -133,7 +133,7 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
 
 
 def _make_bank(config: EngineConfig, spec: DecoderSpec, ops: CudaOps, limits: Limits) -> CudaBank | None:
-    """Room for adapters, if the engine takes any."""
+    """Allocate room for adapters, if the engine takes any."""
     if not config.adapter_slots:
         return None
     granules, most = adapter_granules(config, spec, ops.shape.dtype, CudaBank.granule_bytes), CudaBank.most_granules
@@ -153,7 +153,7 @@ def _make_bank(config: EngineConfig, spec: DecoderSpec, ops: CudaOps, limits: Li
 
 
 def _host_memory(config: EngineConfig) -> PiecePool:
-    """The page-locked memory for adapters, taken while nobody waits for a step: that may take seconds."""
+    """Allocate the page-locked memory for adapters now, when no step waits: that may take seconds."""
     wanted, free = config.adapter_host_memory, free_host_bytes()
     if wanted > free:
         raise InvalidParams(
@@ -171,7 +171,7 @@ def _host_memory(config: EngineConfig) -> PiecePool:
 
 
 def build_kernels(config: EngineConfig, spec: DecoderSpec, device: torch.device) -> tuple[Path, int]:
-    """Compile every kernel that an engine of `config` may use; the folder that keeps them, and how many it holds.
+    """Compile every kernel that an engine of `config` may use; return the cache folder and how many kernels it holds.
 
     Raises:
         DeviceUnavailable: A kernel cannot be compiled.
@@ -193,7 +193,7 @@ def _kv_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _arch(config: EngineConfig, device: torch.device) -> Arch:
-    """What the GPU can run; refuses one that cannot run the engine at all, and caches that it cannot convert."""
+    """Return the GPU's abilities; refuse a GPU without bfloat16, and an 8-bit cache that it cannot convert."""
     try:
         arch, name = Arch.of(device), torch.cuda.get_device_name(device)
     except ValueError as error:
@@ -214,7 +214,7 @@ def _arch(config: EngineConfig, device: torch.device) -> Arch:
 
 
 def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> None:
-    """Refuse a way to attend that the GPU or the model's heads rule out."""
+    """Refuse a way of decoding that the GPU or the model's heads rule out."""
     way, why = config.decode_attention, None
     shape = head_shape(spec, spec.windows[0], page_size=_PAGE_SIZE, dtype=_DTYPE, kv_dtype=_kv_dtype(config))
     if way == "even":
@@ -235,7 +235,7 @@ def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> Non
 def _free_for_pages(
     config: EngineConfig, decoder: Decoder, ops: Mapping[int | None, CudaOps], limits: Limits, device: torch.device
 ) -> int:
-    """Bytes left for pages beside the weights, the largest prefill (run once, to see) and the graphs."""
+    """Return the bytes left for pages beside weights, graphs and the largest prefill, which runs once to measure it."""
     small = Capacity(
         num_pages=1,
         page_size=config.page_size,
@@ -253,5 +253,5 @@ def _free_for_pages(
     finally:
         trial.close()
     logits = torch.float32.itemsize * limits.rows * decoder.spec.vocab_size
-    graphs = _GRAPH_BYTES + 2 * logits  # those of a choice that waits for masks stand beside the others
+    graphs = _GRAPH_BYTES + 2 * logits  # graphs of choices that wait for masks are kept beside the others
     return int(_FREE_SHARE * (torch.cuda.mem_get_info(device)[0] - needed - graphs))

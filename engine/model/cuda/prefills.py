@@ -1,4 +1,4 @@
-"""`Prefills`: the eager part of a step on CUDA: rows that compute several tokens, or one that nothing is sampled after.
+"""`Prefills`: the eager part of a step on CUDA: rows that compute several tokens, or one token without sampling.
 
 Owns the attention plans and the pinned memory that tell the device which tokens those are; never decides which rows
 run, and never decodes (graphs.py does). Next to read: ops/cuda/block.py.
@@ -35,7 +35,7 @@ _RING = 4
 
 
 class _Batch(NamedTuple):
-    """One step's prefills on the device; each names tokens of the step's ragged batch."""
+    """One step's prefills on the device; indices are into the step's N tokens."""
 
     tokens_N: Tensor
     positions_N: Tensor
@@ -44,17 +44,17 @@ class _Batch(NamedTuple):
     rows_S: Tensor
     last_positions_S: Tensor
     prompt_P: Tensor
-    """Tokens after which the prompt goes on, where log-probabilities of it are wanted; and of each:"""
+    """Indices of the tokens after which prompt log-probabilities are wanted; row and next token of each follow."""
     prompt_rows_P: Tensor
     next_tokens_P: Tensor
     pooled_P: Tensor
-    """Tokens whose hidden states are wanted."""
+    """Indices of the tokens whose hidden states are wanted."""
     worn_words: Tensor
-    """What adapters' kernels must know; nothing where nobody wears any."""
+    """Words of `CudaBank.prefill_words`; empty where no row uses an adapter."""
 
 
 class _Wearing(NamedTuple):
-    """What the rows of one step's prefills wear."""
+    """The adapters that the rows of one step's prefills use."""
 
     bank: CudaBank
     slots_W: NDArray[np.int32]
@@ -62,16 +62,16 @@ class _Wearing(NamedTuple):
 
     @classmethod
     def of(cls, bank: CudaBank, slots_W: NDArray[np.int32]) -> _Wearing | None:
-        """None if they wear nothing."""
+        """Return the adapters in `slots_W`; None if there are none."""
         worn = bank.worn(slots_W)
         return None if worn == BARE else cls(bank, slots_W, worn)
 
     def ops(self, batch: _Batch, works: Sequence[Work]) -> CudaAdapterOps:
-        """The products of all tokens."""
+        """Return the products of all tokens."""
         return self.bank.prefill(batch.worn_words, len(batch.positions_N), self.worn, works, self.slots_W)
 
     def singles(self, slots_R: Tensor, rows_S: Tensor) -> CudaAdapterOps | None:
-        """The output head of some tokens of these rows; None where no adapter updates it."""
+        """Return the output head for some tokens of these rows; None where no adapter updates it."""
         return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.ends else None
 
 
@@ -97,38 +97,38 @@ class Prefills:
         capacity: Capacity,
         bank: CudaBank | None = None,
     ) -> None:
-        """Allocate what a step of `capacity.max_batched_tokens` needs to be described.
+        """Allocate memory to describe a step of `capacity.max_batched_tokens` tokens.
 
         Args:
             decoder: The model.
-            ops: Its operations for each attention window.
+            ops: The model's operations, by attention window.
             rows: The row table.
-            sampler: Its sampler.
+            sampler: The sampler of these rows.
             kv: The paged cache.
             capacity: Tokens and rows of a step.
-            bank: What rows may wear; None where they wear nothing.
+            bank: The adapters that rows may use; None without adapters.
         """
         self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
         self._bank = bank
         self._device, self._page_size = kv.device, capacity.page_size
         self._attention = {window: _attention(each.shape, kv.device, each.arch) for window, each in ops.items()}
         self.pools = Pools()
-        """The rows whose hidden states are wanted; the runner tells it of new ones."""
+        """Rows whose hidden states are wanted; the runner adds new ones."""
         words = 7 * capacity.max_batched_tokens + 8 * capacity.max_rows
         self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
         self._sent = [torch.cuda.Event() for _ in range(_RING)]
         self._sends = 0
 
     def run(self, works: Sequence[Work], ids: Tensor, first: int) -> tuple[int, list[Lines], dict[int, Tensor]]:
-        """Enqueue the forward of `works`, and sample for those that want it.
+        """Enqueue the forward pass of `works`, and sample for those that want it.
 
         Args:
-            works: Of one step.
-            ids: int32: where sampled ids go, in the order of `works`, from place `first` on.
-            first: Also where lines of log-probabilities begin.
+            works: Prefills of one step.
+            ids: int32 tensor that sampled ids go to, in the order of `works`, from place `first` on.
+            first: First place in `ids`, and first of the lines of log-probabilities.
 
         Returns:
-            How many ids were sampled, the lines, and by row what came of the hidden states of prompts that end here.
+            The number of sampled ids, the lines, and the pooled hidden states of prompts that end here, by row.
         """
         rows, size = self._rows, self._page_size
         spans = self._spans(works)
@@ -167,7 +167,7 @@ class Prefills:
         return sampled, lines + self._sampler.lines(row_S, first), pooled
 
     def _act_between(self, logits_SV: Tensor, works: Sequence[Work], rows_S: Tensor) -> Tensor:
-        """Enqueue what the host does before the choices of `works`; whose choices these are, padding where left out."""
+        """Enqueue what the host does before `works` choose; return their rows, with padding for those left out."""
         row_S = np.array([work.row for work in works])
         places_S = np.array([work.start + work.num_tokens for work in works])
         late = self._sampler.act_between(logits_SV, row_S, places_S)
@@ -178,7 +178,7 @@ class Prefills:
         return self._send(row_S).int()
 
     def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor, wearing: _Wearing | None) -> Lines:
-        """Log-probabilities of the prompts, some positions at a time: their logits are wide."""
+        """Enqueue log-probabilities of the prompts, some positions at a time, since their logits are wide."""
         lines = self._sampler.reported.prompt_lines(works)
         for start in range(0, len(hidden_PE), MOST_POSITIONS):
             some = slice(start, start + MOST_POSITIONS)
@@ -190,7 +190,7 @@ class Prefills:
         return lines
 
     def _spans(self, works: Sequence[Work]) -> list[PoolSpan]:
-        """Where in the step hidden states are wanted; what comes of them is called by the row."""
+        """Return the spans of tokens whose hidden states are wanted; `PoolSpan.work` is the row here."""
         spans, start = [], 0
         for work in works:
             span = self.pools.span(work.row, work, start)
@@ -200,7 +200,7 @@ class Prefills:
         return spans
 
     def _pack(self, works: Sequence[Work], spans: Sequence[PoolSpan], wearing: _Wearing | None) -> _Batch:
-        """One copy to the device for all that a prefill needs to know of its tokens."""
+        """Send all that a prefill needs to know of its tokens to the device, in one copy."""
         size = self._page_size
         counts = np.array([work.num_tokens for work in works])
         ends = counts.cumsum()
@@ -235,7 +235,7 @@ class Prefills:
         )
 
     def _prompt_places(self, works: Sequence[Work], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of a step's tokens a prompt follows that is to be reported on."""
+        """Return the indices of the step's tokens that are followed by a prompt token to report on."""
         counts = [self._sampler.reported.prompt_count(work) for work in works]
         spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True) if count]
         return np.concatenate(spans) if spans else np.empty(0, np.int64)

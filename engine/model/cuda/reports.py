@@ -1,7 +1,7 @@
-"""`ReportedRows`: which rows of a CUDA engine want log-probabilities, and the lines that tell them; decides no token.
+"""`ReportedRows`: the rows on a GPU that want log-probabilities, and the lines that hold these; chooses no token.
 
-Owns the lines on the device, which exist once a first row asks, and what they mean on the host once they have come
-back. Next to read: sampling.py, and ops/cuda/sampling/logprobs.py.
+Owns the lines on the device, which are allocated when a first row asks, and their decoding on the host. Next to read:
+sampling.py, and ops/cuda/sampling/logprobs.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from headrace.ops.cuda.sampling.logprobs import HEAD, ListScratch, logprobs
 __all__ = ["MOST_POSITIONS", "USUAL_PLACES", "Lines", "ReportedRows", "SentLines", "with_reports"]
 
 USUAL_PLACES: Final = 32
-"""Of a line, for the likeliest tokens: more than `SamplingParams.logprobs` may be. A beam search may take more."""
+"""Places of a line for the likeliest tokens: more than `SamplingParams.logprobs` may be. A beam search may ask more."""
 MOST_POSITIONS: Final = 256
-"""Of prompts, whose logits are held at once: 64 MB in bfloat16 with 128k tokens in the vocabulary."""
+"""Most prompt positions whose logits are held at once: 64 MB in bfloat16 with 128k tokens in the vocabulary."""
 _Words = NDArray[np.int32]
 
 
@@ -33,7 +33,7 @@ class Lines(NamedTuple):
 
     words_LW: Tensor
     entries: list[tuple[int, int, int]]
-    """(line, row, likeliest tokens wanted) of those lines that are to be read."""
+    """Lines to be read, as (line, row, number of likeliest tokens wanted)."""
     of_prompt: bool
 
 
@@ -43,32 +43,32 @@ class SentLines(NamedTuple):
     start: int
     shape: tuple[int, int]
     entries: list[tuple[int, int, int]]
-    """(line, index of the work, likeliest tokens wanted)."""
+    """Lines to be read, as (line, index of the work, number of likeliest tokens wanted)."""
     of_prompt: bool
 
 
 class ReportedRows:
-    """Which rows want log-probabilities."""
+    """The rows that want log-probabilities."""
 
     def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device) -> None:
-        """Start with none, and no memory but a word for each row.
+        """Start without rows, and without memory but one word for each row.
 
         Args:
             rows: The row table, through which words are sent.
-            capacity: Rows, and the width of the logits.
-            device: Where.
+            capacity: Most rows, and the width of the logits.
+            device: The GPU.
         """
         self._rows, self._capacity, self._device = rows, capacity, device
         count = capacity.max_rows + 1
         self._on_device_2R = torch.zeros(2, count, dtype=torch.int32, device=device)
         self._wants_2R: _Words = np.zeros((2, count), np.int32)
-        """Of completion and prompt: 0 for nothing, or 1 and how many of the likeliest tokens."""
+        """Reports that each row wants on completion and prompt: 0 for none, else 1 + the number of likeliest tokens."""
         self._prompt_len_R: NDArray[np.int64] = np.zeros(count, np.int64)
         self._lines: dict[int, Tensor] = {}
         self._scratch: dict[int, ListScratch] = {}
 
     def take(self, new_rows: Sequence[NewRow], options: Sequence[RowOptions]) -> None:
-        """Enqueue what new rows want, and that others of them want nothing any more."""
+        """Enqueue the reports that new rows want, and clear those of the rows' former requests."""
         asking = {each.row: (each.prompt_len, each.reporting) for each in options if each.reporting is not None}
         changed = [new.row for new in new_rows if new.row in asking or self._wants_2R[:, new.row].any()]
         if not changed:
@@ -82,11 +82,11 @@ class ReportedRows:
         self._wants_2R[:, changed] = wants_2C
 
     def places(self, rows: NDArray[np.int64]) -> int:
-        """Of the lines for what these rows sample: a power of two; 0 if none wants any."""
+        """Return the places for likeliest tokens in these rows' lines, a power of two; 0 if no row wants a report."""
         return _places(int(self._wants_2R[0, rows].max(initial=0)))
 
     def prompt_count(self, work: Work) -> int:
-        """How many positions of a work, from its first, are followed by a token of the prompt to report on."""
+        """Return how many positions of a work, from its first, are followed by a prompt token to report on."""
         if not self._wants_2R[1, work.row]:
             return 0
         return max(0, min(work.start + work.num_tokens, int(self._prompt_len_R[work.row]) - 1) - work.start)
@@ -97,7 +97,7 @@ class ReportedRows:
         """Write the lines for sampled tokens, from line `first` on.
 
         Raises:
-            torch.OutOfMemoryError: Lines of so many places are new, and there is no memory for them.
+            torch.OutOfMemoryError: Lines with this number of places are new, and there is no memory for them.
         """
         lines_LW, scratch = self._memory(places)
         logprobs(
@@ -105,7 +105,7 @@ class ReportedRows:
         )
 
     def written(self, rows: NDArray[np.int64], places: int, first: int) -> Lines:
-        """What `write` wrote, where it has just run or been replayed for these rows."""
+        """Return the lines of these rows that `write` has just written, directly or in a replayed graph."""
         wants_B = self._wants_2R[0, rows].tolist()
         entries = [
             (line, row, wants - 1)
@@ -115,7 +115,7 @@ class ReportedRows:
         return Lines(self._memory(places)[0][first : first + len(rows)], entries, of_prompt=False)
 
     def prompt_lines(self, works: Sequence[Work]) -> Lines:
-        """Lines, yet to be written, for all positions of `works` that `prompt_count` counts, and for one at least."""
+        """Return unwritten lines for all prompt positions of `works` to report on, which must be one at least."""
         wants = [(work.row, int(self._wants_2R[1, work.row]), self.prompt_count(work)) for work in works]
         places = _places(max(each for _, each, count in wants if count))
         asked = [(row, each - 1) for row, each, count in wants for _ in range(count)]
@@ -126,7 +126,7 @@ class ReportedRows:
         """Write some lines of a prompt, at most `MOST_POSITIONS`.
 
         Raises:
-            torch.OutOfMemoryError: Lines of so many places are new, and there is no memory for them.
+            torch.OutOfMemoryError: Lines with this number of places are new, and there is no memory for them.
         """
         _, scratch = self._memory((lines_BW.shape[1] - HEAD) // 2)
         logprobs(logits_BV, rows_B, self._on_device_2R[1], tokens_B, lines_BW, scratch)
@@ -148,7 +148,7 @@ def _places(wants: int) -> int:
 def with_reports(
     tokens: list[int], words: _Words, sent: Sequence[SentLines], pooled: Mapping[int, Any]
 ) -> ReportedTokens:
-    """A step's tokens with its log-probabilities, which `words` holds in pinned memory, and with what was pooled."""
+    """Return a step's tokens with log-probabilities, decoded from pinned `words`, and with pooled hidden states."""
     chosen: dict[int, Report] = {}
     prompts: dict[int, list[Report]] = {}
     for each in sent:
@@ -161,7 +161,7 @@ def with_reports(
 
 
 def _read(words: _Words, sent: SentLines) -> Iterator[tuple[int, Report]]:
-    """(work, report) for each entry of some lines."""
+    """Yield (index of the work, report) for each entry of some lines."""
     count, width = sent.shape
     lines_LW = words[sent.start : sent.start + count * width].reshape(sent.shape)
     places = (width - HEAD) // 2

@@ -1,9 +1,8 @@
-"""`DeviceRows`: what each row of a CUDA engine holds, on the device, and the packed changes that keep it so.
+"""`DeviceRows`: the table of rows on a GPU, and the packed changes that keep it up to date.
 
 Owns the row table and its mirror on the host, which only plans change; never runs the model. All of it is one int32
 arena on the device, so that a step's changes - page numbers, prompt tokens, lengths, sampling - are pairs of (place,
-word): few of them a graph takes itself (exchange.py), many are one copy and one kernel. Next to read:
-runner.py.
+word): a graph applies a few of them itself (exchange.py), many are one copy and one kernel. Next to read: runner.py.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["DeviceRows"]
 _RING = 16
 _MOST_SENT = 1 << 16
 _STOPS = 32
-"""Tokens for which the device sees by itself that a row has stopped: more than a request may name."""
+"""Stop ids by which the device itself sees that a row has stopped: more than a request may name."""
 _Words = NDArray[np.int32]
 _NONE: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -34,12 +33,12 @@ class DeviceRows:
     """The row table of a CUDA engine: `capacity.max_rows` rows, and one more that pads batches."""
 
     def __init__(self, capacity: Capacity, scratch_page: int, device: torch.device) -> None:
-        """Start with empty rows whose pages all are the scratch page."""
+        """Start with empty rows, whose pages all are the scratch page."""
         self._size = capacity.page_size
         self.padding_row = capacity.max_rows
         rows, pages = capacity.max_rows + 1, -(-capacity.max_context // capacity.page_size)
         context = pages * capacity.page_size
-        # 64-bit seeds come first, where they are aligned.
+        # Seeds have 64 bits; at the beginning they are aligned.
         sizes = {
             "seed": 2 * rows, "batch": capacity.max_rows, "active": capacity.max_rows, "lengths": rows,
             "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows, "slot": rows, "stopped": rows,
@@ -55,31 +54,31 @@ class DeviceRows:
         self.seed_R = part("seed").view(torch.int64)
         self.batch_R = part("batch").fill_(self.padding_row)
         self.active_R = part("active")
-        """What `apply` makes of it: the padding row stands where a row has stopped, and its state stays as it is."""
+        """Rows of the batch after `apply`: the padding row replaces those that have stopped, whose state is kept."""
         self.lengths_R = part("lengths")
         self.temperature_R = part("temperature").view(torch.float32)
         self.top_k_R = part("top_k")
         self.top_p_R = part("top_p").view(torch.float32)
         self.min_p_R = part("min_p").view(torch.float32)
         self.stopped_R = part("stopped")
-        """Whether the token sampled last is one of the row's stop ids, as the sampler saw it."""
+        """Whether each row's last sampled token is one of its stop ids, as the sampler saw it."""
         self.stops_RS = part("stops").fill_(-1).view(rows, _STOPS)
         self.slots_R = part("slot").fill_(-1)
         self.table_RP = part("table").fill_(scratch_page).view(rows, pages)
         self.pool_RC = part("pool").view(rows, context)
         self.pages: _Words = np.full((rows, pages), scratch_page, np.int32)
-        """The page table, on the host."""
+        """Block table on the host, int32 [rows, pages]."""
         self._pages_flat = self.pages.reshape(-1).data
         self.filtered = np.zeros(rows, np.bool_)
-        """Whether a row asks for top-k, top-p or min-p."""
+        """Whether each row asks for top-k, top-p or min-p, bool [rows]."""
         self.slots: _Words = np.full(rows, -1, np.int32)
-        """The slot of the adapter that a row wears, -1 for none."""
+        """LoRA slot of each row, int32 [rows]; -1 for no adapter."""
         self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
         self._named = _NONE
-        """The rows of the last call of `batch`, which nobody writes to."""
+        """Rows of the last call of `batch`; the array never changes."""
         self._latest: Decodes | None = None
-        """The last of them, where `_lengths` does not know of it yet."""
+        """Latest decodes that `_lengths` does not include yet."""
         self.exchange = Exchange(capacity.max_rows, device)
         words = 1 + 2 * _MOST_SENT
         self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
@@ -90,16 +89,14 @@ class DeviceRows:
         self._pieces: list[tuple[NDArray[np.int64] | _Words, NDArray[np.int64] | _Words]] = []
         """Places and words that are still to be sent."""
         self._cells: dict[int, int] = {}
-        """The same of single words."""
+        """Single words that are still to be sent, by place."""
 
     def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry], options: Sequence[RowOptions] = ()) -> None:
-        """Take in a plan's new rows and page entries; `flush` or `hand_over` sends them.
+        """Add a plan's new rows and page entries; `flush` or `hand_over` sends them.
 
-        Rows with options get all their tokens, those too that the prefix cache spares computing.
+        Rows with options get all their tokens, even those that are cached and will not be computed.
         """
-        if (
-            self._pieces or self._cells
-        ):  # of a step that failed before it sent them: no place may come twice in one send
+        if self._pieces or self._cells:  # a failed step left these unsent; in one send, no place may come twice
             self.flush()
         known = {each.row: each.tokens for each in options}
         for new in new_rows:
@@ -110,7 +107,7 @@ class DeviceRows:
             self._pages_flat[at] = self._cells[table + at] = page
 
     def give(self, given: Sequence[GivenTokens]) -> None:
-        """Take in tokens that the host chose; after `add`, and sent with the rest. The rows are computed again."""
+        """Store tokens that the host chose, after `add`, to be sent with the rest. The rows are computed again."""
         for row, start, tokens in given:
             first = self._offset["pool"] + row * self._context + start
             places = [self._offset["stopped"] + row, *range(first, first + len(tokens))]
@@ -118,11 +115,11 @@ class DeviceRows:
             self._forget_length(row)
 
     def leave_out(self, rows: NDArray[np.int64], lines: NDArray[np.int64]) -> None:
-        """Leave rows out of the choice that is enqueued next, and alone from then on until they are given something.
+        """Leave rows out of the choice that is enqueued next, and out of further steps until they are given a token.
 
         Args:
-            rows: Which.
-            lines: Those of the batch that they stand in, or none where the choice is told otherwise.
+            rows: Rows to leave out.
+            lines: Their lines of the batch; empty where the choice learns of them in another way.
         """
         if not len(rows):
             return
@@ -133,9 +130,9 @@ class DeviceRows:
             self._forget_length(row)
 
     def batch(self, decodes: Decodes, bucket: int) -> None:
-        """Make the first `bucket` rows of `batch_R` those of `decodes`, padded, about to compute what these say."""
+        """Set the first `bucket` rows of the batch to those of `decodes`, padded, and set these rows' lengths."""
         rows = decodes.rows
-        if rows is self._named and decodes.goes_on:  # as it mostly is: the device knows all of it
+        if rows is self._named and decodes.goes_on:  # the usual case: the device is up to date
             self._latest = decodes
             return
         self._settle()
@@ -154,12 +151,12 @@ class DeviceRows:
         self._lengths[rows] = starts + 1
 
     def sampled(self, row: int, length: int) -> None:
-        """Note that a prefill of `row` ends by sampling, which sets its length on the device."""
+        """Note that a prefill of `row` ends by sampling, which sets the row's length on the device to `length`."""
         self._settle()
         self._lengths[row] = length
 
     def unsampled(self, rows: NDArray[np.int64]) -> None:
-        """Note that a decode of these rows chooses nothing, which leaves their lengths on the device as they were."""
+        """Note that a decode of these rows chooses no token, so that their lengths on the device stay as they were."""
         self._settle()
         self._lengths[rows] = -1
 
@@ -174,10 +171,10 @@ class DeviceRows:
             self._send_all(self._arena, places, words)
 
     def hand_over(self) -> _Words:
-        """Leave the changes since the last time to the graph that is replayed next, and begins with `apply`.
+        """Leave the changes since the last time to the graph that is replayed next, which begins with `apply`.
 
         Returns:
-            Where its ids will be, in the order of the batch, once its step is done.
+            Memory that holds the step's ids, in the order of the batch, once the step is done.
         """
         if len(self._cells) + sum(len(places) for places, _ in self._pieces) > MOST_PAIRS:
             self.flush()
@@ -188,14 +185,14 @@ class DeviceRows:
         """Send words to another tensor, on the current stream.
 
         Args:
-            target: int32, one dimension, contiguous.
-            places: Where in it; none may come twice.
-            words: int32: what goes there.
+            target: int32 tensor of one dimension, contiguous.
+            places: Indices in it; none may come twice.
+            words: int32 words to write there.
         """
         self._send_all(target, places.astype(np.int32), words)
 
     def apply(self) -> None:
-        """Apply what `hand_over` left to a graph, and see which rows of the batch go on."""
+        """Enqueue the words that `hand_over` left to a graph, and note on the device which rows of the batch go on."""
         self.exchange.apply(self._arena, Batch(self.batch_R, self.stopped_R, self.active_R, self.padding_row))
 
     def _send_all(self, target: Tensor, places: _Words, words: _Words) -> None:
@@ -231,22 +228,22 @@ class DeviceRows:
             np.concatenate((floats.view(np.int32), np.array([sampling.top_k, slot], np.int32), seed.view(np.int32))),
         )
         stops = np.full(1 + _STOPS, -1, np.int32)
-        known = sorted(stop_ids)[:_STOPS]  # of the others the host knows
+        known = sorted(stop_ids)[:_STOPS]  # the host checks the others
         stops[: 1 + len(known)] = [0, *known]
         first = self._offset["stops"] + row * _STOPS
         self._put(np.array([self._offset["stopped"] + row, *range(first, first + _STOPS)]), stops)
         asks = 0 < sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self.filtered[row] = asks and sampling.temperature > 0.0
         self.slots[row] = slot
-        self._forget_length(row)  # whatever the row's last request left there
+        self._forget_length(row)  # the length is that of the row's former request
 
     def _forget_length(self, row: int) -> None:
-        """Send it with the next batch that has the row."""
+        """Send the row's length with the next batch that has the row."""
         self._settle()
         self._lengths[row], self._named = -1, _NONE
 
     def _settle(self) -> None:
-        """Note the lengths of rows that have only gone on of late."""
+        """Bring `_lengths` up to date with the latest decodes."""
         if self._latest is not None:
             self._lengths[self._latest.rows] = self._latest.starts + 1
             self._latest = None

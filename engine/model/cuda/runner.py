@@ -55,9 +55,9 @@ __all__ = ["CudaRunner", "cuda_ops", "head_shape"]
 
 _RESULTS = 16  # more than any launch_ahead
 _USUAL_CONTEXT = 1024  # tokens
-_FEW_TOKENS = 20  # of a prefill that small products compute
+_FEW_TOKENS = 20  # in a prefill small enough for the kernels of few rows
 _ALL_OPTIONS = Shaping(bias=((0, 1.0),), frequency_penalty=1.0, bad_words=((0, 0, 0),))
-"""One that needs every kernel of shaping."""
+"""Shaping that needs every shaping kernel."""
 _NOWHERE: NDArray[np.int64] = np.empty(0, np.int64)
 _ALL_REPORTS = Reporting(completion=1, prompt=1)
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
@@ -66,7 +66,7 @@ _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
 def head_shape(
     spec: DecoderSpec, window: int | None, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> HeadShape:
-    """The heads of the layers of `spec` that share an attention window."""
+    """Return the shape of attention in the layers of `spec` that share an attention window."""
     return HeadShape(
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
@@ -89,7 +89,7 @@ def cuda_ops(
     device: torch.device,
     arch: Arch,
 ) -> dict[int | None, CudaOps]:
-    """The operations of each kind of layer that `spec` has: one for each attention window."""
+    """Return the operations of each kind of layer that `spec` has, by attention window."""
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
@@ -114,7 +114,7 @@ def cuda_ops(
 
 
 class CudaRunner:
-    """The device protocol on one GPU."""
+    """The runner of a decoder on one GPU."""
 
     abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
 
@@ -133,16 +133,16 @@ class CudaRunner:
 
         Args:
             decoder: The model, on `device`.
-            ops: The operations it was made with, for each attention window.
+            ops: The operations that the model was made with, by attention window.
             capacity: Pages, rows and tokens.
-            attention: How to decode: "auto", "fused", "even", "fa2" or "xqa".
+            attention: Way of attention in decodes: "auto", "fused", "even", "fa2" or "xqa".
             device: The GPU.
-            bank: What rows may wear, closed with this; None where they wear nothing.
-            weights: Where the model's parameters are, closed with this; None where they are somebody else's.
+            bank: The adapters that rows may use, closed with this; None without adapters.
+            weights: Memory of the model's parameters, closed with this; None where the caller owns it.
         """
         self._capacity, self._bank, self._weights = capacity, bank, weights
         self._stream = borrow_stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # on which weights were made
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the stream on which weights were made
         with returned_if_short(self._stream), torch.inference_mode(), self._stream:
             self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
             self._kv = self._memory.kv
@@ -160,18 +160,18 @@ class CudaRunner:
             self._prefills = Prefills(decoder, ops, self._rows, self._sampler, self._kv, capacity, bank)
         self._moves = PageMoves(self._kv, self._stream, device)
         self._submitted = 0
-        """Steps given to the launcher; only `launch` counts them."""
+        """Number of steps given to the launcher; only `launch` counts them."""
         self._enqueued = 0
-        """Those that it has enqueued; only the launcher counts them."""
+        """Number of steps that the launcher has enqueued; only the launcher counts them."""
         self._plans: queue.SimpleQueue[tuple[StepPlan, CudaStep] | None] = queue.SimpleQueue()
         self._launcher = threading.Thread(target=self._run_launcher, name="headrace-launcher", daemon=True)
         self._launcher.start()
 
     def rehearse(self, variant: Variant = PLAIN) -> None:
-        """Prefill on the scratch page as much as a plan may hold, and a little: all kernels of prefills; blocks.
+        """Run all kernels of prefills on the scratch page, on as many tokens as a plan may hold, then on few; blocks.
 
         Args:
-            variant: What the rows ask for.
+            variant: The options of the rows.
         """
         sampling = Sampling(temperature=1.0, top_k=int(variant.filtered))
         request = Request(tokens=[0], prompt_len=1, limit=2, sampling=sampling)
@@ -191,7 +191,7 @@ class CudaRunner:
             self.launch(plan).wait()
 
     def warm_up(self, *, everything: bool = False) -> None:
-        """Compile and capture the graphs that a usual step needs, or `everything` that any may; blocks for seconds."""
+        """Compile and capture the graphs of usual steps, or with `everything` of any step; blocks for seconds."""
         variants = VARIANTS if everything else (PLAIN,)
         for variant in variants:
             self.rehearse(variant)
@@ -203,9 +203,9 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> CudaStep:
         """Enqueue `plan` behind the steps launched before it.
 
-        Decodes are enqueued at once: it takes 100 or 200 microseconds. Prefills take milliseconds, capturing a graph a
-        hundred, and copying pages and the masks of grammars wait for the device, so a thread does those, and whatever
-        comes while it is busy follows there.
+        Decodes are enqueued at once, in 100 or 200 microseconds. Prefills take milliseconds and capturing a graph takes
+        a hundred; copies of pages and masks of grammars wait for the device. A thread enqueues those, and all steps
+        that come while it is busy.
 
         Raises:
             EngineCrashed: The device failed.
@@ -225,14 +225,14 @@ class CudaRunner:
 
     @property
     def most_pages(self) -> int:
-        """That `resize` may be asked for."""
+        """Largest number of pages for `resize`."""
         return self._memory.most_pages
 
     def resize(self, num_pages: int) -> None:
-        """Have room for so many pages; blocks until the device is still. Graphs stay as they are.
+        """Make room for `num_pages` pages; blocks until the device is idle. Graphs stay as they are.
 
         Raises:
-            torch.OutOfMemoryError: The device has not so much memory; all is as it was.
+            torch.OutOfMemoryError: The device has too little memory; nothing has changed.
             EngineCrashed: The device failed.
         """
         with torch.inference_mode(), self._stream, faults_are_fatal():
@@ -240,7 +240,7 @@ class CudaRunner:
             self._memory.resize(num_pages)
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back the memory of pages and weights; blocks until the device is still. Graphs stay as they are."""
+        """Release the memory of pages and weights; blocks until the device is idle. Graphs stay as they are."""
         assert self._weights is not None
         with torch.inference_mode(), self._stream, faults_are_fatal():
             self._settle()
@@ -248,23 +248,23 @@ class CudaRunner:
         return_device_memory()
 
     def wake(self, num_pages: int) -> None:
-        """Have the weights at their old places, and so many pages; blocks."""
+        """Restore the weights at their old addresses, and room for `num_pages` pages; blocks."""
         assert self._weights is not None
         with torch.inference_mode(), self._stream, faults_are_fatal():
             self._weights.wake(self._memory, num_pages)
         return_device_memory()
 
     def open_host_pool(self, places: int) -> float:
-        """Have room for so many pages in pinned memory; seconds that moving one takes. Nothing is in flight.
+        """Make room for `places` pages in pinned memory and return the seconds to move one. No step may be in flight.
 
         Raises:
-            Exception: The host has not so much memory that can be pinned.
+            Exception: The host has too little memory that can be pinned.
         """
         with torch.inference_mode(), self._stream, faults_are_fatal():
             return self._moves.open(places, self._capacity.num_pages, self._stream.synchronize)
 
     def close(self) -> None:
-        """Wait for the device and return its memory; after a fault of the device, what can be returned."""
+        """Wait for the device and return its memory; after a device fault, as much of it as can be returned."""
         self._plans.put(None)
         self._launcher.join()
         self._sampler.close()
@@ -279,7 +279,7 @@ class CudaRunner:
             if self._weights is not None:
                 self._weights.close()
         except torch.AcceleratorError:
-            # On a device that failed, freeing pinned memory ends the process: it is never freed.
+            # After a device fault, freeing pinned memory ends the process, so it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
         for name in "_kv _memory _rows _sampler _ids _results _graphs _prefills _bank _weights _moves".split():
             delattr(self, name)
@@ -288,19 +288,19 @@ class CudaRunner:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Wait until the device is still."""
+        """Wait until the device is idle."""
         self._stream.synchronize()
         self._moves.settle()
 
     def _run_launcher(self) -> None:
-        """The launcher's thread."""
+        """Enqueue steps, in the launcher's thread, until a None arrives."""
         while (item := self._plans.get()) is not None:
             plan, step = item
             try:
                 self._enqueue(plan, *split(plan), step)
-            except BaseException as error:  # raised where the step is waited for
+            except BaseException as error:  # raised to whoever waits for the step
                 step.error = error
-                with contextlib.suppress(Exception):  # nobody will wait for what it had enqueued
+                with contextlib.suppress(Exception):  # what was enqueued before the error is waited for here
                     self._stream.synchronize()
             self._enqueued += 1
             assert step.enqueued is not None
@@ -308,7 +308,7 @@ class CudaRunner:
             del item, plan, step
 
     def _launch_decodes(self, plan: StepPlan, step: CudaStep) -> bool:
-        """Enqueue decodes that come alone; False, and nothing happens, if something must be captured or waited for."""
+        """Enqueue decodes that come alone; return False, with no effect, if a graph must be captured or waited for."""
         decodes = self._ordering.of(plan.rows, plan.starts)
         variant = self._sampler.variant(decodes.rows)
         keys = self._graphs.keys(decodes, variant)
@@ -341,7 +341,7 @@ class CudaRunner:
     def _enqueue_all(
         self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
     ) -> list[Lines]:
-        """Enqueue everything of `plan`, with its ids, to `step`; its log-probabilities."""
+        """Enqueue all work of `plan`, and the copy of its ids to `step`; return its lines of log-probabilities."""
         self._sampler.begin()
         copies = self._take_in(plan)
         count, result = 0 if decodes is None else len(decodes.rows), step.result
@@ -365,7 +365,7 @@ class CudaRunner:
         return lines + more
 
     def _take_in(self, plan: StepPlan) -> Sequence[tuple[int, int]]:
-        """Take in what `plan` says of rows and pages; the copies of pages that are still to be enqueued."""
+        """Apply the rows and pages of `plan`; return the copies of pages that are still to be enqueued."""
         plan = self._sampler.hosts.take(plan)
         copies = plan.copies
         if plan.spills or plan.fetches:
@@ -379,7 +379,7 @@ class CudaRunner:
         return copies
 
     def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key]) -> NDArray[np.int32]:
-        """Enqueue one token of each row; where the ids will be, unless no graph of `keys` chooses any."""
+        """Enqueue one token of each row; return the memory of the ids, which is used if a graph of `keys` chooses."""
         rows = self._rows
         logits_or_all, *choice = self._graphs.prepare(keys, decodes)
         rows.batch(decodes, keys[0].bucket)

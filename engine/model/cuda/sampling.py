@@ -1,8 +1,8 @@
 """`RowSampler`: the last part of each step of a CUDA engine: from logits to a token in every row, as the row asked.
 
-Owns which rows ask for what, and the memory between the kernels that serve them; never decides which rows run. A batch
-in which nobody asks for filters, shaped logits or log-probabilities runs none of their kernels. Next to read:
-shaping.py, reports.py and ops/cuda/sampling/sample.py.
+Owns the options of rows, and the memory between the kernels that serve them; never decides which rows run. A batch in
+which no row asks for filters, shaped logits or log-probabilities runs none of their kernels. Next to read: shaping.py,
+reports.py and ops/cuda/sampling/sample.py.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ __all__ = ["PLAIN", "VARIANTS", "RowSampler", "Variant"]
 
 
 class Variant(NamedTuple):
-    """What the rows of a batch ask for, as far as other kernels serve it."""
+    """The sampling options of a batch that decide which kernels run."""
 
     filtered: bool
-    """Top-k, top-p or min-p."""
+    """Whether a row asks for top-k, top-p or min-p."""
     shaped: bool
-    """Anything of `Shaping`."""
+    """Whether a row asks for any option of `Shaping`."""
     places: int
-    """Of lines of log-probabilities, for the likeliest tokens; 0 without such lines."""
+    """Places for the likeliest tokens in lines of log-probabilities; 0 without such lines."""
     masked: bool = False
-    """The host acts between logits and choice (`act_between`): it sends the masks of grammars, or takes logits."""
+    """Whether the host acts between logits and choice (`act_between`): it sends grammars' masks, or fetches logits."""
 
 
 PLAIN: Final = Variant(filtered=False, shaped=False, places=0)
 VARIANTS: Final = tuple(itertools.starmap(Variant, itertools.product((False, True), (False, True), (0, USUAL_PLACES))))
-"""All whose kernels differ, but for the lines of large beam searches."""
+"""All variants whose kernels differ, except for the longer lines of large beam searches."""
 
 
 class RowSampler:
     """Samples for the rows of one runner, on one stream."""
 
     def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device) -> None:
-        """Allocate nothing yet.
+        """Start without memory for options.
 
         Args:
             rows: The row table.
             capacity: Most rows of a batch, and the width of the logits.
-            device: Where.
+            device: The GPU.
         """
         self._rows, self._capacity, self._device = rows, capacity, device
         self._shaped = ShapedRows(rows, capacity, device)
@@ -65,27 +65,26 @@ class RowSampler:
         self.grammars = GrammarRows(capacity, device)
         self.hosts = HostChoices(capacity)
         self.choices: dict[int, Callable[[], Choice]] = {}
-        """Of the step that is being enqueued: what makes the choices of rows that the host chooses for, once their
-        logits are there."""
+        """Functions that choose on the host once the logits are there, by row, in the step that is being enqueued."""
         self._pinned: dict[int, Tensor] = {}
-        """That memory, for each row that ever asked. It is kept: memory freed by another thread while a graph is being
-        captured on the stream that wrote it spoils the capture."""
+        """Pinned memory for the logits of each row that the host ever chose for. It is kept: if another thread freed it
+        while a graph is captured on the stream that wrote it, the capture would fail."""
         self._scratch: dict[Variant, SampleScratch] = {}
         self._last: tuple[NDArray[np.int64], Variant] | None = None
-        """The last rows asked about, which nobody writes to, and what they ask for, until rows change hands."""
+        """Argument of the last call of `variant`, an array that never changes, and its result; reset as rows change."""
 
     def begin(self) -> None:
-        """Another step is about to be enqueued."""
+        """Begin to enqueue another step."""
         self.choices, self.grammars.forced = {}, {}
 
     def take(self, plan: StepPlan) -> Sequence[GivenTokens]:
-        """Enqueue what the new rows of `plan`, which the row table has taken in, ask beyond their sampling.
+        """Enqueue the options of new rows of `plan`, which the row table has already.
 
         Returns:
-            The tokens that it gives to rows, but for those that were left out meanwhile.
+            The tokens that the plan gives, except those for rows whose last token it does not know to be late.
 
         Raises:
-            torch.OutOfMemoryError: They are the first that ask, and there is no memory for it.
+            torch.OutOfMemoryError: These rows are the first with options, and there is no memory for them.
         """
         if plan.new_rows or plan.left_rows:
             self._last = None
@@ -94,7 +93,7 @@ class RowSampler:
         return self.grammars.take(plan)
 
     def variant(self, rows: NDArray[np.int64]) -> Variant:
-        """What these rows ask for together."""
+        """Return the options that these rows ask for together."""
         if self._last is None or self._last[0] is not rows:
             variant = Variant(
                 filtered=bool(self._rows.filtered[rows].any()),
@@ -108,16 +107,16 @@ class RowSampler:
     def act_between(self, logits_BV: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Enqueue what the host does between the logits of `rows`, in their order, and the choices from them.
 
-        The masks of those that keep to a grammar are sent, for which it waits for the steps of their last tokens; the
-        logits of those that the host chooses for are fetched.
+        This waits for the last tokens of rows with grammars and sends their masks, and fetches the logits of rows that
+        the host chooses for.
 
         Args:
-            logits_BV: Just enqueued.
-            rows: Theirs, or as many as there are of the first lines.
+            logits_BV: Logits that were just enqueued.
+            rows: Rows of the logits' first lines.
             places: The positions of the tokens that are chosen.
 
         Returns:
-            Which of `rows` must be left out of the choice.
+            Indices in `rows` of those to leave out of the choice.
 
         Raises:
             torch.AcceleratorError: The device failed.
@@ -134,11 +133,11 @@ class RowSampler:
         return np.flatnonzero(np.isin(rows, late))
 
     def close(self) -> None:
-        """Join threads."""
+        """Join the threads that find masks."""
         self.grammars.close()
 
     def lines(self, rows: NDArray[np.int64], first: int) -> list[Lines]:
-        """The lines, if any, that a choice for these rows has just left from line `first` on."""
+        """Return the lines, if any, that a choice for these rows has just written from line `first` on."""
         places = self.variant(rows).places
         return [self.reported.written(rows, places, first)] if places else []
 
@@ -153,16 +152,16 @@ class RowSampler:
         first: int = 0,
         pdl: bool = False,
     ) -> None:
-        """Choose and keep a token for each row.
+        """Enqueue the choice of a token for each row, and store it with the row.
 
         Args:
-            logits_BV: As the model gave them.
+            logits_BV: Logits as the model gave them.
             rows_B: int32 row numbers, of which the padding row may come more than once.
-            positions_B: int32 or int64: where each row's input token is.
-            ids_B: int32: where the ids go, `NON_FINITE` and `NOTHING_LEFT` as in plan.py.
-            variant: What the rows ask for.
-            first: Where their lines begin among those of log-probabilities.
-            pdl: Launch programmatically dependent.
+            positions_B: Position of each row's input token, int32 or int64.
+            ids_B: int32 tensor that ids go to; `NON_FINITE` and `NOTHING_LEFT` mean the same as in plan.py.
+            variant: The options of the rows.
+            first: First of the rows' lines of log-probabilities.
+            pdl: Whether to use programmatic dependent launch.
 
         Raises:
             torch.OutOfMemoryError: The variant is new, and there is no memory for what it needs.

@@ -1,7 +1,7 @@
-"""`ShapedRows`: what rows of a CUDA engine ask of their logits, on the device; never runs a kernel of a step.
+"""`ShapedRows`: the shaping that rows of a CUDA engine ask of their logits, on the device; runs no kernel of a step.
 
-Owns the arrays that hold bias, masks, counts and bad words, which exist once a first row asks, and the host's knowledge
-of which rows do. A row's part is written when the row is new; from then on the device keeps its counts. Next to read:
+Owns the arrays of bias, masks, counts and bad words, which are allocated when a first row asks, and the host's record
+of which rows ask. A row's part is written when the row is new; the device then updates the counts. Next to read:
 sampling.py, and ops/cuda/sampling/shape.py.
 """
 
@@ -32,31 +32,31 @@ from headrace.ops.cuda.sampling.shape import (
 
 __all__ = ["ShapedRows"]
 
-# A word of k tokens takes WORD_COLUMNS places and k - 1, which is at most 2 k.
+# A word of k tokens takes WORD_COLUMNS + k - 1 places.
 _WORD_PLACES = 2 * MOST_WORD_TOKENS
 
 
 class ShapedRows:
-    """Which rows ask for shaped logits, and for what."""
+    """The rows that ask for shaped logits."""
 
     def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device) -> None:
-        """Start with none, and no memory.
+        """Start without rows, and without memory.
 
         Args:
             rows: The row table, through which words are sent.
-            capacity: Rows, and the width of the logits.
-            device: Where.
+            capacity: Most rows, and the width of the logits.
+            device: The GPU.
         """
         self._rows, self._capacity, self._device = rows, capacity, device
         self._arrays: ShapeArrays | None = None
         self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
-        """Whether a row asks for anything, the mask of a grammar included, which grammars.py keeps."""
+        """Whether each row asks for shaping, bool [rows]; this includes a grammar's mask, which grammars.py keeps."""
 
     def arrays(self) -> ShapeArrays:
-        """What all rows want; allocated by the first call.
+        """Return the arrays that hold the shaping of all rows; the first call allocates them.
 
         Raises:
-            torch.OutOfMemoryError: There is no memory for it.
+            torch.OutOfMemoryError: There is no memory for them.
         """
         if self._arrays is None:
             size = self._capacity
@@ -64,10 +64,10 @@ class ShapedRows:
         return self._arrays
 
     def take(self, new_rows: Sequence[NewRow], options: Sequence[RowOptions]) -> None:
-        """Enqueue what new rows ask, and that others of them ask nothing any more; their tokens are sent first.
+        """Enqueue the shaping of new rows, and clear that of their former requests; the rows' tokens are sent first.
 
         Raises:
-            torch.OutOfMemoryError: Some row asks, and there is no memory for what rows may ask.
+            torch.OutOfMemoryError: A first row asks for shaping, and there is no memory for the arrays.
         """
         asking = {
             each.row: (each, each.shaping or Shaping())
@@ -78,7 +78,7 @@ class ShapedRows:
         if not changed:
             return
         arrays = self.arrays()
-        self.asks[changed] = True  # should something fail before the table is sent: the next requests write it then
+        self.asks[changed] = True  # if an error comes before the table is sent, the rows' next requests write it
         self._rows.flush()
         table = np.zeros((len(changed), COLUMNS), np.int32)
         for line, row in zip(table, changed, strict=True):
@@ -91,7 +91,7 @@ class ShapedRows:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _write(self, options: RowOptions, shaping: Shaping, arrays: ShapeArrays) -> NDArray[np.int32]:
-        """Enqueue a row's lines; its columns of the table."""
+        """Enqueue a row's lines of the arrays; return its columns of the table."""
         row, kind = options.row, 0
         factors = (shaping.repetition_penalty, shaping.frequency_penalty, shaping.presence_penalty)
         if shaping.bias or shaping.allowed is not None or shaping.forbidden:
@@ -119,7 +119,7 @@ class ShapedRows:
 
 
 def _additions(shaping: Shaping, vocab_size: int) -> tuple[float, NDArray[np.float32]]:
-    """What is added to each logit, -inf where its token may not be chosen, and what most of that is."""
+    """Return the most frequent addition to a logit, and all additions, float32 [V]; -inf bans a token."""
     base = 0.0 if shaping.allowed is None else -math.inf
     line_V = np.full(vocab_size, base, np.float32)
     if shaping.allowed is not None:
@@ -131,7 +131,7 @@ def _additions(shaping: Shaping, vocab_size: int) -> tuple[float, NDArray[np.flo
 
 
 def _words(bad_words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """A row's bad words as `WORD_COLUMNS` says, and behind those columns their tokens but the last."""
+    """Return a row's bad words in the layout of `WORD_COLUMNS`, and behind these the words' tokens but the last."""
     before = [word[:-1] for word in bad_words]
     ends = np.cumsum([len(each) for each in before]) + WORD_COLUMNS * len(bad_words)
     heads = [(word[-1], len(each), end - len(each)) for word, each, end in zip(bad_words, before, ends, strict=True)]

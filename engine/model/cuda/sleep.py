@@ -1,4 +1,4 @@
-"""`Weights`: how a model's parameters leave a GPU together with the pages, and come back; never runs the model.
+"""`Weights`: releases a model's parameters on a GPU together with the pages, and restores both; never runs the model.
 
 Next to read: ops/cuda/memory/weights.py.
 """
@@ -23,7 +23,7 @@ class Weights:
         self._load = load
 
     def sleep(self, pages: PageMemory, *, keep: bool) -> None:
-        """Give back the memory of pages and parameters; the device must be still.
+        """Release the memory of pages and parameters; the device must be idle.
 
         Raises:
             MemoryError: The host has no room for the parameters.
@@ -35,11 +35,11 @@ class Weights:
         memory.release(keep=keep)
 
     def wake(self, pages: PageMemory, num_pages: int) -> None:
-        """Have the parameters and so many pages again, or neither.
+        """Restore the parameters and room for `num_pages` pages, or neither.
 
         Raises:
             ModelRejected: The model's files cannot be used any more.
-            torch.OutOfMemoryError: The device has not so much memory.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         memory = self._memory
         kept = memory.has_copy
@@ -55,5 +55,5 @@ class Weights:
         memory.drop_copy()
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all memory."""
         self._memory.close()

@@ -1,4 +1,4 @@
-"""A step of a CUDA engine between its launch and its result: what crosses to the host, and which work it belongs to.
+"""A step of a CUDA engine from launch to result: its results in host memory, and the works that they belong to.
 
 Owns the pinned memory of results; never enqueues a kernel. Next to read: runner.py.
 """
@@ -25,20 +25,20 @@ __all__ = ["CudaStep", "Result", "faults_are_fatal", "places_of", "split"]
 
 
 class Result:
-    """Pinned memory for what one step gives, and the event after which it is there."""
+    """Pinned memory for the results of one step, and the event after which they are there."""
 
     def __init__(self, size: int) -> None:
         self.ids = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.view: NDArray[np.int32] = self.ids.numpy()
         self.lines = self.ids[:0]
-        """Of log-probabilities; grows to what a step ever needed."""
+        """Words of lines of log-probabilities; grows to the most that a step needed."""
         self.vectors = torch.empty(0, pin_memory=True)
-        """Of pooled prompts; grows likewise."""
+        """Vectors of pooled prompts; grows to the most that a step needed."""
         self.done = torch.cuda.Event(blocking=True)
         self.taken = False
 
     def fetch(self, lines: Sequence[Lines], index_of: Mapping[int, int]) -> list[SentLines]:
-        """Enqueue the copy of lines, whose rows are those of the works `index_of`; where they will be."""
+        """Enqueue the copy of lines to the host and return their places; `index_of` has the work of each row."""
         needed = sum(each.words_LW.numel() for each in lines)
         if needed > len(self.lines):
             self.lines = torch.empty(needed, dtype=torch.int32, pin_memory=True)
@@ -52,9 +52,9 @@ class Result:
         return sent
 
     def keep(self, pooled: Mapping[int, Tensor], works: Sequence[Work]) -> dict[int, Tensor]:
-        """Enqueue the copy of pooled vectors, called by their rows; by work, where they will be.
+        """Enqueue the copy of pooled vectors, given by row; return them by index of the work, in pinned memory.
 
-        Hidden states stay on the device, for whoever uses them on the default stream.
+        Hidden states stay on the device, to be used on the default stream.
         """
         if not pooled:
             return {}
@@ -74,7 +74,7 @@ class Result:
 
 
 class CudaStep:
-    """A launched step, or one that waits for its turn to be: `enqueued` then says when it has been."""
+    """A launched step; `enqueued` is the event that is set once a step that waits in a queue is enqueued."""
 
     __slots__ = (
         "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "late", "lines", "places", "pooled",
@@ -86,24 +86,24 @@ class CudaStep:
         self.enqueued: threading.Event | None = None
         self.error: BaseException | None = None
         self.ids: NDArray[np.int32] = result.view
-        """The ids of the step, once it is done, as they stood on the device."""
+        """Ids of the step in the order of the device, once it is done."""
         self.places: NDArray[np.int64]
-        """Where among them the id of each of the plan's works will be."""
+        """Place in `ids` of each of the plan's works."""
         self.lines: list[SentLines] = []
-        """Log-probabilities there."""
+        """Lines of log-probabilities, in the memory of `result`."""
         self.pooled: dict[int, Tensor] = {}
-        """What came of hidden states, by work."""
+        """Pooled hidden states, by index of the work."""
         self.choices: dict[int, Callable[[], Choice]] = {}
-        """What will choose on the host, by work, once the logits are there."""
+        """Functions that choose on the host once the logits are there, by index of the work."""
         self.forced: dict[int, Sequence[int]] = {}
-        """What must follow the sampled tokens of rows with grammars, by work."""
+        """Tokens forced behind the sampled ones of rows with grammars, by index of the work."""
         self.late: Sequence[int] = ()
-        """Works whose rows were left out."""
+        """Indices of the works whose rows were left out."""
         self._reading = threading.Lock()
         self._tokens: list[int] | None = None
 
     def wait(self) -> Sequence[int]:
-        """Block until the step has run.
+        """Return the step's tokens and reports once it has run.
 
         Raises:
             EngineCrashed: The device failed; nothing on it can be trusted any more.
@@ -128,11 +128,11 @@ class CudaStep:
             self.result.taken = False
 
     def tokens(self) -> Sequence[int] | None:
-        """What `wait` returns, before or after it has, for the thread that enqueued the step; None where it failed."""
+        """Return the tokens that `wait` returns, whether or not it was called; None where enqueuing failed."""
         return self._read() if self.error is None else None
 
     def _read(self) -> list[int]:
-        with self._reading:  # the result serves another step once it was waited for
+        with self._reading:  # after `wait`, another step may use the result
             if self._tokens is None:
                 self.result.done.synchronize()
                 self._tokens = self.ids[self.places].tolist()
@@ -142,9 +142,9 @@ class CudaStep:
 
 
 def split(plan: StepPlan) -> tuple[Decodes | None, list[Work]]:
-    """The works that a graph computes, and the others: prefills, and single tokens that nothing is sampled after.
+    """Return the works that a graph computes, and the others: prefills, and single tokens without sampling.
 
-    Those of a step of one request are no prefills, whose kernels may round otherwise.
+    In a plan for one request alone, single tokens never count as prefills, whose kernels may round otherwise.
     """
     more = [work for work in plan.others if work.num_tokens == 1 and (work.samples or plan.alone)]
     prefills = [work for work in plan.others if work.num_tokens > 1 or not (work.samples or plan.alone)]
@@ -154,7 +154,7 @@ def split(plan: StepPlan) -> tuple[Decodes | None, list[Work]]:
 
 
 def places_of(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -> NDArray[np.int64]:
-    """Where each work's id is: those of decodes as given, of sampling prefills from `prefill`, 0 where none is."""
+    """Return the place of each work's id: for decodes `decodes`, for sampling prefills from `prefill` on, else 0."""
     places = np.zeros(len(works), np.int64)
     of_decodes = iter(decodes)
     for index, work in enumerate(works):
@@ -167,13 +167,13 @@ def places_of(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -
 
 
 class _FaultsAreFatal:
-    """Turns a fault of the device, after which its context is lost, into `EngineCrashed`."""
+    """Context manager that turns a fault of the device, after which its context is lost, into `EngineCrashed`."""
 
     def __enter__(self) -> None:
-        """Nothing can have failed yet."""
+        """Enter without a check: nothing can have failed yet."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Let everything else pass."""
+        """Raise `EngineCrashed` for a fault of the device; let other errors pass."""
         if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
             return
         if isinstance(error, torch.AcceleratorError) or _is_lost():  # Triton and FlashInfer raise errors of their own
@@ -184,12 +184,12 @@ _FAULTS_ARE_FATAL = _FaultsAreFatal()
 
 
 def faults_are_fatal() -> contextlib.AbstractContextManager[None]:
-    """Turn a fault of the device, after which its context is lost, into `EngineCrashed`."""
+    """Return a context manager that turns a fault of the device, which loses its context, into `EngineCrashed`."""
     return _FAULTS_ARE_FATAL
 
 
 def _is_lost() -> bool:
-    """Whether the current device answers nothing any more."""
+    """Return whether the current device has stopped answering."""
     try:
         torch.cuda.current_stream().query()
     except torch.AcceleratorError:

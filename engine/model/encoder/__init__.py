@@ -1,1 +1,1 @@
-"""Encoders, from their files to the runner that pools their hidden states; never generates a token."""
+"""Encoders: their files, their arithmetic, and the runner that pools their hidden states; never generates a token."""

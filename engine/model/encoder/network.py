@@ -6,7 +6,7 @@ Owns the model's parameters; never knows a request, a plan or a scheduler. Every
     y  = norm(x' + down(gelu(up(x'))))
 
 (Devlin et al., 2019). Tokens of all texts lie one after the other, without padding. Attention on a GPU in 16 bits takes
-them so; elsewhere it alone pads, among texts of like length. Next to read: runner.py.
+them so; elsewhere, only attention pads, in groups of texts of similar length. Next to read: runner.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from headrace.ops.sizes import padded_size
 
 __all__ = ["Encoder", "Texts"]
 
-_LONGEST = 1.25  # texts of one attention differ at most by this factor in length, so that little of it is padding
+_LONGEST = 1.25  # texts of one group differ at most by this factor in length, so that there is little padding
 _SHORT = 8  # tokens, below which padding costs nothing
-_STEPS = 4  # of the tokens that a CPU multiplies, between powers of two
-_EVEN = 8  # what the size of a head must be a multiple of where attention does not pad
+_STEPS = 4  # different numbers of tokens between two powers of two that a CPU multiplies
+_EVEN = 8  # divisor of a head's size that attention without padding needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +36,31 @@ class _Group:
     """Texts whose attention is one batched product."""
 
     places_BT: Tensor
-    """int64: which of the N tokens; padding repeats the text's first."""
+    """Index among the N tokens of each cell, int64; padding repeats the text's first token."""
     mask_B11T: Tensor | None
-    """True where there is a token; None without padding."""
+    """Mask that is True where there is a token; None without padding."""
     tokens_M: Tensor
-    """int64: which of the N tokens the group has."""
+    """Index among the N tokens of each of the group's tokens, int64."""
     cells_M: Tensor
-    """int64: which of the B * T cells each of them is."""
+    """Index among the B * T cells of each of the group's tokens, int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A batch of texts on the device, shortest first, their N tokens one after the other."""
+    """A batch of texts on the device, shortest first, whose N tokens lie one after the other."""
 
     tokens_N: Tensor
     positions_N: Tensor
     types_N: Tensor
     texts_N: Tensor
-    """Which text each token is of."""
+    """Index of the text that each token belongs to."""
     starts_B: Tensor
     lengths_B: Tensor
     bounds_C: Tensor
-    """int32 [B + 1]: where each text begins, and the end."""
+    """Index of each text's first token, and N at the end, int32 [B + 1]."""
     longest: int
     groups: tuple[_Group, ...]
-    """None where attention does not pad."""
+    """Groups of texts of similar length; empty where attention does not pad."""
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int]], seconds: Sequence[int], device: torch.device, *, pads: bool) -> Texts:
@@ -68,9 +68,9 @@ class Texts:
 
         Args:
             tokens: Token ids of each text, in ascending length.
-            seconds: For each, the position from which tokens belong to the second text of a pair; 0 for none.
-            device: Where the encoder is.
-            pads: As `Encoder.pads`.
+            seconds: For each text, the position from which tokens belong to the second text of a pair; 0 for none.
+            device: The encoder's device.
+            pads: The encoder's `Encoder.pads`.
         """
         lengths_B = torch.tensor([len(text) for text in tokens])
         starts_B = lengths_B.cumsum(0) - lengths_B
@@ -94,7 +94,7 @@ class Texts:
 
 
 def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Cuts ascending lengths where they have grown by too much."""
+    """Return slices of ascending lengths, cut where a length is too far above the first of its slice."""
     cuts = [0]
     for place, length in enumerate(lengths):
         if length > max(_LONGEST * lengths[cuts[-1]], _SHORT):
@@ -113,23 +113,23 @@ def _group(starts_B: Tensor, lengths_B: Tensor, span: slice, device: torch.devic
 
 
 class Encoder:
-    """Embeddings, blocks and, where there is one, the head of one model."""
+    """Embeddings, blocks and, if the model scores pairs, the head of one model."""
 
     def __init__(self, spec: EncoderSpec, weights: EncoderWeights) -> None:
-        """Take `weights` over."""
+        """Compute with `weights`."""
         self.spec = spec
         self.weights = weights
         half = weights.words_VE.is_cuda and weights.words_VE.dtype in (torch.float16, torch.bfloat16)
         self.pads = not half or (spec.hidden_size // spec.num_heads) % _EVEN != 0
         """Whether attention pads texts."""
         self._varlen_attn: Any = None
-        if not self.pads:  # else not imported: it brings torch's compiler, whose import takes longer than all others
+        if not self.pads:  # otherwise not imported: it loads torch's compiler, the slowest of all imports
             from torch.nn.attention.varlen import varlen_attn
 
             self._varlen_attn = varlen_attn
 
     def hidden(self, texts: Texts) -> Tensor:
-        """Run all blocks: [N, E]."""
+        """Return the hidden states after all blocks, [N, E]."""
         weights = self.weights
         x_NE = weights.words_VE[texts.tokens_N] + weights.types_TE[texts.types_N.clamp(max=self.spec.num_types - 1)]
         x_NE = self._norm(x_NE + weights.positions_PE[texts.positions_N + self.spec.first_position], weights.norm)
@@ -141,7 +141,7 @@ class Encoder:
         return x_NE[: len(texts.tokens_N)]
 
     def scores(self, first_BE: Tensor) -> Tensor:
-        """The head's logits [B, 1], from the hidden states of the first tokens."""
+        """Return the head's logits, [B, 1], for the hidden states of the texts' first tokens."""
         head = self.weights.head
         assert head is not None
         return _product(torch.tanh(_product(_few_sizes(first_BE), head[0])), head[1])[: len(first_BE)]
@@ -153,7 +153,7 @@ class Encoder:
         return functional.layer_norm(x_NE, (x_NE.shape[-1],), norm.weight, norm.bias, self.spec.norm_eps)
 
     def _attention(self, qkv_NX: Tensor, texts: Texts) -> Tensor:
-        """softmax(q k^T / sqrt(D)) v of each text: [N, E]."""
+        """Return softmax(q k^T / sqrt(D)) v of each text, [N, E]."""
         heads, hidden = self.spec.num_heads, self.spec.hidden_size
         if not self.pads:
             q_NHD, k_NHD, v_NHD = qkv_NX.unflatten(-1, (3, heads, -1)).unbind(1)
@@ -170,7 +170,7 @@ class Encoder:
 
 
 def _few_sizes(x_NE: Tensor) -> Tensor:
-    """With tokens added on a CPU, whose products keep code for each number of them (see ops/sizes.py)."""
+    """Add tokens on a CPU, whose products keep code for each number of them (see ops/sizes.py)."""
     missing = padded_size(len(x_NE), steps=_STEPS) - len(x_NE) if x_NE.is_cpu else 0
     return functional.pad(x_NE, (0, 0, 0, missing)) if missing else x_NE
 

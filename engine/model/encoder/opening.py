@@ -1,4 +1,4 @@
-"""`open_encoder`: puts an encoder on a CPU or a GPU; the one place that knows its defaults. Next: network.py."""
+"""`open_encoder`: opens an encoder on a CPU or a GPU; the only module that knows its defaults. Next: network.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["open_encoder"]
 _ROWS = {"cpu": 64, "cuda": 256}
 _BATCHED_TOKENS = {"cpu": 2048, "cuda": 16384}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_AUTO = {"cpu": torch.float32, "cuda": torch.float16}  # half keeps three more bits than bfloat16, as encoders need them
+_AUTO = {"cpu": torch.float32, "cuda": torch.float16}  # float16 keeps three more bits than bfloat16
 
 
 def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Device:
@@ -54,7 +54,7 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
 
 
 def _capacity(config: EngineConfig, spec: EncoderSpec, folder: Path, kind: str) -> Capacity:
-    """What a step holds; there are as many pages, which stand for nothing, as all rows together can fill."""
+    """Return the size of a step; there are as many pages as all rows can fill, though they stand for no memory."""
     context = config.max_context or longest_text(folder, spec)
     if context > spec.max_context:
         raise InvalidParams(

@@ -1,7 +1,8 @@
 """`EncoderRunner`: carries out plans for an encoder, on a CPU or a GPU, in a thread of its own.
 
-Owns the model and what the rows want; never decides what runs. An encoder's tokens attend to those after them, so a
-text is computed as a whole in the step that has its last token; earlier chunks only count. Pages stand for nothing.
+Owns the model, and each row's tokens and pooling; never decides what runs. An encoder's tokens attend to those after
+them, so a text is computed as a whole in the step that has its last token; earlier chunks only count. Pages stand for
+no memory.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Ended(NamedTuple):
 
 
 class EncoderRunner:
-    """The device protocol for an encoder."""
+    """The runner of an encoder on a CPU or a GPU."""
 
     abilities: Final[frozenset[Ability]] = frozenset(("pooling",))
 
@@ -57,16 +58,16 @@ class EncoderRunner:
         """Load the model and start the thread.
 
         Args:
-            spec: Of the model.
-            load: Reads its weights to `device`, now and after a sleep without them.
-            device: Where it runs.
-            threads: Threads of one operation, on a CPU.
+            spec: The model's shape.
+            load: Reads the weights to `device`, now and after a sleep without them.
+            device: The device that the model runs on.
+            threads: Number of threads that one operation uses on a CPU.
         """
         self._spec = spec
         self._load = load
         self._device = device
         self._kept: EncoderWeights | None = None
-        """In host memory, while a GPU sleeps."""
+        """Weights in host memory while a GPU sleeps."""
         self._encoder: Encoder | None = Encoder(spec, load())
         self._stream = borrow_stream(device) if device.type == "cuda" else None
         self._await_weights()
@@ -74,14 +75,14 @@ class EncoderRunner:
         self._thread = PlanThread(self._carry_out, name="headrace-encoder", threads=threads)
 
     def launch(self, plan: StepPlan) -> PlanStep:
-        """Queue `plan` behind the steps launched before it."""
+        """Queue `plan` behind the steps launched before it; return its step."""
         return self._thread.launch(plan)
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back the memory of the weights; with `keep_weights` a CPU has nothing to give.
+        """Release the memory of the weights; with `keep_weights` a CPU releases nothing.
 
         Raises:
-            MemoryError: The host has no room for them.
+            MemoryError: The host has no room for the weights of a GPU.
         """
         if not keep_weights:
             self._kept = self._encoder = None
@@ -93,18 +94,18 @@ class EncoderRunner:
         self._return_memory()
 
     def wake(self, num_pages: int) -> None:
-        """Have the weights again; there are no pages to have.
+        """Restore the weights; an encoder has no pages.
 
         Raises:
-            ModelRejected: The model's files cannot be used any more; it sleeps on.
-            torch.OutOfMemoryError: The device has no room for them; it sleeps on.
+            ModelRejected: The model's files cannot be used any more; the encoder still sleeps.
+            torch.OutOfMemoryError: The device has no room for the weights; the encoder still sleeps.
         """
         if self._encoder is None:
             try:
                 with torch.inference_mode():
                     weights = self._load() if self._kept is None else self._kept.to(self._device)
             except BaseException as error:
-                error.__traceback__ = None  # its frames hold what has been moved
+                error.__traceback__ = None  # the frames hold weights that were moved already
                 self._return_memory()
                 raise
             self._encoder, self._kept = Encoder(self._spec, weights), None
@@ -121,7 +122,7 @@ class EncoderRunner:
 
     def _await_weights(self) -> None:
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # on which they were made
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the stream of the weights
 
     def _return_memory(self) -> None:
         if self._stream is None:
@@ -150,7 +151,7 @@ class EncoderRunner:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _pool(self, ended: Sequence[_Ended]) -> dict[int, Tensor]:
-        """Index of a work -> what its request wants: float32 vectors in host memory, or hidden states."""
+        """Return results of texts that end, by index of the work: float32 vectors in host memory, or hidden states."""
         encoder = self._encoder
         assert encoder is not None
         rows = [each.row for each in ended]
@@ -174,7 +175,7 @@ class EncoderRunner:
 
     @staticmethod
     def _vectors(kind: str, encoder: Encoder, texts: Texts, hidden_NE: Tensor) -> Tensor:
-        """One float32 vector for each of the texts."""
+        """Return one float32 vector for each of the texts, [B, E] or [B, 1]."""
         if kind == "mean":
             sums_BE = torch.zeros(len(texts.lengths_B), hidden_NE.shape[1], device=hidden_NE.device)
             return sums_BE.index_add_(0, texts.texts_N, hidden_NE.float()) / texts.lengths_B[:, None]

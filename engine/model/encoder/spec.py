@@ -1,4 +1,4 @@
-"""Says what shape of encoder a model is, from its config.json; never imports torch or reads weights.
+"""Derives the shape of an encoder from its config.json; never imports torch or reads weights.
 
 One `EncoderSpec` describes BERT, RoBERTa and XLM-R, which differ in names, in where positions begin and in their head.
 What the encoder would have to ignore is refused by name. Next to read: weights.py.
@@ -33,9 +33,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 class _Family:
     model_type: str
     prefix: str
-    """Of the names of tensors, where the encoder stands beside a head."""
+    """Prefix of the names of tensors, where the encoder has a head beside it."""
     is_offset: bool
-    """Positions begin behind the id of padding."""
+    """Whether positions begin behind the id of padding."""
     head: tuple[str, str]
     """Names of the two products of a head for pairs."""
 
@@ -58,15 +58,15 @@ class EncoderSpec:
     ffn_size: int
     vocab_size: int
     num_positions: int
-    """Rows of the table of positions."""
+    """Number of rows in the table of positions."""
     first_position: int
-    """Which of them the first token takes."""
+    """Row of the table of positions that the first token takes."""
     num_types: int
     norm_eps: float
     gelu: Literal["none", "tanh"]
-    """How torch approximates it."""
+    """Name of torch's approximation of GELU."""
     prefix: str
-    """Before the names of the encoder's tensors; the checkpoint may leave it out."""
+    """Prefix of the names of the encoder's tensors; the checkpoint may leave it out."""
     head: tuple[str, str] | None
     """Names of the two products of the head for pairs; None where the model embeds."""
     has_sigmoid: bool
@@ -74,12 +74,12 @@ class EncoderSpec:
 
     @property
     def max_context(self) -> int:
-        """Tokens of a text."""
+        """Most tokens of a text."""
         return self.num_positions - self.first_position
 
 
 def is_encoder(config: Mapping[str, object]) -> bool:
-    """Whether a config.json is of an encoder."""
+    """Return whether a config.json describes an encoder."""
     named = config.get("architectures")
     return isinstance(named, list) and len(named) == 1 and named[0] in _rows()
 
@@ -140,10 +140,10 @@ def encoder_from_hf(config: Mapping[str, object], origin: str = "config.json") -
 
 
 def longest_text(folder: Path, spec: EncoderSpec) -> int:
-    """Tokens of the longest text that the model was trained with, as sentence-transformers keeps it.
+    """Return the tokens of the longest text that the model was trained with, from the sentence-transformers file.
 
     Raises:
-        ModelRejected: Its file is damaged.
+        ModelRejected: The file is damaged.
     """
     path = folder / "sentence_bert_config.json"
     if not path.is_file():
@@ -153,7 +153,7 @@ def longest_text(folder: Path, spec: EncoderSpec) -> int:
 
 
 def _first_position(fields: Fields) -> int:
-    """RoBERTa's positions are counted from the id of padding, which is 1 where it is not named."""
+    """Return the position of the first token: in RoBERTa, one more than the id of padding, which is 1 by default."""
     padding = fields.data.get("pad_token_id")
     padding = 1 if padding is None else padding
     if isinstance(padding, bool) or not isinstance(padding, int) or not 0 <= padding < LIMITS["vocab_size"]:
@@ -162,13 +162,13 @@ def _first_position(fields: Fields) -> int:
 
 
 def _check_one_label(fields: Fields) -> None:
-    labels = fields.data.get("id2label", {0: "", 1: ""})  # two where a config does not say
+    labels = fields.data.get("id2label", {0: "", 1: ""})  # a config without labels has two
     if not isinstance(labels, Mapping) or len(labels) != 1:
         fields.refuse("id2label", "one label, whose logit is the score of a pair")
 
 
 def _has_sigmoid(config: Mapping[str, object]) -> bool:
-    """What sentence-transformers does to the logit, unless the config says otherwise."""
+    """Return whether scores are sigmoids: the default of sentence-transformers, unless the config says otherwise."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, Mapping) else None
     named = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"

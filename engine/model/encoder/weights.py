@@ -1,6 +1,6 @@
 """Reads an encoder's parameters from safetensors; never decides what the model looks like.
 
-A name that is missing, left over or of another shape is an error before anything is read.
+A tensor that is missing, left over or of another shape is an error.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from headrace.engine.model.encoder.spec import EncoderSpec
 __all__ = ["Affine", "EncoderLayer", "EncoderWeights", "load_encoder"]
 
 _HARMLESS = re.compile(r"(bert\.|roberta\.)?(pooler\.dense\.(weight|bias)|embeddings\.(position|token_type)_ids)")
-"""Left over in checkpoints of encoders: what is not used without a head, and what is computed."""
+"""Names that may be left over in a checkpoint: weights that only a head would use, and values that are computed."""
 _BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Weight and bias of a product [out, in] and [out], or of a layer norm [E] and [E]."""
+    """Weight and bias of a product, [out, in] and [out], or of a layer norm, [E] and [E]."""
 
     weight: Tensor
     bias: Tensor
 
     def to(self, device: torch.device) -> Affine:
-        """The same on `device`."""
+        """Return the same parameters on `device`."""
         return Affine(self.weight.to(device), self.bias.to(device))
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    """One block's parameters."""
+    """Parameters of one block."""
 
     qkv: Affine
-    """Rows: E of queries, E of keys, E of values."""
+    """Product whose rows are E of queries, E of keys and E of values."""
     o: Affine
     attention_norm: Affine
     up: Affine
@@ -48,7 +48,7 @@ class EncoderLayer:
     output_norm: Affine
 
     def to(self, device: torch.device) -> EncoderLayer:
-        """The same on `device`."""
+        """Return the same parameters on `device`."""
         return EncoderLayer(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
@@ -62,10 +62,10 @@ class EncoderWeights:
     norm: Affine
     layers: tuple[EncoderLayer, ...]
     head: tuple[Affine, Affine] | None
-    """[E, E] and [1, E], where the model scores pairs."""
+    """Products [E, E] and [1, E] of the head, if the model scores pairs, else None."""
 
     def to(self, device: torch.device) -> EncoderWeights:
-        """The same on `device`."""
+        """Return the same parameters on `device`."""
         return EncoderWeights(
             words_VE=self.words_VE.to(device),
             positions_PE=self.positions_PE.to(device),
@@ -77,7 +77,7 @@ class EncoderWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         parts = [self.norm, *(self.head or ())]
         parts += [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
         tensors = [self.words_VE, self.positions_PE, self.types_TE]

@@ -25,87 +25,87 @@ __all__ = ["AdapterOps", "Decoder", "DecoderOps", "PlainProducts"]
 
 
 class DecoderOps(Protocol):
-    """What a device offers to a block. Products, `step` and `kv` are the device's own and pass through untouched.
+    """Protocol of a device's operations in a block. Products, `step` and `kv` have the device's own types.
 
-    `residual_NE` is what the sums so far have made, None before the first; `x_NE` is added to it. Results may share
-    memory with `x_NE` and `residual_NE`, which nobody reads afterwards. What `add_product` returns is the device's own,
-    for the one call that computes the norm that it was told of.
+    `residual_NE` is the sum of the residual stream so far, None before the first; `x_NE` is added to it. Results may
+    share memory with `x_NE` and `residual_NE`, which are not read afterwards. The result of `add_product` has the
+    device's own form, for the one call that computes the norm named in it.
     """
 
     def pack(self, weight: Weight, bias_O: Tensor | None) -> Any:
-        """A weight [O, I] and its bias in the form in which this device multiplies by them."""
+        """Return a weight [O, I] and its bias in the form in which this device multiplies by them."""
         ...
 
     def product(self, x_NI: Tensor, packed: Any) -> Tensor:
-        """x W^T + b, [N, O]."""
+        """Return x W^T + b, [N, O]."""
         ...
 
     def pack_head(self, weight_VE: Weight) -> Any:
-        """The output head's weight in the form in which this device multiplies by it."""
+        """Return the output head's weight in the form in which this device multiplies by it."""
         ...
 
     def logits(self, x_SE: Tensor, packed: Any) -> Tensor:
-        """x W^T of the output head, [S, V], in float32 whatever the dtype of `x_SE`."""
+        """Return x W^T of the output head, float32 [S, V], whatever the dtype of `x_SE`."""
         ...
 
     def add_product(self, x_NI: Tensor, packed: Any, residual_NE: Tensor, norm_E: Tensor | None) -> tuple[Tensor, Any]:
-        """(x_NE, residual_NE) for the norm of weight `norm_E` and the product after it; None: for `norm`."""
+        """Return (x_NE, residual_NE) for the norm of weight `norm_E` and the product after it; None: for `norm`."""
         ...
 
     def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
-        """RMS norm of the sum: s / sqrt(mean(s^2) + eps) * w (Zhang and Sennrich, 2019)."""
+        """Return the RMS norm of the sum: s / sqrt(mean(s^2) + eps) * w (Zhang and Sennrich, 2019)."""
         ...
 
     def norm_product(self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any) -> tuple[Any, Tensor]:
-        """(product of the norm of the sum, as `attend` takes it, the sum)."""
+        """Return (product of the norm of the sum, as `attend` takes it, the sum)."""
         ...
 
     def norm_feed(self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any) -> tuple[Tensor, Tensor]:
-        """(silu(gate) * up, the sum), where the product of the norm of the sum holds F gates, then F ups."""
+        """Return (silu(gate) * up, the sum), where the product of the norm of the sum holds F gates, then F ups."""
         ...
 
     def attend(
         self, qkv_NX: Any, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: Any, kv: Any, layer: int
     ) -> Tensor:
-        """Norm and rotate q and k, store k and v in their pages, softmax(q k^T / sqrt(D)) v: [N, H * D]."""
+        """Norm and rotate q and k, store k and v in their pages, and return softmax(q k^T / sqrt(D)) v, [N, H * D]."""
         ...
 
 
 class AdapterOps(Protocol):
-    """What a device offers in a step in which tokens wear adapters: a device's own products, with the updates added.
+    """Protocol of a device's products in a step in which tokens use adapters: its own products plus the updates.
 
-    Made anew for each step, it knows which token wears what. `site` is one of adapters/layout.py's.
+    An object for each step knows which token uses which adapter. `site` is one of adapters/layout.py's.
     """
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
-        """The embeddings of the step's tokens, updated; those of virtual tokens take the place of the model's."""
+        """Return the step's embeddings with updates added; virtual tokens have embeddings of their own."""
         ...
 
     def add_product(
         self, x_NI: Tensor, packed: Any, residual_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
     ) -> tuple[Tensor, Any]:
-        """As `DecoderOps.add_product`, with the site's updates."""
+        """Do what `DecoderOps.add_product` does, with the site's updates."""
         ...
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any, layer: int, site: str
     ) -> tuple[Any, Tensor]:
-        """As `DecoderOps.norm_product`, with the site's updates."""
+        """Do what `DecoderOps.norm_product` does, with the site's updates."""
         ...
 
     def norm_feed(
         self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
-        """As `DecoderOps.norm_feed`, with the site's updates."""
+        """Do what `DecoderOps.norm_feed` does, with the site's updates."""
         ...
 
     def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
-        """The logits, updated; its S tokens are those that the step asks logits of."""
+        """Return the logits with the head's updates added, for the S tokens whose logits the step wants."""
         ...
 
 
 class PlainProducts:
-    """A block's products where nobody wears anything, called as those of `AdapterOps` are."""
+    """A block's products where no token uses an adapter, with the signatures of `AdapterOps`."""
 
     def __init__(self, ops: DecoderOps) -> None:
         """Compute with `ops`."""
@@ -114,19 +114,19 @@ class PlainProducts:
     def add_product(
         self, x_NI: Tensor, packed: Any, residual_NE: Tensor, norm_E: Tensor | None, _layer: int, _site: str
     ) -> tuple[Tensor, Any]:
-        """As `DecoderOps.add_product`."""
+        """Call `DecoderOps.add_product`."""
         return self._ops.add_product(x_NI, packed, residual_NE, norm_E)
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any, _layer: int, _site: str
     ) -> tuple[Any, Tensor]:
-        """As `DecoderOps.norm_product`."""
+        """Call `DecoderOps.norm_product`."""
         return self._ops.norm_product(x_NE, residual_NE, weight_E, packed)
 
     def norm_feed(
         self, x_NE: Tensor, residual_NE: Any, weight_E: Tensor, packed: Any, _layer: int, _site: str
     ) -> tuple[Tensor, Tensor]:
-        """As `DecoderOps.norm_feed`."""
+        """Call `DecoderOps.norm_feed`."""
         return self._ops.norm_feed(x_NE, residual_NE, weight_E, packed)
 
 
@@ -149,12 +149,12 @@ class Decoder:
     def __init__(
         self, spec: DecoderSpec, weights: DecoderWeights, ops: Mapping[int | None, DecoderOps], each: Each = map
     ) -> None:
-        """Take `weights` over in the form that the device wants; the caller may drop them afterwards.
+        """Pack `weights` in the form that the device wants; the caller may drop them afterwards.
 
         Args:
-            spec: What the model looks like.
-            weights: Its parameters.
-            ops: The device's operations for each attention window of `spec`.
+            spec: The shape of the model.
+            weights: The model's parameters.
+            ops: The device's operations, by attention window of `spec`.
             each: Packs the layers, as `map` does, one after the other or several at a time.
         """
         self.spec = spec
@@ -191,17 +191,17 @@ class Decoder:
         last_S: Tensor | None = None,
         adapters: AdapterOps | None = None,
     ) -> Tensor:
-        """Run all blocks, writing the tokens' keys and values into `kv`.
+        """Run all blocks, write the tokens' keys and values into `kv`, and return hidden states.
 
         Args:
             tokens_N: Token ids, int32 or int64.
-            steps: For each attention window, where the tokens live, as the device's operations take it.
+            steps: By attention window, the tokens' places in the cache, as the device's operations take them.
             kv: The paged cache.
-            last_S: int64: the tokens wanted; None for all.
-            adapters: What the step's tokens wear; None where none of them wears anything.
+            last_S: Indices of the tokens wanted, int64; None for all.
+            adapters: The products with adapters; None where no token uses one.
 
         Returns:
-            [S, E] after the final norm, [N, E] without `last_S`.
+            Hidden states after the final norm: [S, E], or [N, E] without `last_S`.
         """
         x_NE = self._embedding_VE[tokens_N]
         if adapters is not None:
@@ -212,7 +212,7 @@ class Decoder:
         return self._top.norm(x_NE, residual_NE, self._final_norm_E)
 
     def logits(self, hidden_SE: Tensor, adapters: AdapterOps | None = None) -> Tensor:
-        """Output head: float32 [S, V] for the S positions whose next token is wanted."""
+        """Apply the output head: return float32 [S, V] for the S positions whose next token is wanted."""
         logits_SV = self._top.logits(hidden_SE, self._head)
         return logits_SV if adapters is None else adapters.head(logits_SV, hidden_SE)
 

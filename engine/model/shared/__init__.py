@@ -1,1 +1,1 @@
-"""What the runners of all devices share: threads, host memory, choices of the host; never a runner."""
+"""Parts that the runners of all devices share: threads, host memory, choices on the host; never a runner."""

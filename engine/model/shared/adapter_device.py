@@ -1,4 +1,4 @@
-"""`adapter_device`: how a device that takes adapters is described to the engine; puts nothing on it."""
+"""`adapter_device`: describes a device that takes adapters to the engine; puts no adapter on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANK = 16  # of the adapters for which memory is kept by default
 
 
 def adapter_shape(spec: DecoderSpec) -> ModelShape:
-    """The sizes of a model that decide those of its adapters."""
+    """Return the sizes of a model that decide the sizes of its adapters."""
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -32,7 +32,7 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
 
 
 def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, granule_bytes: int) -> int:
-    """The device's memory for adapters, in granules: unless it was chosen, any rank that is allowed finds room."""
+    """Return the device's memory for adapters in granules; by default, one adapter of the largest allowed rank fits."""
     if config.adapter_memory is not None:
         return config.adapter_memory // granule_bytes
     modules = [(layer, module) for layer in range(spec.num_layers) for module in MODULES]
@@ -54,15 +54,15 @@ def adapter_device(
     granule_bytes: int,
     take: TakePieces | None = None,
 ) -> AdapterDevice:
-    """Describe a device.
+    """Return the description of a device that takes adapters.
 
     Args:
-        config: How many adapters, of what rank.
+        config: The number of adapters and their largest rank.
         spec: The model.
         bank: The device's slots.
-        dtype: Of its arithmetic.
-        granule_bytes: Unit of its memory for adapters.
-        take: Gives the memory that it is to be read into, where the device unpacks by itself.
+        dtype: Dtype of the device's arithmetic.
+        granule_bytes: Unit of the device's memory for adapters, in bytes.
+        take: Returns memory to read an adapter into, where the device unpacks adapters itself.
     """
     shape = adapter_shape(spec)
 

@@ -15,25 +15,25 @@ __all__ = ["Device", "Limits", "fit"]
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What opening a model on a device yields."""
+    """An opened device with a model on it."""
 
     runner: Runner
     capacity: Capacity
     name: str
-    """As in `EngineConfig.device`, never "auto"."""
+    """Name as in `EngineConfig.device`, but never "auto"."""
     dtype: str
-    """Of the arithmetic."""
+    """Name of the dtype of the arithmetic."""
     page_bytes: int
     """Memory of one page over all layers."""
     abilities: frozenset[Ability] = frozenset()
-    """As in `Opened`."""
+    """Abilities of the runner, as in `Opened`."""
     adapters: AdapterDevice | None = None
-    """As in `Opened`."""
+    """Description of the device's adapters, as in `Opened`; None without adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of a step that a configuration left to the device, or set."""
+    """Sizes of a step that a configuration set or left to the device."""
 
     context: int
     rows: int
@@ -41,7 +41,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: EngineConfig, spec: DecoderSpec, *, rows: int, batched_tokens: int) -> Limits:
-        """What `config` asks for, with the device's defaults for the rest.
+        """Return the sizes that `config` asks for, with the device's defaults for the rest.
 
         Raises:
             InvalidParams: The context is longer than the model was made for.
@@ -61,7 +61,7 @@ class Limits:
 
 
 def fit(config: EngineConfig, spec: DecoderSpec, limits: Limits, *, page_bytes: int, free_bytes: int) -> Capacity:
-    """The capacity of a device: pages from `kv_memory`, or from `free_bytes` up to what all rows can use.
+    """Return the capacity of a device: pages from `kv_memory`, or from `free_bytes` up to what all rows can use.
 
     Raises:
         InvalidParams: Not even one page fits.

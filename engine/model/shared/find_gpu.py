@@ -1,4 +1,4 @@
-"""`find_gpu`: the GPU that a name stands for, or what would help where there is none; needs torch alone."""
+"""`find_gpu`: finds the GPU that a name stands for, or says what would help if there is none; needs torch alone."""
 
 from __future__ import annotations
 

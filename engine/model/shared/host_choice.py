@@ -1,7 +1,7 @@
 """`HostChoices`: rows whose next token the host chooses, because their callers' own code has a say in it.
 
-Owns what such rows ask - penalties, masks, grammar, reports - so that a device need not know; it only gives their
-logits. Choosing runs in a thread of the shell, where it may take its time. Next to read: engine/steps/hooks.py.
+Owns the options of such rows - penalties, masks, grammar, reports - so that the device only has to give their logits.
+Choosing runs later, in a thread outside the runner, and may take long. Next to read: engine/steps/hooks.py.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _Logits = NDArray[np.float32]
 
 
 class HostChoices:
-    """All such rows of one runner."""
+    """The rows of one runner whose next tokens the host chooses."""
 
     def __init__(self, capacity: Capacity) -> None:
-        """Start with none.
+        """Start without rows.
 
         Args:
-            capacity: Rows, and the width of the logits.
+            capacity: Most rows, and the width of the logits.
         """
         self._vocab_size = capacity.vocab_size
         self._rows: dict[int, _HostRow] = {}
         self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
-        """Whether the host chooses for a row."""
+        """Whether the host chooses for each row, bool [rows]."""
 
     def take(self, plan: StepPlan) -> StepPlan:
-        """Take in the new rows of `plan` that the host chooses for; the plan as the device is to know it."""
+        """Add the plan's new rows that the host chooses for; return the plan without the options of the host."""
         for row in (*plan.left_rows, *(new.row for new in plan.new_rows)) if self._rows else ():
             self._rows.pop(row, None)
             self.asks[row] = False
@@ -60,12 +60,12 @@ class HostChoices:
         )
 
     def choice(self, row: int, logits_V: _Logits) -> Choice:
-        """What chooses the next token of `row`, from a copy of `logits_V`."""
+        """Return a function that chooses the next token of `row`, from a copy of `logits_V`."""
         return partial(self._rows[row].choose, logits_V.copy())
 
 
 def _left_to_device(options: RowOptions) -> RowOptions:
-    """What a device still does for a row whose tokens the host chooses: log-probabilities of its prompt."""
+    """Return the options that a device still serves where the host chooses: log-probabilities of the prompt."""
     if options.processor is None:
         return options
     wanted = options.reporting is not None and options.reporting.prompt is not None
@@ -74,7 +74,7 @@ def _left_to_device(options: RowOptions) -> RowOptions:
 
 
 class _HostRow:
-    """One row, from when its request took it until that leaves it; one call at a time."""
+    """One row, for as long as one request uses it; not for concurrent calls."""
 
     def __init__(self, options: RowOptions, processor: LogitsProcessor, sampling: Sampling, vocab_size: int) -> None:
         self._options, self._processor, self._sampling, self._vocab_size = options, processor, sampling, vocab_size
@@ -83,10 +83,10 @@ class _HostRow:
         self._state: GrammarState | None = None
 
     def choose(self, logits_V: _Logits) -> tuple[int, Report | None]:
-        """The next token and the report on it, if one is wanted.
+        """Return the next token, and the report on it if one is wanted.
 
         Raises:
-            HookFailed: The hook raised, or returned what are no logits.
+            HookFailed: The hook raised, or returned something other than logits.
         """
         if not math.isfinite(logits_V.max()):
             return NON_FINITE, None
@@ -119,7 +119,7 @@ class _HostRow:
         return sample(torch.from_numpy(logits_V[None]), [choosing])[0]
 
     def _mask(self, logits_V: _Logits) -> None:
-        """Leave what the grammar allows; nothing where it fails."""
+        """Ban the tokens that the grammar does not allow; all of them if the grammar failed."""
         options = self._options
         try:
             if self._state is None and options.grammar is not None:

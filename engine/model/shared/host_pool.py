@@ -1,4 +1,4 @@
-"""`HostPool`: pages of keys and values in host memory, and their way there and back; never decides which."""
+"""`HostPool`: pages of keys and values in host memory, and copies to and from there; never decides which to move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.ops.host_memory import host_pieces
 
 __all__ = ["HostPool"]
 
-_RUN_BYTES = 16 << 20  # that are copied at once, through as much memory of the device
+_RUN_BYTES = 16 << 20  # copied at once, through a buffer of the same size on the device
 _TRIAL_PAGES = 32
 _TRIALS = 4
 
@@ -22,15 +22,15 @@ class HostPool:
     """Room for a number of pages of one paged cache, whose pages lie along its second dimension."""
 
     def __init__(self, kv: Tensor, places: int, *, pinned: bool) -> None:
-        """Take the memory.
+        """Allocate the memory.
 
         Args:
             kv: `[layers, pages, ...]`, any dtype.
             places: Pages to have room for.
-            pinned: So that copies need not wait for the host; only where a GPU holds `kv`.
+            pinned: Whether to pin the memory, so that copies need not wait for the host; only where a GPU holds `kv`.
 
         Raises:
-            MemoryError: The host has less that is free.
+            MemoryError: The host has less free memory.
         """
         needed = places * kv[:, 0].nbytes
         if needed > (free := free_host_bytes()):
@@ -43,12 +43,12 @@ class HostPool:
         self._places = places
 
     def spill(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Enqueue copies of whole pages (page, place) of the cache `kv` to here."""
+        """Enqueue copies of whole pages of the cache `kv` to this pool, from pairs (page, place)."""
         for _ in self.spills(kv, pairs):
             pass
 
     def spills(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-        """As `spill`; the pages of each copy, once it is enqueued."""
+        """Do what `spill` does, and yield the pages of each copy once it is enqueued."""
         for place, pages in self._runs((place, page) for page, place in pairs):
             here = self._at(place, len(pages))
             if len(pages) == 1:
@@ -58,7 +58,7 @@ class HostPool:
             yield pages
 
     def fetch(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Enqueue copies of (place, page) from here to the cache `kv`."""
+        """Enqueue copies from this pool to the cache `kv`, from pairs (place, page)."""
         for place, pages in self._runs(pairs):
             here = self._at(place, len(pages))
             if len(pages) == 1:
@@ -68,13 +68,13 @@ class HostPool:
                 _words(kv).index_copy_(0, _indices(pages, kv), there.view(torch.uint8))
 
     def measure(self, kv: Tensor, pages: int, wait: Callable[[], None]) -> float:
-        """Seconds that a page takes one way, by moving some of the first `pages`; others may have no memory.
+        """Return the seconds that a page takes one way, measured on the first `pages`; others may have no memory.
 
-        `wait` returns once the copies are done.
+        `wait` must return once the copies are done.
         """
         pairs = [(index, index) for index in range(min(_TRIAL_PAGES, self._places, pages))]
         rounds = []
-        for _ in range(_TRIALS):  # the first is for what is set up on first use
+        for _ in range(_TRIALS):  # the first trial includes setup
             wait()
             started = time.perf_counter()
             self.spill(kv, pairs)
@@ -83,7 +83,7 @@ class HostPool:
         return min(rounds)
 
     def _runs(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-        """(first place, page of each place from there on) of pieces of (place, page) that one copy can move."""
+        """Yield (first place, pages for the places from there on) of runs of (place, page) that one copy can move."""
         first, pages = 0, list[int]()
         for place, page in sorted(pairs):
             follows = place == first + len(pages) and place % self._per_chunk and len(pages) < self._per_run
@@ -101,7 +101,7 @@ class HostPool:
 
 
 def _words(kv: Tensor) -> Tensor:
-    """`[pages, layers, ...]` uint8: an 8-bit cache has no copies by index of its own."""
+    """Return a view as uint8 [pages, layers, ...]: torch cannot copy an 8-bit cache by index otherwise."""
     return kv.view(torch.uint8).transpose(0, 1)
 
 

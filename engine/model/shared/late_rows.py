@@ -1,7 +1,7 @@
-"""`LateRows`: which rows of a device were left without a token, since the mask of their grammar was not there in time.
+"""`LateRows`: the rows of a device that were left without a token, since their grammar's mask was not there in time.
 
-Owns their places and when a step may go on without them; never finds a mask. Such a row is left alone until a plan says
-that its scheduler knows: plans that were launched before count on the token that was not chosen.
+Owns these rows' positions and the time that a step waits for masks; never finds a mask. Such a row is skipped until a
+plan shows that the scheduler knows: plans that were launched before assume the token that was not chosen.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from headrace.engine.scheduling.plan import GivenTokens, StepPlan
 
 __all__ = ["LateRows"]
 
-_PATIENCE: Final = 0.01  # where all rows keep to grammars; whoever arrives meanwhile waits as well
+_PATIENCE: Final = 0.01  # seconds, where all rows have grammars; a request that arrives meanwhile waits, too
 
 
 class LateRows:
     """The late rows of one runner."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without rows."""
         self._places: dict[int, int] = {}
-        """Row -> the position of the token that was not chosen."""
+        """Position of the token that was not chosen, by row."""
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -31,7 +31,7 @@ class LateRows:
         return row in self._places
 
     def take(self, plan: StepPlan) -> list[GivenTokens]:
-        """Forget rows that change hands or go on; what `plan` gives, but for rows that it does not know to be late."""
+        """Forget rows that change hands or go on; return the given tokens, except for rows not yet known to be late."""
         if not self._places:
             return plan.given
         for row in (*plan.left_rows, *(new.row for new in plan.new_rows)):
@@ -42,17 +42,17 @@ class LateRows:
         return given
 
     def hold(self, row: int, place: int) -> None:
-        """Leave `row` alone, whose token at `place` was not chosen."""
+        """Mark `row` as late: its token at position `place` was not chosen."""
         self._places[row] = place
 
     @staticmethod
     def patience(plan: StepPlan, *, others: bool) -> float:
-        """Seconds after its logits for which the step of `plan` waits for masks.
+        """Return the seconds that the step of `plan` waits for masks once its logits are there.
 
         Args:
-            plan: One whose rows, or some of them, keep to a grammar.
-            others: Whether some do not, and wait for nobody.
+            plan: A plan with at least one row that has a grammar.
+            others: Whether the plan has rows without grammars, which must not wait.
         """
-        if plan.alone:  # its row would be computed again in another way
+        if plan.alone:  # a late row would be computed again in another way
             return math.inf
         return 0.0 if others else _PATIENCE

@@ -1,4 +1,4 @@
-"""`load_threads`: the threads in which a model is read and packed on the CPU; never knows what they do.
+"""`load_threads`: the threads in which a model is read and packed on the CPU; knows nothing of the work.
 
 torch shares every large operation among a pool of threads, which spin while they wait for each other. Where something
 else runs on one of the cores, that takes several times the processor time of the work itself. A load consists of many
@@ -22,16 +22,16 @@ R = TypeVar("R")
 
 
 class Each(Protocol):
-    """Calls a function with every item and gives the results in order, as `map` does."""
+    """Protocol of functions that call a function with every item and return the results in order, as `map` does."""
 
     def __call__(self, call: Callable[[A], R], items: Iterable[A], /) -> Iterable[R]: ...
 
 
 @contextmanager
 def load_threads(count: int) -> Iterator[Each]:
-    """Yield an `Each` that works in `count` threads, the calling one among them; torch uses one thread in each.
+    """Yield an `Each` that works in `count` threads, including the calling one; torch uses one thread in each.
 
-    In the calling thread torch uses as many as before once the block has ended; in other threads it always does.
+    After the block, torch again uses as many threads in the calling thread as before; other threads are not affected.
     """
     before = torch_threads()
 
@@ -46,8 +46,8 @@ def load_threads(count: int) -> Iterator[Each]:
 
 
 def _share(call: Callable[[A], R], items: list[A], helpers: int) -> list[R]:
-    """Return `call` of every item; of several errors, the one of the earliest item is raised."""
-    places = itertools.count()  # `next` of it is atomic
+    """Return `call` of every item; of several errors, raise that of the earliest item."""
+    places = itertools.count()  # `next(places)` is atomic
     results: dict[int, R] = {}
     errors: dict[int, BaseException] = {}
 

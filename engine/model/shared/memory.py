@@ -1,7 +1,7 @@
-"""What memory is free for keys and values, and giving back what a closed engine held; never allocates any.
+"""Free memory for keys and values, and the return of what a closed engine held; never allocates memory for a model.
 
-Streams are given back, too: cuBLAS keeps a workspace for each that it ever ran on, so that engines opened one after
-another must run on the same.
+Streams are returned, too: cuBLAS keeps a workspace for each stream that it ever ran on, so engines opened one after
+another must use the same ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes() -> int:
-    """Bytes of host memory that can be taken without swapping, within this process's control group."""
+    """Return the bytes of host memory that can be used without swapping, within this process's control group."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -46,9 +46,9 @@ def free_host_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Hand the host memory that malloc keeps for later back to the system; does nothing where it is not glibc's.
+    """Return the free memory that malloc keeps to the system; do nothing if the C library is not glibc.
 
-    Takes some tens of milliseconds after a model was dropped. What is in use stays untouched.
+    This takes some tens of milliseconds after a model was dropped. Memory in use is not affected.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim  # releases the GIL while it runs
@@ -58,17 +58,17 @@ def return_freed_memory() -> None:
 
 
 def return_device_memory() -> None:
-    """Hand the device memory that torch keeps for later back to the system; nothing happens on a device that failed."""
+    """Return the free device memory that torch keeps to the system; do nothing on a device that failed."""
     gc.collect()  # FlashInfer's wrappers hold themselves in cycles
     with contextlib.suppress(torch.AcceleratorError):
         torch.cuda.empty_cache()
         if torch.accelerator.is_available():
-            # torch 2.13 has a public name for it
+            # torch 2.13 has a public name for this
             getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", gc.collect))()
 
 
 def borrow_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on `device` for one user until `return_stream`."""
+    """Return a stream on `device` for one user until `return_stream`."""
     with _borrowing:
         for at, stream in enumerate(_idle_streams):
             if stream.device == device:
@@ -77,13 +77,13 @@ def borrow_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def return_stream(stream: torch.cuda.Stream) -> None:
-    """Let another borrow a stream on which nothing runs any more."""
+    """Make a stream, on which nothing runs any more, available to other users."""
     _idle_streams.append(stream)
 
 
 @contextlib.contextmanager
 def returned_if_short(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Return `stream` should the device's memory be too short for what is made in the block."""
+    """Return `stream` if the device runs out of memory in the block."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -100,7 +100,7 @@ def _number(name: str) -> int | None:
 
 
 def _cached_files() -> int:
-    """Return the bytes of files that a control group counts as used, and that the system takes back when it must."""
+    """Return the bytes of cached files that a control group counts as used; the system reclaims them when it must."""
     try:
         figures = dict(line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines())
         return int(figures["inactive_file"]) + int(figures["active_file"])

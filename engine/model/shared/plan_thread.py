@@ -1,4 +1,4 @@
-"""`PlanThread`: carries out plans one after the other in a thread of its own; never knows what carrying out means."""
+"""`PlanThread`: carries out plans one after the other in a thread of its own; never knows how it is done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PlanStep", "PlanThread"]
 
 
 class PlanStep:
-    """A launched step: its result arrives from the thread."""
+    """A launched step whose result comes from the thread."""
 
     __slots__ = ("_done", "_error", "_tokens")
 
@@ -26,13 +26,13 @@ class PlanStep:
         self._error: BaseException | None = None
 
     def settle(self, tokens: Sequence[int], error: BaseException | None) -> None:
-        """Set the result, from the thread."""
+        """Set the result; called in the thread."""
         self._tokens = tokens
         self._error = error
         self._done.set()
 
     def wait(self) -> Sequence[int]:
-        """Block until the step has run."""
+        """Return the tokens once the step has run; raise its error if it failed."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -40,15 +40,15 @@ class PlanStep:
 
 
 class PlanThread:
-    """One thread in which all steps of a runner run, so that launching waits for nothing."""
+    """Thread in which all steps of a runner run, so that launching never waits."""
 
     def __init__(self, carry_out: Callable[[StepPlan], Sequence[int]], *, name: str, threads: int) -> None:
         """Start the thread.
 
         Args:
-            carry_out: Runs a plan, under `torch.inference_mode`.
-            name: Of the thread, for debuggers.
-            threads: Threads of one operation on the CPU.
+            carry_out: Runs a plan; called under `torch.inference_mode`.
+            name: Name of the thread, for debuggers.
+            threads: Number of threads that one operation uses on a CPU.
         """
         self._carry_out: Callable[[StepPlan], Sequence[int]] | None = carry_out
         self._plans: queue.SimpleQueue[tuple[StepPlan, PlanStep] | None] = queue.SimpleQueue()
@@ -56,7 +56,7 @@ class PlanThread:
         self._thread.start()
 
     def launch(self, plan: StepPlan) -> PlanStep:
-        """Queue `plan` behind the steps launched before it."""
+        """Queue `plan` behind the steps launched before it; return its step."""
         step = PlanStep()
         self._plans.put((plan, step))
         return step

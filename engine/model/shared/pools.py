@@ -24,19 +24,19 @@ class PoolSpan(NamedTuple):
     """Index of the plan's work that computes them."""
     row: int
     first: int
-    """Which of the N tokens of the step it begins with."""
+    """Index of the span's first token among the N of the step."""
     length: int
     ends: bool
-    """The last token of the prompt is among them."""
+    """Whether the last token of the prompt is in the span."""
 
     @property
     def places(self) -> range:
-        """Which of the N tokens they are."""
+        """Indices of the span's tokens among the N of the step."""
         return range(self.first, self.first + self.length)
 
 
 class _Row:
-    """What one row has gathered so far."""
+    """The hidden states that one row has gathered so far."""
 
     def __init__(self, pooling: Pooling, prompt_len: int) -> None:
         self.kind = pooling.kind
@@ -45,7 +45,7 @@ class _Row:
         self._parts: list[Tensor] = []
 
     def take(self, hidden_NE: Tensor) -> None:
-        """Take in the next tokens."""
+        """Add the hidden states of the row's next tokens."""
         if self.kind != "mean":
             self._parts.append(hidden_NE)
             return
@@ -53,7 +53,7 @@ class _Row:
         self._sum_E = sum_E if self._sum_E is None else self._sum_E + sum_E
 
     def result(self) -> Tensor:
-        """[E] float32, or all hidden states: what the decoder made, unless it took several chunks."""
+        """Return the pooled [E] float32, or all hidden states: the decoder's own tensor if there was only one chunk."""
         if self._sum_E is not None:
             return self._sum_E / self.prompt_len
         if self.kind == "last":
@@ -62,14 +62,14 @@ class _Row:
 
 
 class Pools:
-    """The rows that are pooled."""
+    """The rows whose hidden states are pooled."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without rows."""
         self._rows: dict[int, _Row] = {}
 
     def update(self, plan: StepPlan) -> None:
-        """Take in what the plan's new rows want, and forget what these rows wanted before."""
+        """Add the plan's new rows that pool, and forget what its rows gathered for former requests."""
         if self._rows:
             for new in plan.new_rows:
                 self._rows.pop(new.row, None)
@@ -78,7 +78,7 @@ class Pools:
                 self._rows[options.row] = _Row(options.pooling, options.prompt_len)
 
     def span(self, index: int, work: Work, first: int) -> PoolSpan | None:
-        """What is wanted of a work, whose tokens are those of the step from `first`; None if nothing."""
+        """Return the tokens of `work` whose hidden states are wanted, or None; `first` is its first in the step."""
         row = self._rows.get(work.row)
         if row is None:
             return None
@@ -88,14 +88,14 @@ class Pools:
         return PoolSpan(index, work.row, first + work.num_tokens - 1, 1, True) if ends else None
 
     def pool(self, spans: Sequence[PoolSpan], hidden_PE: Tensor) -> dict[int, Tensor]:
-        """Take in the hidden states of a step.
+        """Add the hidden states of a step to the rows' own.
 
         Args:
-            spans: What was wanted of it.
-            hidden_PE: Their tokens, one span after the other.
+            spans: The spans of the step.
+            hidden_PE: Hidden states of the spans' tokens, one span after the other.
 
         Returns:
-            Index of a work -> what its request wanted, for those that end here.
+            The pooled result of each prompt that ends in this step, by index of its work.
         """
         pooled = {}
         start = 0
@@ -110,15 +110,15 @@ class Pools:
 
 
 def settle(pooled: dict[int, Tensor], tokens: list[int]) -> dict[int, Any]:
-    """What a step returns of `pooled`: vectors become arrays, and a work whose vector is not finite says so.
+    """Return a step's pooled results: vectors become arrays, and `tokens` marks works whose vectors are not finite.
 
     Args:
-        pooled: As `Pools.pool` returns it; vectors are in host memory and done.
-        tokens: What the step returns for each work, changed in place.
+        pooled: The result of `Pools.pool`; its vectors are in host memory, with copies done.
+        tokens: The step's result for each work, changed in place.
     """
     settled: dict[int, Any] = {}
     for work, value in pooled.items():
-        settled[work] = value if value.dim() > 1 else value.numpy().copy()  # its memory may serve another step
+        settled[work] = value if value.dim() > 1 else value.numpy().copy()  # another step may use the vector's memory
         if value.dim() == 1 and not bool(value.isfinite().all()):
             tokens[work] = NON_FINITE
     return settled

@@ -1,7 +1,7 @@
-"""How many threads torch uses in a thread of this process: asked and set so that no other thread is affected.
+"""Gets and sets how many threads torch uses in one thread of this process, without effect on other threads.
 
-torch keeps one number for the process, which a thread takes over at its first look and then keeps. So setting it for
-one thread means restoring it for those to come, and in between nobody else may look for the first time.
+torch keeps one number for the process, which a thread copies at its first use and then keeps. To set it for one thread
+alone, the process's number is restored afterwards, and no other thread may use torch for the first time in between.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 __all__ = ["default_threads", "torch_threads", "use_threads"]
 
 _changing = threading.Lock()
-"""Held while the process's number is meant for one thread alone."""
+"""Lock held while the process's number is meant for one thread alone."""
 
 
 def torch_threads() -> int:
@@ -24,14 +24,14 @@ def torch_threads() -> int:
 
 
 def use_threads(count: int) -> None:
-    """Have torch use `count` threads in the calling thread, and in threads to come as many as before."""
+    """Have torch use `count` threads in the calling thread, and as many as before in threads that start later."""
     with _changing, ThreadPoolExecutor(1, "headrace-torch") as fresh:
-        later = fresh.submit(torch.get_num_threads).result()  # the process's number, since it looks for the first time
+        later = fresh.submit(torch.get_num_threads).result()  # the process's number: this thread is new
         torch.set_num_threads(count)
-        torch.get_num_threads()  # the first look of a thread takes the process's number, which is `count` now
+        torch.get_num_threads()  # at its first use, a thread copies the process's number, which is `count` now
         fresh.submit(torch.set_num_threads, later).result()
 
 
 def default_threads() -> int:
-    """Return all threads that torch would use but one: the event loop and the engine's threads need a core, too."""
+    """Return all threads that torch would use except one: the event loop and the engine's threads need a core, too."""
     return max(1, torch_threads() - 1)
