@@ -1,5 +1,5 @@
-"""Numeric operations of a decoder step, one folder a device; never a model, a scheduler or a request.
+"""Numeric operations of a decoder step, one folder for each device; knows no model, scheduler or request.
 
-`headrace.ops.cpu.block` and `headrace.ops.cuda.block` have what a layer asks of either device. `headrace.ops.paged`
-holds the values that both take, and `headrace.ops.reference` the slow truth for tests.
+`headrace.ops.cpu.block` and `headrace.ops.cuda.block` hold the operations of a layer. `headrace.ops.paged` holds the
+values that both take, and `headrace.ops.reference` slow versions that tests compare with.
 """

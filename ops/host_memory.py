@@ -1,4 +1,4 @@
-"""`host_pieces`: host memory that a GPU copies from and to, and `PiecePool`, which lends it; never copies anything.
+"""`host_pieces`: host memory that a GPU copies from and to, and `PiecePool`, which lends such memory; never copies.
 
 torch rounds page-locked memory up to a power of two, so that one large piece could waste half.
 """
@@ -17,10 +17,10 @@ _PIECE_BYTES = 64 << 20
 
 
 def host_pieces(units: int, unit_bytes: int, *, pinned: bool) -> list[Tensor]:
-    """Memory for so many units, none of which lies in two pieces: uint8, as many units in each piece but the last.
+    """Return uint8 memory for `units` units, each within one piece; all pieces but the last hold equally many.
 
     Raises:
-        RuntimeError: The host has not so much memory, or not so much that can be page-locked.
+        RuntimeError: The host has too little memory, or too little that can be page-locked.
     """
     most = max(1, _PIECE_BYTES // unit_bytes)
     return [
@@ -30,28 +30,28 @@ def host_pieces(units: int, unit_bytes: int, *, pinned: bool) -> list[Tensor]:
 
 
 class Loan(list[Tensor]):
-    """Pieces in use until this is dropped."""
+    """Pieces that are in use until this list is dropped."""
 
 
 class PiecePool:
-    """Page-locked memory in pieces of one size, which come back by themselves."""
+    """Page-locked memory in pieces of one size, which return to the pool once their loan is dropped."""
 
     def __init__(self, nbytes: int, piece_bytes: int) -> None:
-        """Take the memory.
+        """Allocate the memory.
 
         Raises:
-            RuntimeError: The host has not so much memory that can be page-locked.
+            RuntimeError: The host has too little memory that can be page-locked.
         """
         self._piece_bytes = piece_bytes
         self._memory = host_pieces(nbytes // piece_bytes, piece_bytes, pinned=True)
         self._free = deque(piece for memory in self._memory for piece in memory.split(piece_bytes))
-        """Taken from and added to by any thread, also by one that the garbage collector interrupts: without a lock."""
+        """Free pieces, which any thread takes and adds without a lock, even from within the garbage collector."""
 
     def take(self, nbytes: int) -> Loan:
-        """Pieces of `piece_bytes` for so many bytes; the pool grows if it has too few. From any thread.
+        """Lend pieces that hold `nbytes`; the pool grows if it has too few. Any thread may call this.
 
         Raises:
-            RuntimeError: The host has not so much memory that can be page-locked.
+            RuntimeError: The host has too little memory that can be page-locked.
         """
         loan = Loan()
         weakref.finalize(loan, self._free.extend, given := list[Tensor]()).atexit = False

@@ -1,6 +1,6 @@
-"""Where one step's tokens live in the paged KV cache, as attention and KV writes need it.
+"""The places of one step's tokens in the paged KV cache, as attention and KV writes need them.
 
-Owns the plain values that a runner hands to the ops of a device; never touches a scheduler, a request or a model.
+Owns the plain values that a runner passes to a device's operations; never touches a scheduler, a request or a model.
 
 Shape letters, here and in every file of `ops` and `engine/model`: N tokens of the step, R rows of the step, E hidden
 size, H query heads, K key/value heads, D head size, F feed-forward size, V vocabulary, P pages of one row, T page size.
@@ -18,7 +18,7 @@ __all__ = ["UNSCALED", "DecodeGroup", "GivenKv", "KvScales", "PagedBatch", "Pref
 
 
 class KvScales(NamedTuple):
-    """What the 8-bit keys and values of one layer are multiplied by when they are read, and divided by before."""
+    """Scales of one layer's 8-bit keys and values: values are divided by them when stored and multiplied when read."""
 
     k: float = 1.0
     v: float = 1.0
@@ -31,14 +31,14 @@ UNSCALED: Final = KvScales()
 class DecodeGroup:
     """Rows that compute one token each, batched because their contexts need about the same number of pages.
 
-    They are the step's tokens `start .. start + len(lengths)`, one token a row.
+    The rows' tokens are the step's `start .. start + len(lengths)`, one for each row.
     """
 
     start: int
     pages_RP: Tensor
-    """int64 page numbers, padded with page 0 past a row's own pages."""
+    """Page numbers, int64, padded with page 0 past a row's own pages."""
     lengths_R: Tensor
-    """int64 context lengths in tokens, the new token included."""
+    """Context lengths in tokens, including the new one, int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +48,29 @@ class PrefillRow:
     start: int
     count: int
     pages_P: Tensor
-    """int64 page numbers that hold `length` tokens."""
+    """Page numbers, int64, that hold `length` tokens."""
     length: int
     """Context length after this step in tokens; the queries are its last `count` positions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenKv:
-    """Virtual tokens whose keys and values are given instead of computed (prefix tuning, Li and Liang, 2021)."""
+    """Virtual tokens whose keys and values are given, not computed (prefix tuning, Li and Liang, 2021)."""
 
     tokens_M: Tensor
-    """int64: which of the step's tokens."""
+    """Indices among the step's tokens, int64."""
     kv_LMsD: Tensor
-    """[layers, M, 2 * K, D]: their keys, as they are after rotation, then their values."""
+    """Keys, already rotated, then values of the tokens: [layers, M, 2 * K, D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """One step's tokens: their positions, the places their keys and values go to, and who attends to what."""
+    """One step's tokens: their positions, the places of their keys and values, and the rows that they belong to."""
 
     positions_N: Tensor
-    """int64 position of each token in its own sequence."""
+    """Position of each token in its own sequence, int64."""
     slots_N: Tensor
-    """int64 place of each token's key and value: page * page_size + offset."""
+    """Place of each token's key and value, int64: page * page_size + offset."""
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillRow, ...]
     given: tuple[GivenKv, ...] = ()

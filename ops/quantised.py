@@ -17,8 +17,8 @@ __all__ = ["BLOCK_OUTS", "GROUP", "GroupQuantised", "row_blocks"]
 GROUP = 32
 """Inputs that share one scale and one minimum."""
 BLOCK_OUTS = 64
-"""Outputs of a block of the CPU's packed 4-bit layout, in which blocks lie one after the other."""
-_BLOCK_ELEMENTS = 1 << 16  # in float32 an eighth or less of what a core caches
+"""Outputs in one block of the CPU's packed 4-bit layout; blocks lie one after the other."""
+_BLOCK_ELEMENTS = 1 << 16  # float32 elements: an eighth or less of a core's cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +26,14 @@ class GroupQuantised:
     """A weight in 4-bit groups along its inputs: `w = values * scale + minimum`, exact for GGUF Q4_0 and Q4_1."""
 
     values_OI: Tensor
-    """uint8, each 0 to 15."""
+    """Quantised values from 0 to 15, uint8."""
     scale_OG: Tensor
-    """float32, one for each group of `GROUP` inputs."""
+    """Scale of each group of `GROUP` inputs, float32."""
     minimum_OG: Tensor
-    """float32, one for each group of `GROUP` inputs."""
+    """Minimum of each group of `GROUP` inputs, float32."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if the groups do not cover the inputs exactly."""
+        """Raise `ValueError` unless the groups cover the inputs exactly."""
         outs, ins = self.values_OI.shape
         expected = (outs, ins // GROUP)
         if ins % GROUP or self.scale_OG.shape != expected or self.minimum_OG.shape != expected:
@@ -56,7 +56,7 @@ class GroupQuantised:
         dense_OI = torch.empty(self.values_OI.shape, dtype=dtype)
         blocks = row_blocks(self.values_OI)
         shape = (min(blocks[0].stop, len(dense_OI)), self.scale_OG.shape[1], GROUP) if blocks else (0,)
-        scratch_OGg = torch.empty(shape)  # for all blocks: the system would zero the pages of a new one each time
+        scratch_OGg = torch.empty(shape)  # one buffer for all blocks: the system would zero the pages of each new one
         for rows in blocks:
             values_OI = self.values_OI[rows]
             block_OGg = scratch_OGg[: len(values_OI)]
@@ -67,7 +67,7 @@ class GroupQuantised:
 
 
 def row_blocks(weight_OI: Tensor) -> list[slice]:
-    """Return parts of a matrix of which a core caches whatever is computed of one before it goes on to the next."""
+    """Return slices of a matrix's rows that are small enough to stay in a core's cache while they are worked on."""
     outs, ins = weight_OI.shape
     rows = -(-_BLOCK_ELEMENTS // (ins * BLOCK_OUTS)) * BLOCK_OUTS
     return [slice(first, first + rows) for first in range(0, outs, rows)]

@@ -1,6 +1,6 @@
-"""The operations of a decoder step in slow, obvious torch: the truth that the fast ones are tested against.
+"""The operations of a decoder step in slow, obvious torch: the reference that the fast ones are tested against.
 
-Never used outside tests; everything is computed in float32, one token and one head at a time where that is clearer.
+Only tests use them. They compute in float32 or float64, one token and one head at a time where that is clearer.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ __all__ = ["ReferenceKv", "attention", "linear", "low_rank", "rms_norm", "rope",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceKv:
-    """One layer's keys and values: float32 `[pages, T, K, D]` each."""
+    """Keys and values of one layer, each float32 `[pages, T, K, D]`."""
 
     keys: Tensor
     values: Tensor
 
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """`x W^T + b`, accumulated in float64."""
+    """Return `x W^T + b`, accumulated in float64."""
     y_NO = x_NI.double() @ weight_OI.double().T
     return (y_NO if bias_O is None else y_NO + bias_O.double()).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` along the last dimension."""
+    """Return `x / sqrt(mean(x^2) + eps) * weight` along the last dimension."""
     x = x.float()
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
 
 
 def silu_mul(gate_up_N2F: Tensor) -> Tensor:
-    """`gate * sigmoid(gate) * up`; the input holds gate, then up."""
+    """Return `gate * sigmoid(gate) * up`, where the input holds gate, then up."""
     half = gate_up_N2F.shape[1] // 2
     gate_NF, up_NF = gate_up_N2F[:, :half].float(), gate_up_N2F[:, half:].float()
     return gate_NF * torch.sigmoid(gate_NF) * up_NF
 
 
 def split_qkv(qkv_NX: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed projections to `q_NHD`, `k_NKD`, `v_NKD` in float32."""
+    """Split packed projections into `q_NHD`, `k_NKD` and `v_NKD`, in float32."""
     all_NAD = qkv_NX.float().view(qkv_NX.shape[0], -1, head_dim)
     return all_NAD[:, :heads], all_NAD[:, heads : heads + kv_heads], all_NAD[:, heads + kv_heads :]
 
@@ -67,7 +67,7 @@ def rope(x_NHD: Tensor, positions_N: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 
 
 def low_rank(x_NI: Tensor, update: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """(x A^T) B of each module, side by side, in float64; A [r, I], B [r, O]."""
+    """Return (x A^T) B of all modules, side by side, computed in float64; A [r, I], B [r, O]."""
     return torch.cat([x_NI.double() @ a_RI.double().T @ b_RO.double() for a_RI, b_RO in update], 1)
 
 
@@ -80,7 +80,7 @@ def write_kv(kv: ReferenceKv, slots_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> 
 
 
 def attention(q_NHD: Tensor, batch: PagedBatch, kv: ReferenceKv, *, window: int | None, scale: float) -> Tensor:
-    """Each token attends to its row's pages up to itself, at most `window` tokens back; `o_NX` in float32."""
+    """Attend from each token to its row's pages up to itself, at most `window` tokens back; return float32 `o_NX`."""
     out_NHD = torch.full(q_NHD.shape, math.nan)
     for group in batch.decodes:
         for row, length in enumerate(group.lengths_R.tolist()):

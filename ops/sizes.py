@@ -1,7 +1,7 @@
-"""Rounds sizes up, so that few different ones occur; never touches a tensor.
+"""Rounds sizes up to a few different ones; never touches a tensor.
 
 oneDNN generates code for each shape of a product and keeps that of the last thousand or two. At 0.6 MB or more each,
-and 1 to 5 ms for the first product of a shape, lengths as they come would cost a process a gigabyte.
+and 1 to 5 ms for the first product of a shape, unrounded lengths would cost a process a gigabyte.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ __all__ = ["padded_size"]
 
 
 def padded_size(size: int, *, steps: int) -> int:
-    """The least allowed size from `size` on: of those between one power of two and the next, `steps` are allowed.
+    """Return the least allowed size from `size` on; between one power of two and the next, `steps` sizes are allowed.
 
     With 2 steps: 1, 2, 3, 4, 6, 8, 12, 16, 24 ...; with 4: 1 to 8, 10, 12, 14, 16, 20, 24 ... `steps` is a power of 2.
     """

@@ -1,1 +1,1 @@
-"""The operations of a decoder step on the CPU, in torch; never a kernel of a GPU."""
+"""The operations of a decoder step on the CPU, in torch; without GPU kernels."""

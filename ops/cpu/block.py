@@ -2,9 +2,9 @@
 
 Owns the layout of KV pages in host memory, norms, rotary positions and attention; never picks pages, samples or loads.
 
-At one token a step a call costs as much as its arithmetic, so whatever layers share (masks, indices, rotary rows,
-gather buffers) is made once a step by `CpuOps.prepare`, and every layer reuses it. Call everything without autograd,
-under `torch.inference_mode()` or `torch.no_grad()`.
+With one token in a step, a call costs as much as its arithmetic, so `CpuOps.prepare` makes the values that layers share
+(masks, indices, rotary rows, gather buffers) once for each step. Call everything without autograd, under
+`torch.inference_mode()` or `torch.no_grad()`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuKv", "CpuOps"]
 
-# Gathered keys and values of one batched product, in bytes: bounds memory; below 6 MiB, measured, smaller is slower.
+# Gathered keys and values of one batched product, in bytes: a bound on memory; measured, values below 6 MiB are slower.
 _GATHER_BYTES = 16 * 1024 * 1024
-# Up to this context one row is faster through torch's fused attention, which costs one call but does less in parallel.
+# Up to this context one row is faster through torch's fused attention: one call, but less in parallel.
 _FUSED_TOKENS = 384
 # Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square; and scores of more
 # than these leave the processor's caches.
 _QUERY_BLOCK = 128
-# Shapes of attention are few (see sizes.py): multiples of so many queries and keys, then steps between powers of two.
+# Shapes of attention are few (see sizes.py): multiples of these numbers of queries and keys, in steps between powers
+# of two.
 _FEW_QUERIES = 16
 _FEW_KEYS = 64
 _STEPS = 2
@@ -51,18 +52,18 @@ class CpuKv:
     """Keys and values of all layers in pages, with the flat views that a layer reads and writes through."""
 
     pages_LPsKTD: Tensor
-    """[layers, pages, 2 (key, value), K, T, D], zero at first so that what was never written is finite."""
+    """[layers, pages, 2 (key, value), K, T, D], zero at first so that unwritten places are finite."""
     rows: tuple[Tensor, ...]
-    """For each layer [pages * 2 * K, T * D]: one row is one head's keys, or values, of one page."""
+    """Views of each layer as [pages * 2 * K, T * D]: one row is one head's keys, or values, of one page."""
     slots: tuple[Tensor, ...]
-    """For each layer [pages * 2 * K * T, D]: one row is one head's key, or value, of one token."""
+    """Views of each layer as [pages * 2 * K * T, D]: one row is one head's key, or value, of one token."""
 
 
 class CpuOps:
     """The operations of one model's step on the CPU.
 
-    `cos` and `sin` are float32 tables `[positions, D / 2]`; the first half of a head rotates with its second half.
-    `window` tokens, itself included, are what a token sees (all where None). `scale` multiplies scores (default
+    `cos` and `sin` are float32 tables `[positions, D / 2]`; the first half of a head rotates with its second half. A
+    token attends to the last `window` tokens, itself included (all if None). `scale` multiplies scores (default
     `D ** -0.5`). `dtype` is that of activations, keys and values: bfloat16 or float32.
     """
 
@@ -96,11 +97,11 @@ class CpuOps:
     # --- pages
 
     def page_bytes(self, num_layers: int) -> int:
-        """Memory of one page over all layers, in bytes."""
+        """Return the memory of one page over all layers, in bytes."""
         return num_layers * self._plane_bytes()
 
     def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
-        """Zeroed pages for keys and values; the system gives each its memory when it is first written."""
+        """Return zeroed pages for keys and values; the system gives each its memory when it is first written."""
         shape = (num_layers, pages, 2, self.kv_heads, self.page_size, self.head_dim)
         zeros = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)  # torch.zeros would touch every byte
         kv = torch.from_numpy(zeros).view(self.dtype).view(shape)
@@ -108,7 +109,7 @@ class CpuOps:
         return CpuKv(kv, rows, tuple(layer.view(-1, self.head_dim) for layer in kv))
 
     def resized(self, kv: CpuKv, pages: int) -> CpuKv:
-        """The same keys and values in another number of pages; those beyond it are dropped."""
+        """Return the same keys and values in another number of pages; pages beyond it are dropped."""
         made = self.allocate_kv(kv.pages_LPsKTD.shape[0], pages)
         kept = min(pages, kv.pages_LPsKTD.shape[1])
         made.pages_LPsKTD[:, :kept].copy_(kv.pages_LPsKTD[:, :kept])
@@ -123,7 +124,7 @@ class CpuOps:
     # --- a step
 
     def prepare(self, batch: PagedBatch) -> CpuStep:
-        """Everything that the layers of one step share. Raises `ValueError` unless its rows cover its tokens once."""
+        """Return the values that a step's layers share; raise `ValueError` unless its rows cover its tokens once."""
         tokens = batch.positions_N.shape[0]
         spans = [(group.start, group.lengths_R.shape[0]) for group in batch.decodes]
         spans += [(row.start, row.count) for row in batch.prefills]
@@ -147,14 +148,14 @@ class CpuOps:
         )
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor) -> Tensor:
-        """`x / sqrt(mean(x^2) + eps) * weight` along the last dimension, computed in float32 and rounded once."""
+        """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32, rounded once."""
         x_NE = x_NE.float()
         norm_N1 = torch.linalg.vector_norm(x_NE, 2, -1, True)
         inverse_N1 = torch.addcmul(self._eps, norm_N1, norm_N1, value=1.0 / x_NE.shape[-1]).rsqrt_()
         return (x_NE * inverse_N1).mul_(weight_E).to(self.dtype)
 
     def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
-        """`silu(gate) * up` where the input holds gate, then up."""
+        """Return `silu(gate) * up`, where the input holds gate, then up."""
         gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
         return functional.silu(gate_NF).mul_(up_NF)
 
@@ -167,10 +168,10 @@ class CpuOps:
         q_norm_D: Tensor | None = None,
         k_norm_D: Tensor | None = None,
     ) -> Tensor:
-        """Split packed `q, k, v` of the step's tokens, rotate q and k, store k and v; returns `q_NHD`.
+        """Split packed `q, k, v` of the step's tokens, rotate q and k, store k and v; return `q_NHD`.
 
-        Norm weights, where given, apply to each head of q and k before the rotation. What is not finite is stored as 0,
-        so that a request that went wrong cannot reach another one through a page that both used in turn.
+        Norm weights, where given, apply to each head of q and k before the rotation. Values that are not finite are
+        stored as 0, so that a failed request cannot affect a later one that uses the same page.
         """
         qkv_NAD = qkv_NX.view(qkv_NX.shape[0], -1, self.head_dim)
         q_end, k_end = self.heads, self.heads + self.kv_heads
@@ -187,7 +188,7 @@ class CpuOps:
         return qk_NBD[:, :q_end]
 
     def attention(self, q_NHD: Tensor, step: CpuStep, kv: CpuKv, layer: int) -> Tensor:
-        """Attend from the step's queries to the pages of their rows, whose new keys are already stored; `o_NX`."""
+        """Attend from the step's queries to the pages of their rows, which already hold new keys; return `o_NX`."""
         rows = kv.rows[layer]
         parts = []
         for piece in step.pieces:
@@ -201,42 +202,42 @@ class CpuOps:
     # --- what the decoder calls
 
     def pack(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CpuLinear:
-        """The product with a weight."""
+        """Pack a weight and its bias for `product`."""
         return linear(weight, bias_O, dtype=self.dtype)
 
     def product(self, x_NI: Tensor, packed: CpuLinear) -> Tensor:
-        """The product itself."""
+        """Return x W^T + b."""
         return packed(x_NI)
 
     def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CpuHead:
-        """The output head."""
+        """Pack the output head's weight for `logits`."""
         return CpuHead(weight_VE, dtype=self.dtype)
 
     def logits(self, x_SE: Tensor, packed: CpuHead) -> Tensor:
-        """The head's product, in float32."""
+        """Return the output head's product, in float32."""
         return packed(x_SE)
 
     def add_product(
         self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, norm_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The product; the norm adds it."""
+        """Return the product and the residual, which the next norm adds."""
         return packed(x_NI), residual_NE
 
     def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
-        """RMS norm of the sum."""
+        """Return the RMS norm of the sum."""
         return self.normed_sum(x_NE, residual_NE, weight_E)[0]
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
     ) -> tuple[Tensor, Tensor]:
-        """(product of the norm of the sum, the sum)."""
+        """Return (product of the norm of the sum, the sum)."""
         normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
         return packed(normed_NE), total_NE
 
     def norm_feed(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
     ) -> tuple[Tensor, Tensor]:
-        """(silu(gate) * up of the norm of the sum, the sum)."""
+        """Return (silu(gate) * up of the norm of the sum, the sum)."""
         gate_up_N2F, total_NE = self.norm_product(x_NE, residual_NE, weight_E, packed)
         return self.silu_mul(gate_up_N2F), total_NE
 
@@ -250,7 +251,7 @@ class CpuOps:
         return o_NX if len(qkv_NX) == tokens else functional.pad(o_NX, (0, 0, 0, len(qkv_NX) - tokens))
 
     def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (RMS norm of the sum, the sum). Sums are float32: in bfloat16 each would lose more than a product."""
+        """Return (RMS norm of the sum, the sum). Sums are float32: bfloat16 would lose more bits than a product."""
         total_NE = x_NE.float() if residual_NE is None else residual_NE.add_(x_NE)
         return self.rms_norm(total_NE, weight_E), total_NE
 
@@ -265,7 +266,7 @@ class CpuOps:
         return (first_N11 + self._planes_s1K1.view(1, -1) * self.page_size).view(-1)
 
     def _gather(self, pages_RP: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Row numbers of `CpuKv.rows` in the order [2, R, K, P], and a buffer for those rows, of `scratch` if given."""
+        """Return indices of `CpuKv.rows`, in the order [2, R, K, P], and a buffer of these rows (`scratch` or new)."""
         planes = 2 * self.kv_heads
         index = (pages_RP.unsqueeze(1) * planes + self._planes_s1K1).reshape(-1)
         return index, self._scratch(pages_RP.numel()) if scratch is None else scratch[: index.shape[0]]
@@ -274,7 +275,7 @@ class CpuOps:
         return torch.empty(2 * self.kv_heads * pages, self.page_size * self.head_dim, dtype=self.dtype)
 
     def _width(self, tokens: int) -> int:
-        """Pages for so many tokens, as attention takes them."""
+        """Return the number of pages for `tokens` tokens, rounded up to one of few."""
         unit = max(1, _FEW_KEYS // self.page_size)
         return unit * padded_size(-(-tokens // (unit * self.page_size)), steps=_STEPS)
 
@@ -306,7 +307,7 @@ class CpuOps:
         return DecodePiece(start, stop, rows + added, index, buffer, keys_BSD, values_BSD, bias_R11S)
 
     def _first_seen(self, length: int) -> int:
-        """The first position that the last of `length` tokens attends to."""
+        """Return the first position that the last of `length` tokens attends to."""
         return 0 if self.window is None else max(0, length - self.window)
 
     def _bias(self, hidden: Tensor) -> Tensor:
@@ -337,7 +338,7 @@ class CpuOps:
     def _decode_attention(self, q_NHD: Tensor, piece: DecodePiece) -> Tensor:
         q_BGD = q_NHD[piece.start : piece.stop].reshape(-1, self._group, self.head_dim)
         if piece.bias_R11S is None:
-            # The query heads that share a key head act as queries of one position, so that nothing is repeated.
+            # The query heads that share a key head act as queries of one position, so that keys are not repeated.
             one_BGD = functional.scaled_dot_product_attention(
                 q_BGD.unsqueeze(0), piece.keys_BSD.unsqueeze(0), piece.values_BSD.unsqueeze(0), scale=self.scale
             )

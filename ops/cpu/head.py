@@ -1,8 +1,8 @@
-"""`CpuHead`: the output head on the CPU, whose logits are float32; never chooses a token.
+"""`CpuHead`: the output head on the CPU, with logits in float32; never chooses a token.
 
-torch multiplies bfloat16 into bfloat16 alone, whose step is 0.125 from 16 on: two tokens 0.08 apart tie, and whatever
-changes the last bit of an input decides between them. A second product for the lost bits would read the weight twice.
-So the few logits of a row that lie near its largest, where rounding decides, are computed once more in float32.
+In torch, the product of bfloat16 matrices is bfloat16, whose step is 0.125 from 16 on: two tokens 0.08 apart tie, and
+the last bit of an input decides between them. A second product for the lost bits would read the weight twice. So only
+the few logits near the largest of each row, where rounding decides, are computed once more in float32.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["CpuHead"]
 
 # Rounding moves a logit by at most 2^-8 of itself, so the largest is always among those within 2^-7 of the largest.
 _NEAR = 1 / 64
-_MOST = 64  # logits of a row: where more are alike, as in a model of zeros, their order means nothing
+_MOST = 64  # logits of a row: if more are that close, as in a model of zeros, their order means nothing
 
 
 class CpuHead:
-    """Logits of one model."""
+    """Output head of one model."""
 
     def __init__(self, weight_VE: Tensor | GroupQuantised, *, dtype: torch.dtype) -> None:
         """Pack the weight for products with activations in `dtype`.
 
-        With bfloat16 the weight is kept beside the packed one, as rows cannot be read from that. A tied head's is the
-        embedding table, which is there anyway; another one costs its memory.
+        With bfloat16 the plain weight is kept, too, since rows cannot be read from the packed one. For a tied head this
+        is the embedding table, which costs nothing more; for any other head it costs the weight's memory.
         """
         self._product = linear(weight_VE, None, dtype=dtype)
         self._weight_VE = weight_VE if dtype is torch.bfloat16 else None
@@ -65,7 +65,7 @@ class CpuHead:
 
 
 def _near_largest(row_V: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the ids of the logits near the largest; none where that is not finite, or they are too many."""
+    """Return the ids of the logits near the largest; none if the largest is not finite, or if there are too many."""
     largest = float(row_V.max())
     ids_K = np.flatnonzero(row_V >= largest - _NEAR * abs(largest)) if math.isfinite(largest) else np.arange(0)
     return ids_K if len(ids_K) <= _MOST else ids_K[:0]

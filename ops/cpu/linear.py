@@ -1,4 +1,4 @@
-"""Linear layers on the CPU, each holding its weight in the layouts that its products need.
+"""Linear layers on the CPU, each with its weight in the layouts that its products need.
 
 Owns the packing of weights and the choice between packed formats; never reads files and never knows a model.
 
@@ -28,11 +28,11 @@ __all__ = ["CpuLinear", "linear"]
 _INT4_TOKENS = 4
 _INT4_OUT_MULTIPLE = 16
 _INT4_ZERO = 8
-_STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of them is padding
+_STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of the tokens is padding
 
 
 class CpuLinear(Protocol):
-    """A linear layer ready to multiply: `x_NI` in, `y_NO` out, both in the layer's dtype."""
+    """A linear layer ready to multiply: takes `x_NI`, returns `y_NO`, both in the layer's dtype."""
 
     def __call__(self, x_NI: Tensor) -> Tensor: ...
 
@@ -52,16 +52,16 @@ def linear(weight: Tensor | GroupQuantised, bias_O: Tensor | None, *, dtype: tor
 
 
 def _pack_by_torch(values_OI: Tensor) -> Tensor:
-    """Return 4-bit values in the layout of torch's product, [out, in / 2] bytes that depend on the processor."""
+    """Return 4-bit values in the layout of torch's product: [out, in / 2] bytes in the processor's order."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(values_OI.int(), 1)
     return packed
 
 
 def _pack_blocks(values_OI: Tensor) -> Tensor:
-    """Do as `_pack_by_torch` on processors with AVX-512, in a third of its time.
+    """Do what `_pack_by_torch` does on processors with AVX-512, in a third of its time.
 
-    There each 64 outputs are a block of [in, 32] bytes, of which a byte holds an output in its low half and the output
-    32 further in its high half.
+    On these, each 64 outputs form a block of [in, 32] bytes. A byte holds one output in its low half and the output 32
+    places further in its high half.
     """
     outs, ins = values_OI.shape
     halves_B2oI = values_OI.view(-1, 2, BLOCK_OUTS // 2, ins)
@@ -71,7 +71,7 @@ def _pack_blocks(values_OI: Tensor) -> Tensor:
 
 @cache
 def _packs_blocks() -> bool:
-    """Whether `_pack_blocks` gives this processor's layout, which torch does not document."""
+    """Return whether `_pack_blocks` gives this processor's layout, which torch does not document."""
     numbers = torch.arange(2 * BLOCK_OUTS * GROUP)
     values_OI = (numbers * 2654435761 >> 16).bitwise_and_(15).to(torch.uint8).view(-1, GROUP)
     return torch.equal(_pack_blocks(values_OI), _pack_by_torch(values_OI))
@@ -85,7 +85,7 @@ def _dense(weight_OI: Tensor, bias_O: Tensor | None) -> CpuLinear:
 
 
 class _Plain:
-    """The product as torch does it, for machines on which oneDNN cannot pack the weight."""
+    """Torch's own product, for machines on which oneDNN cannot pack the weight."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight_OI, self._bias_O = weight_OI, bias_O
@@ -95,7 +95,7 @@ class _Plain:
 
 
 class _Packed:
-    """The product with a weight in oneDNN's own blocked layout, for few different numbers of tokens."""
+    """Product with a weight in oneDNN's own blocked layout, for few different numbers of tokens."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)
@@ -112,7 +112,7 @@ class _Packed:
 
 
 class _Int4:
-    """4-bit products for a few tokens; more go to the dense layer."""
+    """Product with 4-bit groups for a few tokens; more tokens go to the dense layer."""
 
     def __init__(self, weight: GroupQuantised, bias_O: Tensor | None, many: CpuLinear) -> None:
         values_OI = weight.values_OI

@@ -13,7 +13,7 @@ __all__ = ["Logprobs", "logprobs"]
 
 
 class Logprobs(NamedTuple):
-    """At one position."""
+    """Log-probabilities at one position."""
 
     logprob: float
     rank: int
@@ -21,18 +21,18 @@ class Logprobs(NamedTuple):
 
 
 def logprobs(logits_SV: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """Natural-log softmax at each position; of no use, but no error, where logits are not finite.
+    """Return natural-log softmax results at each position; for logits that are not finite, they mean nothing.
 
     Args:
         logits_SV: float [positions, vocabulary].
-        tokens: The token that is at each position.
-        counts: How many of the likeliest tokens are wanted at each, at most the vocabulary's size.
+        tokens: The token at each position.
+        counts: Number of likeliest tokens wanted at each position, at most the vocabulary's size.
 
     Returns:
-        For each position the token's log-probability, its rank (1 and how many are likelier), and the likeliest tokens
+        For each position the token's log-probability, its rank (1 + how many are likelier), and the likeliest tokens
         in falling order, lower ids first among equals.
     """
-    rows = logits_SV.float().numpy()  # whose passes over one row take a fraction of torch's
+    rows = logits_SV.float().numpy()  # numpy's passes over one row take a fraction of torch's time
     with np.errstate(all="ignore"):
         return [_of_row(*each) for each in zip(rows, tokens, counts, strict=True)]
 
@@ -48,6 +48,6 @@ def _top(logits_V: NDArray[np.float32], count: int, normaliser: np.float32) -> t
     if not count:
         return ()
     least = np.partition(logits_V, -count)[-count]
-    ids = np.flatnonzero(logits_V >= least)  # ascending, and with all equals of the last
+    ids = np.flatnonzero(logits_V >= least)  # ascending, including all that equal the last
     ids = ids[np.argsort(-logits_V[ids], kind="stable")][:count]
     return tuple(zip(ids.tolist(), (logits_V[ids] - normaliser).tolist(), strict=True))

@@ -1,6 +1,6 @@
-"""Low-rank updates on the CPU: a step's products with those of the adapters that its tokens wear, added in place.
+"""Low-rank updates on the CPU: adds the adapters' products to a step's products, in place.
 
-Owns the order of the products; never decides which token wears what and never reads an adapter. Next to read:
+Owns the order of the products; never decides which token uses which adapter, and never reads one. Next to read:
 engine/model/cpu/adapters.py.
 """
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["CpuAdapterOps", "CpuUpdates", "Place", "SiteUpdate", "UpdatePart", "Wearers", "add_update"]
 
 Place: TypeAlias = tuple[int, str]
-"""A site of a layer; (-1, "head") for the output head."""
+"""(layer, site) of a product; (-1, "head") for the output head."""
 
 
 class UpdatePart(NamedTuple):
-    """One module of a site: columns `first .. first + out` of the product, from ranks `start .. start + r`."""
+    """One module of a site: its columns `first .. first + out` of the product and its ranks `start .. start + r`."""
 
     start: int
     first: int
@@ -31,38 +31,39 @@ class UpdatePart(NamedTuple):
 
 
 class SiteUpdate(NamedTuple):
-    """All modules of one site: y += (x A^T) B for each of its columns."""
+    """All modules of one site: y += (x A^T) B for the columns of each."""
 
     a_IR: Tensor
-    """The modules' A, stacked and transposed."""
+    """A of all modules, stacked and transposed: [I, R]."""
     parts: tuple[UpdatePart, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuUpdates:
-    """One adapter as the CPU multiplies by it: updates in float32, virtual tokens in the dtype of activations."""
+    """One adapter in the form for products on a CPU: updates in float32, virtual tokens in the dtype of activations."""
 
     sites: Mapping[Place, SiteUpdate]
     embedding: tuple[Tensor, Tensor] | None = None
-    """A [V, r], one row a token id, and B [r, E]."""
+    """A [V, r], with one row for each token id, and B [r, E]."""
     virtual_PE: Tensor | None = None
-    """Embeddings of the virtual tokens at positions 0 .. P."""
+    """Embeddings of the virtual tokens at positions 0 .. P - 1."""
 
 
 class Wearers(NamedTuple):
-    """The tokens of a step that wear one adapter."""
+    """The tokens of a step that use one adapter."""
 
     updates: CpuUpdates
     tokens: slice | Tensor
-    """int64 where they do not lie side by side."""
+    """Indices among the step's tokens: int64 unless they are consecutive."""
     positions_M: Tensor
-    """int64: of each of them in its own sequence."""
+    """Position of each of these tokens in its own sequence, int64."""
 
 
 def add_update(y_NO: Tensor, x_NI: Tensor, tokens: slice | Tensor, update: SiteUpdate) -> None:
-    """y[tokens] += (x[tokens] A^T) B, module by module, in place.
+    """Add (x[tokens] A^T) B to y[tokens], module by module, in place.
 
-    In float32, whatever y is: for a few tokens torch's products of bfloat16 take ten times as long to begin.
+    Products are computed in float32 whatever the dtype of y: for a few tokens, torch's overhead for bfloat16 is ten
+    times as high.
     """
     low_MR = x_NI[tokens].float() @ update.a_IR
     for start, first, b_RO in update.parts:
@@ -78,14 +79,14 @@ def add_update(y_NO: Tensor, x_NI: Tensor, tokens: slice | Tensor, update: SiteU
 
 
 class CpuAdapterOps:
-    """The products of one step in which tokens wear adapters."""
+    """The products of one step in which tokens use adapters."""
 
     def __init__(self, ops: CpuOps, wearers: Sequence[Wearers]) -> None:
-        """Take the step's wearers; each token is in at most one of them."""
+        """Compute with `ops` for the adapter users of a step; each token is in at most one entry of `wearers`."""
         self._ops, self._wearers = ops, wearers
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
-        """Embeddings with their updates; those of virtual tokens replace the model's."""
+        """Add the embeddings' updates to `x_NE`, put in the embeddings of virtual tokens, and return it."""
         for updates, tokens, positions_M in self._wearers:
             if updates.embedding is not None:
                 a_VR, b_RE = updates.embedding
@@ -98,7 +99,7 @@ class CpuAdapterOps:
         return x_NE
 
     def _product(self, x_NI: Tensor, packed: CpuLinear, layer: int, site: str) -> Tensor:
-        """The product with the site's updates."""
+        """Return the product with the site's updates."""
         y_NO = packed(x_NI)
         for updates, tokens, _ in self._wearers:
             update = updates.sites.get((layer, site))
@@ -109,25 +110,25 @@ class CpuAdapterOps:
     def add_product(
         self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
-        """(the product with the site's updates, the residual): what the next norm takes."""
+        """Return (the product with the site's updates, the residual), for the next norm to add."""
         return self._product(x_NI, packed, layer, site), residual_NE
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
-        """(product of the norm of the sum with the site's updates, the sum)."""
+        """Return (product of the norm of the sum with the site's updates, the sum)."""
         normed_NE, total_NE = self._ops.normed_sum(x_NE, residual_NE, weight_E)
         return self._product(normed_NE, packed, layer, site), total_NE
 
     def norm_feed(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
-        """(silu(gate) * up of the norm of the sum, the sum), the updates added before silu."""
+        """Return (silu(gate) * up of the norm of the sum, the sum), with the updates added before silu."""
         gate_up_N2F, total_NE = self.norm_product(x_NE, residual_NE, weight_E, packed, layer, site)
         return self._ops.silu_mul(gate_up_N2F), total_NE
 
     def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
-        """The logits with the head's updates; the wearers are those of the S tokens."""
+        """Add the head's updates to the logits and return them; the tokens of the wearers must index these S."""
         for updates, tokens, _ in self._wearers:
             update = updates.sites.get((-1, "head"))
             if update is not None:

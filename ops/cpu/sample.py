@@ -1,8 +1,8 @@
-"""Chooses next tokens from logits on the CPU; never keeps a state: noise comes from (seed, position, token id) alone.
+"""Chooses next tokens from logits on the CPU; has no state: noise comes from (seed, position, token id) only.
 
-A sampled token is the largest `logit / temperature + Gumbel noise` (Gumbel-max), so it depends on its own row's logits
-and parameters and on nothing else; and where those logits differ in their last bits, as they do in reduced precision
-between batches of other sizes, or on a GPU, whose noise is the same, it is the same one but for near ties.
+A sampled token is the largest `logit / temperature + Gumbel noise` (Gumbel-max), so it depends only on its own row's
+logits and parameters. If logits differ in their last bits, as they do in reduced precision between batches of other
+sizes, or on a GPU, whose noise is the same, the token changes only at near ties.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headrace.ops.cpu.noise import RARE, RARELY, gumbel, words, words_of
 __all__ = ["Choosing", "sample"]
 
 NON_FINITE = -1
-_NOISE_RANGE = 26.0  # more than between the largest and the smallest that 32 bits can give
-_FEW = 3000  # tokens: if no more may win, noise is drawn for those alone
+_NOISE_RANGE = 26.0  # more than the difference between the largest and the smallest noise that 32 bits can give
+_FEW = 3000  # tokens: if no more can win, noise is drawn only for these
 _FIRST_SORTED = 512  # most top-p sets are this small: sort no more of the vocabulary than is needed
 
 
 class Choosing(NamedTuple):
-    """How one row's next token is chosen."""
+    """Parameters by which one row's next token is chosen."""
 
     temperature: float
     top_k: int
@@ -42,13 +42,13 @@ def sample(logits_RV: Tensor, rows: Sequence[Choosing]) -> list[int]:
 
     Args:
         logits_RV: float [rows, vocabulary].
-        rows: How to choose; temperature 0 takes the largest logit, the first of equals.
+        rows: Parameters of each row; temperature 0 takes the largest logit, the first of equals.
 
     Returns:
-        One id a row; -1 where the row's largest logit is NaN or infinite.
+        One id for each row; -1 if the row's largest logit is NaN or infinite.
     """
     logits_RV = logits_RV.float()
-    best_R = logits_RV.numpy().argmax(-1)  # 5 to 30 times as fast as torch's; NaN counts as the largest in both
+    best_R = logits_RV.numpy().argmax(-1)  # 5 to 30 times as fast as torch's; both take NaN as the largest
     largest_R = np.take_along_axis(logits_RV.numpy(), best_R[:, None], 1)[:, 0]
     chosen: list[int] = np.where(np.isfinite(largest_R), best_R, NON_FINITE).tolist()
     for index, row in enumerate(rows):
@@ -60,7 +60,7 @@ def sample(logits_RV: Tensor, rows: Sequence[Choosing]) -> list[int]:
 def _sample_row(logits_V: Tensor, row: Choosing) -> int:
     temperature = min(max(row.temperature, 1e-6), 1e30)
     if 0 < row.top_k < len(logits_V):
-        # On the logits: at high temperatures float32 makes distinct ones equal in probability.
+        # Compare logits: at high temperatures, distinct logits have equal probabilities in float32.
         logits_V = torch.where(logits_V >= torch.topk(logits_V, row.top_k).values[-1], logits_V, -math.inf)
     scaled_V = (logits_V * (1.0 / temperature)).numpy()
     if not math.isfinite(scaled_V.max()):
@@ -77,14 +77,14 @@ def _sample_row(logits_V: Tensor, row: Choosing) -> int:
         rare_V = (words_V < RARELY) & may_win_V
         (ids,) = np.nonzero(rare_V)
         reached = (scaled_V[ids] + gumbel(words_V[ids])).max(initial=-np.inf)
-        # Of most other tokens the word tells without a logarithm that their noise is too small.
+        # For most other tokens, the word shows without a logarithm that the noise is too small.
         (ids,) = np.nonzero(rare_V | (may_win_V & (scaled_V >= reached - RARE)))
         words_N = words_V[ids]
     return int(ids[(scaled_V[ids] + gumbel(words_N)).argmax()])
 
 
 def _least_probability(probs_V: Tensor, row: Choosing) -> float:
-    """The smallest probability that top-p, of what top-k left, and min-p let through; ties stay together."""
+    """Return the smallest probability that passes min-p, and top-p of what top-k leaves; ties stay together."""
     least = row.min_p * float(probs_V.max()) if row.min_p > 0.0 else 0.0
     if row.top_p >= 1.0:
         return least

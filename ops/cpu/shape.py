@@ -1,7 +1,7 @@
 """`Shaper`: changes one row's logits on the CPU before a token is chosen: bias, penalties, masks; never chooses one.
 
-A row's counts are kept as the few ids that it holds and how often, so that a step costs what the row has said, not what
-the vocabulary could say, and each new token costs one addition.
+A row's counts are kept as the few ids that it holds and how often, so that a step's cost depends on the row's distinct
+tokens, not on the size of the vocabulary, and each new token costs one addition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Ids = NDArray[np.int64]
 
 
 class Shaper:
-    """What one row does to its logits; holds its counts."""
+    """Shaping of one row's logits, with the counts that it needs."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Shaper:
         stops: Sequence[int],
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """Count `tokens`, the first `prompt_len` of them the prompt; the rest is as in engine/scheduling/shaping.py."""
+        """Count `tokens`, the first `prompt_len` of them the prompt; see engine/scheduling/shaping.py for the rest."""
         self._bias_ids: _Ids = np.array([token for token, _ in bias], np.int64)
         self._bias = np.array([value for _, value in bias], np.float32)
         self._penalties: _Penalties | None = None
@@ -64,11 +64,11 @@ class Shaper:
         """Change `logits_V` in place for the token that follows `tokens`, the row's prompt and completion so far.
 
         Returns:
-            Whether a token is left to choose. Logits whose largest is not finite are left alone, and that is True.
+            Whether a token is left to choose. Logits whose largest is not finite stay as they are; the result is True.
         """
         if not math.isfinite(logits_V.max()):
             return True
-        with np.errstate(over="ignore"):  # which sampling tells, as it does what is not finite
+        with np.errstate(over="ignore"):  # sampling reports the infinities, as it does all that is not finite
             logits_V[self._bias_ids] += self._bias
             if self._penalties is not None:
                 self._penalties.apply(logits_V)
@@ -85,7 +85,7 @@ class Shaper:
 
 
 class _Penalties:
-    """The distinct tokens of a row and how often its completion holds each."""
+    """The distinct tokens of a row, and how often its completion holds each."""
 
     def __init__(self, vocab_size: int, repetition: float, frequency: float, presence: float) -> None:
         self._repetition = np.float32(repetition)

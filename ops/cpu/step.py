@@ -1,4 +1,4 @@
-"""`CpuStep`: what all layers of one step share on the CPU; plain values that `CpuOps` makes and reads."""
+"""`CpuStep`: the values that all layers of one step share on the CPU; `CpuOps` makes and reads them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["CpuStep", "DecodePiece", "PrefillPiece"]
 class DecodePiece:
     """Rows of one token each whose attention is one batched product. B is R * K; S counts gathered tokens of a row.
 
-    Some rows may be added behind those of the step, and their results dropped.
+    Rows may be added behind those of the step; their results are dropped.
     """
 
     start: int
     stop: int
     rows: int
-    """R, with those added."""
+    """Number of rows R, including those added."""
     gather: Tensor
     buffer: Tensor
     keys_BSD: Tensor
     values_BSD: Tensor
     bias_R11S: Tensor | None
-    """0 or -inf; None for a single short row, whose keys and values are exactly what it sees."""
+    """Mask of 0 or -inf; None for a single short row, whose keys and values are exactly those that it attends to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillPiece:
-    """Some queries of a prefill row and the keys that they may see. C is their number, with some added behind them."""
+    """Some queries of a prefill row, and the keys that they may attend to. C is their number with padding."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class PrefillPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuStep:
-    """What all layers of one step share. Only `CpuOps` looks inside."""
+    """The values that all layers of one step share. Only `CpuOps` looks inside."""
 
     cos_N1D: Tensor
     sin_N1D: Tensor

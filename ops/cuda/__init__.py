@@ -1,1 +1,1 @@
-"""The operations of a decoder step on CUDA: which kernel computes what; never imports what is for the CPU."""
+"""The operations of a decoder step on CUDA, and the choice of their kernels; never imports CPU-only code."""

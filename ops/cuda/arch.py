@@ -1,4 +1,4 @@
-"""`Arch`: what a GPU can run; the one place that asks a device what it is, and never chooses a kernel.
+"""`Arch`: the abilities of a GPU; the only module that asks a device for them, and never chooses a kernel.
 
 Kernels say which features and how much shared memory they need (their `refuses`), and are tested against every `Arch`
 of `NAMES` without its hardware: `Arch.named("sm_89")` is what the engine sees on such a GPU.
@@ -30,10 +30,10 @@ _SHARED_BYTES: Final = {
     (12, 0): 99 * _KIB,
     (12, 1): 99 * _KIB,
 }
-"""The most dynamic shared memory of a block, by compute capability (CUDA C++ Programming Guide, table of technical
-specifications)."""
+"""Most dynamic shared memory of a block, in bytes, by compute capability (CUDA C++ Programming Guide, table of
+technical specifications)."""
 _PROCESSORS: Final = 132
-"""The multiprocessors of a GPU that is known by name alone."""
+"""Multiprocessors of a GPU that is known only by name."""
 NAMES: Final = tuple(f"sm_{major}{minor}" for major, minor in _SHARED_BYTES)
 _XQA_MAJORS = (9, 10, 12)
 _OVERRIDE = "HEADRACE_ARCH"
@@ -44,13 +44,13 @@ class Arch:
     """The abilities of one GPU."""
 
     capability: tuple[int, int]
-    """The compute capability, major and minor."""
+    """Compute capability, major and minor."""
     processors: int
-    """The number of multiprocessors."""
+    """Number of multiprocessors."""
     shared_bytes: int
-    """The most dynamic shared memory that one block may have."""
+    """Most dynamic shared memory that one block may have, in bytes."""
     features: frozenset[Feature]
-    """What its instructions and the kernels of libraries allow."""
+    """Features that its instructions and the kernels of libraries allow."""
 
     @classmethod
     def of(cls, device: torch.device | str) -> Arch:
@@ -68,10 +68,10 @@ class Arch:
 
     @classmethod
     def named(cls, name: str) -> Arch:
-        """The GPU of a name such as `sm_89`, with as many multiprocessors as an H200.
+        """Return the GPU of a name such as `sm_89`, with as many multiprocessors as an H200.
 
         Raises:
-            ValueError: It is none of `NAMES`.
+            ValueError: The name is none of `NAMES`.
         """
         if name not in NAMES:
             raise ValueError(f"{_OVERRIDE}: must be one of {', '.join(NAMES)}, got {name!r}")
@@ -80,21 +80,21 @@ class Arch:
 
     @property
     def name(self) -> str:
-        """The name of the target that compilers know, such as `sm_89`."""
+        """Name of the target for compilers, such as `sm_89`."""
         major, minor = self.capability
         return f"sm_{major}{minor}"
 
     def has(self, feature: Feature) -> bool:
-        """Whether kernels may use `feature`."""
+        """Return whether kernels may use `feature`."""
         return feature in self.features
 
     def lacks(self, *features: Feature) -> str | None:
-        """Say in words which of `features` are missing; None where all are there."""
+        """Return a sentence about which of `features` are missing; None if all are there."""
         missing = [_WORDS[feature] for feature in features if feature not in self.features]
         return f"{self.name} lacks {' and '.join(missing)}" if missing else None
 
     def restricted_to(self, other: Arch) -> Arch:
-        """The GPU that has only what both have; it is named after `other`."""
+        """Return the GPU that has only what both have, with the name of `other`."""
         return replace(
             other,
             processors=self.processors,
@@ -119,7 +119,7 @@ def _features(capability: tuple[int, int]) -> frozenset[Feature]:
         "fp8": capability >= (8, 9),
         "dependent_launch": capability >= (9, 0),
         "bulk_copy": capability >= (9, 0),
-        "wgmma": capability[0] == 9,  # Blackwell has other instructions in their place
+        "wgmma": capability[0] == 9,  # Blackwell has other instructions instead
         "xqa": capability[0] in _XQA_MAJORS,
     }
     return frozenset(feature for feature, there in found.items() if there)

@@ -1,7 +1,7 @@
-"""`CudaOps`: what a decoder's block needs on CUDA, each done by the kernel that is fastest for so many tokens.
+"""`CudaOps`: the operations of a decoder's block on CUDA, each by the kernel that is fastest for the number of tokens.
 
 Owns the layout of KV pages on the device and the choice between kernels; never picks pages, samples or loads. Results
-are allocated as they are needed: inside a captured graph from its pool, so that replays reuse the same addresses.
+are allocated when they are needed: inside a captured graph from its pool, so that replays reuse the same addresses.
 
 Everything runs on the current stream, and one `CudaOps` belongs to one stream: split products share its scratch.
 """
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaOps", "CudaProduct", "DecodeStep", "GivenRows", "PrefillStep"]
 
-# Measured on an H200: activation inside the product pays where it saves enough traffic, and costs where F is small.
+# Measured on an H200: the activation inside the product pays where it saves enough traffic, not where F is small.
 _GATED_FEATURES = 8192
-# One row: every program repeats the norm of its input, which pays while that is short.
+# One row: every program computes the norm of its input again, which pays while the input is short.
 _NORM_FEATURES = 2048
 _LINEAR_MULTIPLE = 64
 
 
 class CudaProduct(NamedTuple):
-    """A weight [O, I], contiguous, and its bias."""
+    """Weight [O, I], contiguous, and its bias."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
 
 
 class Postponed(NamedTuple):
-    """The product of a norm that lacks its factors, for `attend` to compute: a kernel may store its keys and values."""
+    """Product of a norm without its factors, for `attend` to compute: a kernel may also store its keys and values."""
 
     even: EvenLinear
     x_NE: Tensor
@@ -63,7 +63,7 @@ class Postponed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeStep:
-    """One token a row; everything is read from the device when a graph replays."""
+    """Decode step: one token for each row; the device reads everything when a graph replays."""
 
     inputs: DecodeInputs
     attention: FusedDecode | DecodeAttention
@@ -71,7 +71,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillStep:
-    """Several tokens a row, planned."""
+    """Prefill step: several tokens for each row, with a plan for attention."""
 
     positions_N: Tensor
     slots_N: Tensor
@@ -80,16 +80,16 @@ class PrefillStep:
 
 
 class GivenRows(NamedTuple):
-    """Virtual tokens whose keys and values are given instead of computed (prefix tuning, Li and Liang, 2021)."""
+    """Virtual tokens whose keys and values are given, not computed (prefix tuning, Li and Liang, 2021)."""
 
     first: int
-    """Of the step's tokens."""
+    """Index of the first of these among the step's tokens."""
     kv_LMX: Tensor
-    """For each layer keys, as they are after rotation, then values: [layers, M, 2 * K * D]."""
+    """Keys, already rotated, then values of each layer: [layers, M, 2 * K * D]."""
 
 
 def _is_whole(packed: CudaProduct) -> bool:
-    """Whether outputs, gates and ups too, come in pieces of 16 bytes."""
+    """Return whether outputs, and gates and ups separately, come in whole pieces of 16 bytes."""
     return len(packed.weight_OI) % 16 == 0
 
 
@@ -113,14 +113,14 @@ class CudaOps:
 
         Args:
             shape: Heads, window, cache dtype.
-            arch: What the GPU can run.
-            eps: Of the norms.
-            cos_sin_PD: float32 [positions, D]: D/2 cosines, then D/2 sines.
-            scratch: Of the one stream on which this runs.
-            even: Computes the products that it can, on that stream; None where it cannot run.
-            even_heads: Likewise, those that become queries, keys and values.
-            tile: Likewise, for many rows.
-            kv_scales: Of layers whose 8-bit keys and values have any; those of 16 bits have none.
+            arch: The abilities of the GPU.
+            eps: Epsilon of the norms.
+            cos_sin_PD: Rotary table, float32 [positions, D]: D/2 cosines, then D/2 sines.
+            scratch: The scratch of the one stream on which this runs.
+            even: The products of few rows on that stream, used where they fit; None where they cannot run.
+            even_heads: The products that become queries, keys and values, used where they fit; None if they cannot run.
+            tile: The products of many rows, used where they fit; None where they cannot run.
+            kv_scales: Scales of 8-bit keys and values, by layer; a 16-bit cache has none.
         """
         self.shape, self.arch = shape, arch
         self.eps = eps
@@ -133,18 +133,18 @@ class CudaOps:
 
     @property
     def even(self) -> EvenLinear | None:
-        """Products of few rows, if those and `even_heads` can run."""
+        """Products of few rows, if these and `even_heads` can run; else None."""
         return None if self._even_heads is None else self._even
 
     # --- pages
 
     def page_bytes(self, num_layers: int) -> int:
-        """Memory of one page over all layers, in bytes."""
+        """Return the memory of one page over all layers, in bytes."""
         shape = self.shape
         return num_layers * 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
 
     def allocate_pages(self, num_layers: int, num_pages: int) -> PageMemory:
-        """Zeroed pages `[layers, pages, 2, T, K, D]`."""
+        """Return zeroed pages `[layers, pages, 2, T, K, D]`."""
         shape = self.shape
         page = (2, shape.page_size, shape.kv_heads, shape.head_dim)
         return PageMemory(num_layers, page, shape.kv_dtype, num_pages, self._cos_sin_PD.device)
@@ -160,13 +160,13 @@ class CudaOps:
     # --- what the decoder calls
 
     def pack(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CudaProduct:
-        """The product with a weight."""
+        """Pack a weight and its bias for `product`."""
         if isinstance(weight, GroupQuantised):
             weight = weight.dense(self.shape.dtype)
         return CudaProduct(weight.contiguous(), bias_O)
 
     def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
-        """x W^T + b."""
+        """Return x W^T + b."""
         weight_OI, bias_O = packed
         even = self._even_for(len(x_NI), weight_OI)
         if len(x_NI) == 1 or even is None:
@@ -177,20 +177,20 @@ class CudaOps:
         return out_NO if bias_O is None else out_NO.add_(bias_O)
 
     def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CudaProduct:
-        """Return the output head's weight as `logits` takes it."""
+        """Pack the output head's weight for `logits`."""
         return self.pack(weight_VE, None)
 
     def logits(self, x_SE: Tensor, packed: CudaProduct) -> Tensor:
-        """Return the product with the output head in float32, as it was summed.
+        """Return the product with the output head in float32, the dtype of its sums.
 
-        Near 16 bfloat16 has steps of 0.125, in which near ties would depend on the shape of the step.
+        From 16 on, bfloat16 has steps of 0.125, so that near ties would depend on the shape of the step.
         """
         return self._product(x_SE, packed.weight_OI, torch.float32)
 
     def add_product(
         self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, norm_E: Tensor | None
     ) -> tuple[Tensor, Tensor | Squares]:
-        """The sum, multiplied by the norm's weight but not by its factors, and its squares; or what `norm` takes."""
+        """Return (the sum times the norm's weight, without its factors; its squares), or the arguments for `norm`."""
         even = self._even_for(len(x_NI), packed.weight_OI)
         if even is None or norm_E is None or packed.bias_O is not None:
             return self.product(x_NI, packed), residual_NE
@@ -198,13 +198,13 @@ class CudaOps:
         return out_NE, even.add(x_NI, packed.weight_OI, residual_NE, norm_E, out_NE)
 
     def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
-        """RMS norm of the sum."""
+        """Return the RMS norm of the sum."""
         return self.normed_sum(x_NE, residual_NE, weight_E)[0]
 
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
     ) -> tuple[Tensor | Postponed, Tensor]:
-        """(product of the norm of the sum, the sum)."""
+        """Return (product of the norm of the sum, the sum)."""
         if isinstance(residual_NE, Squares):
             if self._even is not None and _is_whole(packed):
                 return Postponed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
@@ -217,7 +217,7 @@ class CudaOps:
     def norm_feed(
         self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
     ) -> tuple[Tensor, Tensor]:
-        """(silu(gate) * up of the norm of the sum, the sum)."""
+        """Return (silu(gate) * up of the norm of the sum, the sum)."""
         if isinstance(residual_NE, Squares):
             if self._even is not None and _is_whole(packed):
                 return self._even_feed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
@@ -227,7 +227,7 @@ class CudaOps:
         return self.feed(normed_NE, packed), total_NE
 
     def feed(self, x_NE: Tensor, packed: CudaProduct) -> Tensor:
-        """silu(gate) * up of the product."""
+        """Return silu(gate) * up of the product."""
         weight_2FI, (rows, size_in) = packed.weight_OI, x_NE.shape
         out_NF = torch.empty(rows, weight_2FI.shape[0] // 2, dtype=x_NE.dtype, device=x_NE.device)
         if packed.bias_O is None and rows == 1:
@@ -254,7 +254,7 @@ class CudaOps:
         kv: Tensor,
         layer: int,
     ) -> Tensor:
-        """Norm and rotate q and k, store k and v, attend: [N, H * D]."""
+        """Norm and rotate q and k, store k and v, attend; return [N, H * D]."""
         shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
         if isinstance(qkv_NX, Postponed):
             if isinstance(step, DecodeStep) and (heads := self._heads_for(qkv_NX, step)) is not None:
@@ -270,7 +270,7 @@ class CudaOps:
             self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, scales, qkv_NX)
             for first, kv_LMX in step.given:
                 kv_MX, slots_M = kv_LMX[layer], step.slots_N[first : first + kv_LMX.shape[1]]
-                still_M = torch.zeros_like(slots_M)  # position 0 turns by nothing
+                still_M = torch.zeros_like(slots_M)  # position 0 is not rotated
                 self._rope_and_write(kv_MX, None, None, still_M, slots_M, kv_layer, scales, kv_MX, heads=0)
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
             step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
@@ -286,7 +286,7 @@ class CudaOps:
         return out_NX
 
     def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """(RMS norm of the sum, the sum)."""
+        """Return (RMS norm of the sum, the sum)."""
         if isinstance(residual_NE, Squares):
             squares_N1 = residual_NE.parts_EN.sum(0)[:, None]
             return (x_NE * torch.rsqrt(squares_N1 / x_NE.shape[1] + self.eps)).to(x_NE.dtype), residual_NE.total_NE
@@ -300,7 +300,7 @@ class CudaOps:
     # --- inside
 
     def _product(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x W^T in `dtype`, by a kernel that rounds its float32 sums to any."""
+        """Return x W^T in `dtype`, from a kernel that rounds float32 sums to any dtype."""
         rows, size_in = x_NI.shape
         out_NO = torch.empty(rows, len(weight_OI), dtype=dtype, device=x_NI.device)
         if rows == 1:
@@ -317,13 +317,13 @@ class CudaOps:
         return self._even if EvenLinear.fits(rows, *weight_OI.shape) else None
 
     def _heads_for(self, qkv: Postponed, step: DecodeStep) -> EvenHeads | None:
-        """What computes queries, keys and values at once, where attention takes them so."""
+        """Return the kernel that makes queries, keys and values at once, or None where it cannot be used."""
         if isinstance(step.attention, FusedDecode) or qkv.packed.bias_O is not None:
             return None
         return self._even_heads if EvenHeads.fits(*qkv.x_NE.shape) else None
 
     def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales) -> Tensor:
-        """Attend with queries that are rotated and whose keys and values are stored."""
+        """Attend with rotated queries, whose keys and values are already stored."""
         assert not isinstance(step.attention, FusedDecode)
         out_NX = torch.empty_like(q_NX)
         head = (len(q_NX), self.shape.heads, self.shape.head_dim)
@@ -332,13 +332,13 @@ class CudaOps:
 
     @staticmethod
     def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares | None) -> Tensor:
-        """The product of a norm that lacks its factors."""
+        """Return the product of a norm, of which `squares` holds the missing factors."""
         out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
         even.product(x_NI, packed.weight_OI, out_NO, squares)
         return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O)
 
     def _even_feed(self, even: EvenLinear, x_NE: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
-        """silu(gate) * up of such a norm."""
+        """Return silu(gate) * up of the product of a norm, of which `squares` holds the missing factors."""
         out_NF = torch.empty(len(x_NE), len(packed.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
         if packed.bias_O is None:
             even.silu_mul(x_NE, packed.weight_OI, out_NF, squares)
@@ -349,7 +349,7 @@ class CudaOps:
     def _vector(
         self, x_1E: Tensor, residual_1E: Tensor | None, norm_E: Tensor, weight_OI: Tensor, *, gated: bool
     ) -> tuple[Tensor, Tensor]:
-        """One row: add, norm, product and activation in one kernel."""
+        """Add, norm, multiply and activate for one row in one kernel; return (the product, the sum)."""
         total_1E = x_1E if residual_1E is None else torch.empty_like(x_1E)
         size_out = weight_OI.shape[0] // 2 if gated else weight_OI.shape[0]
         out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
@@ -369,7 +369,7 @@ class CudaOps:
         q_out: Tensor,
         heads: int | None = None,
     ) -> None:
-        """`norm_rope_write` of the model's heads, or of fewer queries."""
+        """Call `norm_rope_write` for the model's heads, or for fewer queries."""
         shape = self.shape
         fused.norm_rope_write(
             qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,

@@ -1,8 +1,8 @@
-"""The small operations of a decoder step on CUDA, one Triton kernel each; never allocates or chooses tokens.
+"""The small operations of a decoder step on CUDA, one Triton kernel each; never allocates, and never chooses tokens.
 
 Every function writes into tensors of the caller, runs on the current stream and can be captured in a CUDA graph. With
-`pdl=True` (sm_90 and newer) a kernel may be scheduled while its predecessor drains; it touches no memory that another
-kernel writes before that one has finished.
+`pdl=True` (sm_90 and newer) a kernel may be scheduled while its predecessor drains; before it touches memory that
+another kernel writes, it waits for that kernel to finish.
 
 Shape letters as in `ops/paged.py`; B rows of a captured batch, C tokens of a row's pool, X a token's packed q, k and v.
 """
@@ -27,20 +27,20 @@ _COPY_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeInputs:
-    """What one decode step of B rows reads, derived on the device by `prepare_decode`; all owned by the caller."""
+    """Inputs of one decode step of B rows, derived on the device by `prepare_decode`; the caller owns the tensors."""
 
     tokens_B: Tensor
-    """int32 or int64: the token that each row computes."""
+    """Token that each row computes, int32 or int64."""
     positions_B: Tensor
-    """int32 or int64: its position in its own sequence."""
+    """Position of the token in its own sequence, int32 or int64."""
     slots_B: Tensor
-    """int64: page * page_size + offset where its key and value go."""
+    """Place of the token's key and value, int64: page * page_size + offset."""
     seq_lens_B: Tensor
-    """int32 or uint32: context length, this token included."""
+    """Context length, this token included, int32 or uint32."""
     pages_BP: Tensor
-    """int32 contiguous: the row's pages; columns past its length keep what they held: start from valid page numbers."""
+    """Page numbers of each row, int32, contiguous; columns past a length stay: fill them with valid page numbers."""
     tails_B: Tensor
-    """int32: `seq_lens - (P - 1) * page_size`, negative for most rows: see `cuda_attention.PlannedDecode`."""
+    """Tail for `attention.paged.PlannedDecode`, int32: `seq_lens - (P - 1) * page_size`, negative for most rows."""
 
 
 @triton.jit
@@ -97,13 +97,13 @@ def prepare_decode(
     """Derive a decode step's inputs from the state on the device.
 
     Args:
-        rows_B: int32 row numbers; padding names the dummy row, whose length stays 0.
-        pool_RC: int32 tokens of each row.
-        lengths_R: int32 tokens of each row whose keys and values are written.
-        table_RP: int32 page numbers of each row.
-        out: Written for every row; `pages_BP` may have fewer columns than `table_RP` where contexts are known to fit.
+        rows_B: Row numbers, int32; padding is the dummy row, whose length stays 0.
+        pool_RC: Tokens of each row, int32.
+        lengths_R: Number of tokens of each row whose keys and values are written, int32.
+        table_RP: Page numbers of each row, int32.
+        out: Inputs to write; `pages_BP` may have fewer columns than `table_RP` where contexts are known to fit.
         page_size: Tokens in a page.
-        pdl: Launch programmatically dependent.
+        pdl: Whether to use programmatic dependent launch.
     """
     columns = out.pages_BP.shape[1]
     grid = (rows_B.shape[0], triton.cdiv(columns, _COPY_BLOCK))
@@ -132,7 +132,7 @@ def prepare_decode(
 
 @triton.jit
 def finite(x):
-    """x, or 0 where bf16 could not hold it: what a failed row leaves in a page must not reach the page's next user."""
+    """Return x, or 0 where bf16 could not hold it: a failed row's values in a page must not reach its next user."""
     return tl.where(tl.abs(x) < 3.38e38, x, 0.0)
 
 
@@ -233,20 +233,20 @@ def norm_rope_write(
     """Normalise queries and keys (if weights are given), rotate them, and store keys and values in their pages.
 
     Args:
-        qkv_NX: bf16 or fp16 `[N, (H + 2K) * D]`, last dimension contiguous.
-        q_norm_D: RMS norm weight of a query head, or None; given together with `k_norm_D`.
-        k_norm_D: The same for keys.
-        cos_sin_PD: float32 `[positions, D]`: D/2 cosines, then D/2 sines.
-        positions_N: int32 or int64.
-        slots_N: int64 page * page_size + offset; -1 stores nothing.
-        kv_layer: `[pages, 2, T, K, D]`, of qkv's dtype or float8_e4m3fn.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        eps: Of the norms.
-        q_out: Where queries go, `[N, H, D]` or `[N, H * D]`, last dimensions contiguous; None: in place in `qkv_NX`.
-        k_scale: With an fp8 cache, what a stored key is multiplied by when it is read.
-        v_scale: The same for values.
-        pdl: Launch programmatically dependent.
+        qkv_NX: Packed queries, keys and values, bf16 or fp16 `[N, (H + 2K) * D]`, last dimension contiguous.
+        q_norm_D: RMS norm weight of query heads, or None; given together with `k_norm_D`.
+        k_norm_D: RMS norm weight of key heads, or None.
+        cos_sin_PD: Rotary table, float32 `[positions, D]`: D/2 cosines, then D/2 sines.
+        positions_N: Position of each token, int32 or int64.
+        slots_N: Place of each key and value, int64: page * page_size + offset; -1 stores nothing.
+        kv_layer: Paged cache of the layer, `[pages, 2, T, K, D]`, of qkv's dtype or float8_e4m3fn.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads.
+        eps: Epsilon of the norms.
+        q_out: Output for queries, `[N, H, D]` or `[N, H * D]`, last dimensions contiguous; None: in place in `qkv_NX`.
+        k_scale: Factor of stored keys when they are read from an fp8 cache.
+        v_scale: Factor of stored values when they are read from an fp8 cache.
+        pdl: Whether to use programmatic dependent launch.
     """
     dim = cos_sin_PD.shape[1]
     target = qkv_NX if q_out is None else q_out
@@ -265,7 +265,7 @@ def norm_rope_write(
 
 
 def _head_group(heads: int, kv_heads: int, tokens: int) -> int:
-    """Heads of one program: a power of two that divides both counts; fewer where few tokens have to fill the GPU."""
+    """Return the heads of one program, a power of two that divides both counts; fewer where few tokens fill the GPU."""
     most = 8 if tokens > 64 else 2
     group = 1
     while group < most and heads % (2 * group) == 0 and kv_heads % (2 * group) == 0:
@@ -308,7 +308,7 @@ def _warps(size: int) -> int:
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, out: Tensor, *, pdl: bool = False) -> None:
-    """`out = x / rms(x) * weight` along the last dimension, in float32 inside; `out` may be `x_NE`."""
+    """Compute `out = x / rms(x) * weight` over the last dimension, in float32 inside; `out` may be `x_NE`."""
     size = x_NE.shape[1]
     _rms_norm_kernel[(x_NE.shape[0],)](
         x_NE,
@@ -331,7 +331,7 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, out: Tensor, *, pdl: bo
 def add_rms_norm(
     x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor, eps: float, out: Tensor | None = None, *, pdl: bool = False
 ) -> None:
-    """`residual += x`, then `out = residual / rms(residual) * weight`; None writes the norm into `x_NE`.
+    """Compute `residual += x`, then `out = residual / rms(residual) * weight`; None writes the norm into `x_NE`.
 
     The norm is taken of the float32 sum, before it is rounded to the residual's dtype.
     """
@@ -368,7 +368,7 @@ def _silu_mul_kernel(gate_up, out, in_stride, out_stride, size, BLOCK: tl.conste
 
 
 def silu_mul(gate_up_N2F: Tensor, out: Tensor, *, pdl: bool = False) -> None:
-    """`out = silu(gate) * up`, where each token of `gate_up_N2F` holds F gates, then F ups."""
+    """Compute `out = silu(gate) * up`, where each token of `gate_up_N2F` holds F gates, then F ups."""
     size = out.shape[1]
     block = 1024
     _silu_mul_kernel[(out.shape[0], triton.cdiv(size, block))](

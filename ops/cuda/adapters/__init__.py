@@ -1,1 +1,1 @@
-"""Low-rank updates of adapters on CUDA; never loads an adapter and never decides which request has which."""
+"""Low-rank updates of adapters on CUDA; never loads an adapter or assigns one to a request."""

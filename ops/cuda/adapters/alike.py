@@ -1,8 +1,8 @@
-"""Low-rank updates of up to 64 rows that wear one adapter or none, on CUDA (Triton); never of two adapters.
+"""Low-rank updates of up to 64 rows that use one adapter or none, on CUDA (Triton); never of two adapters.
 
-The adapter is read once, and multiplied with all rows on tensor cores; for those that wear none t counts as zeros. So
-nothing is gathered or sorted, and a program of `expand_alike` has all but t and y in its hands while the product before
-it still runs. Letters as in rows.py; next to read: products.py.
+The adapter is read once, and multiplied with all rows on tensor cores; for rows without it, t counts as zeros. So
+nothing is gathered or sorted, and a program of `expand_alike` loads all but t and y while the product before it still
+runs. Letters as in rows.py; next to read: products.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _shrink_alike_kernel(
 
 @triton.jit
 def _add(total, b, module, planes, row, wears, rank, ranks, split_stride, PLANE: tl.constexpr, SPLITS: tl.constexpr):
-    """total and t B of some ranks of one module."""
+    """Return `total` plus t B of some ranks of one module."""
     at = planes + tl.load(module + 3) + row[:, None] * PLANE + rank[None, :]
     mask = wears[:, None] & (rank < ranks)[None, :]
     t = tl.load(at, mask=mask, other=0.0)
@@ -148,12 +148,12 @@ def _expand_alike_kernel(
 
 
 def shrink_alike(x_NI: Tensor, batch: LoraBatch, site: LoraSite) -> Tensor:
-    """t = x A^T of each row's adapter, as shrink.py's `shrink` returns it, of at most 64 rows.
+    """Return t = x A^T of the adapter that up to 64 rows use, in the form of shrink.py's `shrink`.
 
     Args:
-        x_NI: Of the arena's dtype, last dimension contiguous.
-        batch: Who uses what; its first entry has the one adapter, if any is worn.
-        site: Of which product.
+        x_NI: Input in the arena's dtype, last dimension contiguous.
+        batch: The adapters of the rows; the first entry has the one adapter, if a row uses it.
+        site: The site of the product.
     """
     rows, modules = len(x_NI), len(site.sizes_out)
     splits = min(8, triton.cdiv(site.size_in, _SPLIT))
@@ -178,16 +178,16 @@ def expand_alike(
     gated: bool = False,
     pdl: bool = False,
 ) -> None:
-    """`out = y + t B`, or with `gated` silu of its first half times its second.
+    """Compute `out = y + t B`, or with `gated` silu of its first half times its second.
 
     Args:
-        planes: What `shrink_alike` returned for the same batch and site.
+        planes: The result of `shrink_alike` for the same batch and site.
         y_NO: The product, its modules side by side; last dimension contiguous.
-        out_NO: As `y_NO`, which it may be; half as wide with `gated`.
-        batch: Who uses what.
-        site: Of which product.
+        out_NO: Output of the same form as `y_NO`, which it may be; half as wide with `gated`.
+        batch: The adapters of the rows.
+        site: The site of the product.
         gated: Whether the site is that of gate and up.
-        pdl: Launch programmatically dependent: no kernel of the last two may write the arena or the tables.
+        pdl: Whether to use programmatic dependent launch; the last two kernels must not write the arena or the tables.
     """
     sizes = site.sizes_out[: 1 if gated else None]
     _expand_alike_kernel[(sum(triton.cdiv(size, _BLOCK_OUT) for size in sizes),)](

@@ -1,7 +1,7 @@
-"""y += t B of each token's own low-rank adapter on CUDA (Triton): in place, before silu(gate) * up, or before a norm.
+"""Adds t B of each token's own low-rank adapter on CUDA (Triton): to y, before silu(gate) * up, or before a norm.
 
-Reads each B where it lies, at its own rank, its first tile while the kernel before still runs; sums over the splits of
-t are in a fixed order. Never writes a column of a token that has no update there. Letters as in rows.py.
+Reads each B in place, at its own rank, and its first tile while the kernel before still runs; sums over the splits of t
+are in a fixed order. Never writes a column of a token that has no update there. Letters as in rows.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STAGES = 3
 
 @triton.jit
 def _row_times(planes, rank, known, split_stride, w, SPLITS: tl.constexpr):
-    """t B for some ranks of a token, with t summed over the splits and rounded as it would have been stored."""
+    """Return t B for some ranks of a token, with t summed over the splits and rounded as it would be in memory."""
     split = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None]
     at = planes + split * split_stride + rank[None, :]
     t = tl.sum(tl.load(at, mask=(split < SPLITS) & known[None, :], other=0.0), axis=0)
@@ -124,7 +124,7 @@ def _expand_row_kernel(  # noqa: PLR0915 - one kernel is one launch
 
 @triton.jit
 def _group_low(planes, token, real, rank, known, split_stride, PLANE: tl.constexpr, SPLITS: tl.constexpr):
-    """t of some tokens and ranks, summed over the splits: float32 [tokens, ranks]."""
+    """Return t of some tokens and ranks, summed over the splits: float32 [tokens, ranks]."""
     at = planes + token[:, None] * PLANE + rank[None, :]
     total = tl.load(at, mask=real[:, None] & known[None, :], other=0.0)
     for split in tl.static_range(1, SPLITS):
@@ -268,15 +268,15 @@ def expand(
     how: UpdateTiling | None = None,
     pdl: bool = False,
 ) -> None:
-    """`y += t B` in place, for the tokens that have an adapter.
+    """Compute `y += t B` in place, for the tokens that have an adapter.
 
     Args:
-        planes: What `shrink` returned for the same batch and site.
+        planes: The result of `shrink` for the same batch and site.
         y_NO: The product, its modules side by side; last dimension contiguous.
-        batch: Who uses what.
-        site: Of which product.
-        how: None for `expand_tiling`'s choice.
-        pdl: As `shrink`.
+        batch: The adapters of the tokens.
+        site: The site of the product.
+        how: Division of the work; None for that of `expand_tiling`.
+        pdl: The same as for `shrink`.
     """
     _expand(planes, y_NO, y_NO, batch, site, how, gated=False, pdl=pdl)
 
@@ -291,7 +291,10 @@ def expand_silu_mul(
     how: UpdateTiling | None = None,
     pdl: bool = False,
 ) -> None:
-    """`out = silu(gate + t_0 B_0) * (up + t_1 B_1)` for all tokens, those of no adapter too; else as `expand`."""
+    """Compute `out = silu(gate + t_0 B_0) * (up + t_1 B_1)` for all tokens, with t = 0 for those without an adapter.
+
+    The other arguments are those of `expand`.
+    """
     _expand(planes, gate_up_N2F, out_NF, batch, site, how, gated=True, pdl=pdl)
 
 
@@ -306,7 +309,7 @@ def expand_add_norm(
     *,
     pdl: bool = False,
 ) -> None:
-    """`expand`, then `residual += y` and `y = residual / rms(residual) * weight`, for a site of one module; few tokens.
+    """Do `expand`, `residual += y`, and `y = residual / rms(residual) * weight`, for few tokens and a one-module site.
 
     The norm is taken of the float32 sum, before it is rounded to the residual's dtype.
     """
@@ -355,13 +358,13 @@ def _expand(
 
 
 def _stages(batch: LoraBatch, how: UpdateTiling, splits: int, *, gated: bool) -> int:
-    """Steps over ranks whose loads are on their way at once: three, or as many as shared memory has room for."""
+    """Return how many steps over ranks load at the same time: three, or as many as shared memory has room for."""
     step_bytes = how.rank * (4 * splits * batch.rows + 2 * how.block) * (2 if gated else 1)
     return max(1, min(_STAGES, batch.shared_bytes // step_bytes))
 
 
 def expand_tiling(batch: LoraBatch, site: LoraSite, *, gated: bool) -> UpdateTiling:
-    """The division of `expand` for a batch."""
+    """Return the division of the work of `expand` for a batch."""
     if batch.rows != 1:
         return UpdateTiling(16, 256, 8) if gated and batch.rows == GROUP else UpdateTiling(16, 64 if gated else 128, 4)
     entries = batch.entries_E4.shape[0]

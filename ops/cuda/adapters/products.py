@@ -1,7 +1,7 @@
-"""`CudaAdapterOps`: a step's products on CUDA with the low-rank updates of the adapters that its tokens wear.
+"""`CudaAdapterOps`: a step's products on CUDA with the low-rank updates of the adapters that its tokens use.
 
-Owns the order of the launches and what they fuse: an update in place where the next kernel is attention or the output
-head, before silu(gate) * up, ahead of the next norm, or within the product. Never picks adapters. Next to read:
+Owns the order of the launches and their fusion: an update is added in place where the next kernel is attention or the
+output head, or before silu(gate) * up, before the next norm, or within the product. Never picks adapters. Next to read:
 rows.py.
 """
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaAdapterOps", "VirtualRows"]
 
-# Measured on an H200: a program for each row adds its update and takes the norm fastest while that is one wave.
+# Measured on an H200: a program for each row adds its update and takes the norm, fastest while all run in one wave.
 _NORM_ROWS = 128
 
 
 class VirtualRows(NamedTuple):
-    """Embeddings that take the places of a step's tokens from `first` on (prompt tuning, Lester et al., 2021)."""
+    """Embeddings that replace those of a step's tokens from `first` on (prompt tuning, Lester et al., 2021)."""
 
     first: int
     given_ME: Tensor
 
 
 class CudaAdapterOps:
-    """The products of one step in which tokens wear adapters; an update may wait for the norm after its product."""
+    """The products of one step in which tokens use adapters; an update may be added by the norm after its product."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class CudaAdapterOps:
         """Compute with `ops`.
 
         Args:
-            ops: Of any attention window: products are the same.
-            batch: Which token wears what.
-            sites: Of each (layer, site), and of (-1, "embed") and (-1, "head").
-            layers: Of the model: the update of the last product has no norm of a layer to wait for.
-            feeds: Whether an adapter that is worn updates gate, up or down.
-            ends: Whether one updates the embeddings or the output head.
-            virtual: Tokens of the step whose embeddings are given.
-            side: Where x A^T is computed beside products that few rows leave the GPU room for; None: before them.
+            ops: The operations of any attention window, as all have the same products.
+            batch: The adapter of each token.
+            sites: The sites by (layer, name), with (-1, "embed") and (-1, "head").
+            layers: Layers of the model; no norm of a layer follows the last product, whose update is added at once.
+            feeds: Whether an adapter in use updates gate, up or down.
+            ends: Whether an adapter in use updates the embeddings or the output head.
+            virtual: Embeddings that are given for tokens of the step.
+            side: Stream that computes x A^T beside products of few rows; None to compute it before them.
         """
         self._ops, self._batch, self._sites, self._last = ops, batch, sites, layers - 1
         self._feeds, self._ends, self._virtual = feeds, ends, virtual
@@ -73,7 +73,7 @@ class CudaAdapterOps:
         self._waiting: Waiting | None = None
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
-        """Embeddings with their updates; those of virtual tokens replace the model's."""
+        """Add the embeddings' updates to `x_NE`, put in the embeddings of virtual tokens, and return it."""
         if self._ends:
             place = self._sites[-1, "embed"]
             expand(look_up(tokens_N, self._batch, place), x_NE, self._batch, place)
@@ -84,7 +84,7 @@ class CudaAdapterOps:
     def add_product(
         self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
-        """(x W^T + b with the site's updates, which may be added by the next norm, the residual)."""
+        """Return (x W^T + b with the site's updates, unless the next norm adds them, the residual)."""
         if site == "down" and not self._feeds:
             return self._ops.product(x_NI, packed), residual_NE
         place = self._sites[layer, site]
@@ -98,7 +98,7 @@ class CudaAdapterOps:
     def norm_product(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
-        """(product of the norm of the sum with the site's updates, the sum)."""
+        """Return (product of the norm of the sum with the site's updates, the sum)."""
         place = self._sites[layer, site]
         if self._is_one(x_NE):
             y_1O, total_1E = self._one(x_NE, residual_NE, weight_E, packed, place, gated=False)
@@ -111,7 +111,7 @@ class CudaAdapterOps:
     def norm_feed(
         self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
     ) -> tuple[Tensor, Tensor]:
-        """(silu(gate) * up of the norm of the sum with the site's updates, the sum)."""
+        """Return (silu(gate) * up of the norm of the sum with the site's updates, the sum)."""
         if self._waiting is None and not self._feeds:
             return self._ops.norm_feed(x_NE, residual_NE, weight_E, packed)
         if self._feeds and packed.bias_O is None and self._is_one(x_NE):
@@ -130,7 +130,7 @@ class CudaAdapterOps:
         return out_NF, total_NE
 
     def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
-        """The logits with the head's updates; the step's tokens are those S."""
+        """Add the head's updates to the logits and return them; the batch must be that of the S tokens."""
         if self._ends:
             place = self._sites[-1, "head"]
             low = shrink(hidden_SE, self._batch, place, pdl=self._ops.pdl)
@@ -138,7 +138,7 @@ class CudaAdapterOps:
         return logits_SV
 
     def _is_one(self, x_NI: Tensor) -> bool:
-        """Whether one row's kernels serve."""
+        """Return whether the kernels for one row can compute the product."""
         return len(x_NI) == 1 and self._batch.rows == 1
 
     def _one(
@@ -151,7 +151,7 @@ class CudaAdapterOps:
         *,
         gated: bool,
     ) -> tuple[Tensor, Tensor]:
-        """(product of the norm of the sum with the site's updates, gated or not, the sum) of one row."""
+        """Return (product of one row's norm of the sum with the site's updates, gated or not, the sum)."""
         ops, waiting = self._ops, self._waiting
         self._waiting = None
         row = norm_shrink(x_1E, residual_1E, weight_E, self._batch, site, waiting, pdl=ops.pdl)
@@ -161,7 +161,7 @@ class CudaAdapterOps:
         return out_1O, row.total_1E
 
     def _with_low(self, x_NI: Tensor, packed: CudaProduct, site: LoraSite) -> tuple[Tensor, Tensor]:
-        """(x W^T + b, x A^T)."""
+        """Return (x W^T + b, x A^T)."""
         if self._is_one(x_NI):
             y_1O = torch.empty(1, packed.weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
             low = vector_linear_shrink(x_NI, packed.weight_OI, y_1O, self._batch, site, pdl=self._ops.pdl)
@@ -178,7 +178,7 @@ class CudaAdapterOps:
         return y_NO, low
 
     def _expand(self, low: Tensor, y_NO: Tensor, site: LoraSite) -> None:
-        """`y += t B` in place."""
+        """Compute `y += t B` in place."""
         if self._alike:
             expand_alike(low, y_NO, y_NO, self._batch, site, pdl=self._ops.pdl)
         else:

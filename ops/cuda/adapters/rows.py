@@ -1,4 +1,4 @@
-"""Which tokens of a step wear which low-rank adapter, as the CUDA kernels read it; never loads an adapter.
+"""The assignment of low-rank adapters to a step's tokens, as the CUDA kernels read it; never loads an adapter.
 
 Everything lies on the device, so that a captured step serves any mix of adapters and ranks: the blocks of all adapters
 in one arena, a table of where each matrix is, and entries of tokens that share an adapter. Blocks are as
@@ -33,75 +33,75 @@ __all__ = [
 ]
 
 UNIT = 8
-"""Elements that a table's offsets count in."""
+"""Elements per unit of a table's offsets."""
 GROUP = 32
-"""Rows of one entry of a decode step."""
+"""Most rows in one entry of a decode step."""
 ALIKE = 256
-"""Rows of one entry where all that wear an adapter wear the same."""
+"""Most rows in one entry where all rows with an adapter use the same one."""
 SEGMENT = 64
-"""Tokens of one entry of a prefill."""
+"""Most tokens in one entry of a prefill."""
 
 
 class UpdateTiling(NamedTuple):
-    """How one launch is divided."""
+    """Division of one launch into tiles."""
 
     rank: int
-    """Rows of A, or of B transposed, in a tile."""
+    """Rows of A, or of transposed B, in a tile."""
     block: int
     """Features in a tile."""
     warps: int
     steps: int = 1
-    """Tiles, one after another, of a program."""
+    """Number of tiles that a program works on, one after another."""
 
 
 class LoraSite(NamedTuple):
     """One product of one layer."""
 
     line: int
-    """Of its first module in the table."""
+    """Index in the table of the site's first module."""
     size_in: int
     sizes_out: tuple[int, ...]
-    """Of each module."""
+    """Output features of each module."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraBatch:
-    """Which tokens use which adapter; everything is read from the device when a graph replays."""
+    """The adapters of a step's tokens; the device reads everything when a graph replays."""
 
     arena: Tensor
-    """bf16 or fp16: the blocks of all adapters."""
+    """Blocks of all adapters, bf16 or fp16."""
     table: Tensor
-    """int32 [slots, modules, 4]: where A and B of a module begin in the arena, in `UNIT`s, its rank, 0 where the
-    adapter has none, and the ranks of its site's modules before it."""
+    """Line of each module, int32 [slots, modules, 4]: the places of A and B in the arena, in units of `UNIT`; the rank,
+    which is 0 without an update; and the ranks of its site's modules before it."""
     entries_E4: Tensor
-    """int32: (slot or -1, first place in `order_N`, tokens, the first token) of up to `rows` tokens of one adapter or
-    of none; every token belongs to one entry. Those with a slot come first; spare ones have no token."""
+    """Entries, int32: (slot or -1, first place in `order_N`, tokens, the first token) of up to `rows` tokens of one
+    adapter or of none; every token belongs to one entry. Entries with a slot come first; spare ones have no tokens."""
     counts: Tensor
-    """int32: entries with a slot, and all that have tokens; where `rows` is 1 nobody reads them."""
+    """Number of entries with a slot, and of all that have tokens, int32 [2]; not read where `rows` is 1."""
     order_N: Tensor
-    """int32: token numbers, those of one entry side by side."""
+    """Indices of tokens, int32, with those of one entry next to each other."""
     slots_N: Tensor
-    """int32: each token's slot or -1."""
+    """Slot of each token, or -1, int32."""
     rows: int
-    """Tokens of an entry at most: 1, `GROUP`, `ALIKE` or `SEGMENT`."""
+    """Most tokens in an entry: 1, `GROUP`, `ALIKE` or `SEGMENT`."""
     max_rank: int
     shared_bytes: int
-    """The most shared memory that one block may have on the GPU that holds all this."""
+    """Most dynamic shared memory that one block may have on this GPU, in bytes."""
 
 
 class WornSite(NamedTuple):
-    """One site's modules of the one adapter that rows of a step wear; `rows` of such a batch is `ALIKE`."""
+    """One site's modules of the one adapter that rows of a step use, in a batch whose `rows` is `ALIKE`."""
 
     arena: Tensor
     own_M4: Tensor
-    """int32: the lines of the table, of ranks up to compiling/source.py's `WORN_RANK`; contiguous."""
+    """Lines of the table, int32, contiguous, with ranks up to compiling/source.py's `WORN_RANK`."""
     slots_N: Tensor
-    """int32: each row's slot or -1."""
+    """Slot of each row, or -1, int32."""
 
 
 @triton.jit
 def module_of(tile, size_0, size_1, size_2, BLOCK: tl.constexpr, MODULES: tl.constexpr):
-    """(module, its size, the features before it, the tile in it) of a tile among those of all modules."""
+    """Return (module, its size, the features before it, the tile within it) for a tile of a site's modules."""
     place = 0
     before = 0
     size = size_0
@@ -126,7 +126,7 @@ def _group_kernel(
     other = tl.arange(0, MANY)
     mine = tl.load(slots + tl.load(batch + at, mask=at < rows, other=0), mask=at < rows, other=-1)
     theirs = tl.load(slots + tl.load(batch + other, mask=other < rows, other=0), mask=other < rows, other=-1)
-    # Rows without an adapter come last; equal ones keep their order.
+    # Rows without an adapter come last; rows of one adapter keep their order.
     key = tl.where(mine < 0, 0x7FFFFFFF, mine)[:, None]
     keys = tl.where(theirs < 0, 0x7FFFFFFF, theirs)[None, :]
     real = (other < rows)[None, :]
@@ -167,9 +167,9 @@ def group_rows(slots_R: Tensor, batch_B: Tensor, batch: LoraBatch) -> None:
     """Write `batch`'s entries and order for the rows of a decode step.
 
     Args:
-        slots_R: int32: the slot of each row's adapter, -1 for none.
-        batch_B: int32: the rows of the batch.
-        batch: Its entries and order have a place for each row of the batch.
+        slots_R: Slot of each row's adapter, int32, -1 for none.
+        batch_B: Rows of the batch, int32.
+        batch: The batch to write, with room for an entry and a place for each row.
     """
     rows, block = batch_B.shape[0], 16
     many = triton.next_power_of_2(rows)
@@ -189,6 +189,6 @@ def _pick_kernel(table, entries, own, words, BLOCK: tl.constexpr):
 
 
 def pick(batch: LoraBatch, own_M4: Tensor) -> None:
-    """Copy the table's lines of the one adapter that `batch`'s rows wear, of any where they wear none, to `own_M4`."""
+    """Copy the table's lines of the one adapter that `batch`'s rows use, or of slot 0 if none is used, to `own_M4`."""
     words, block = own_M4.numel(), 1024
     _pick_kernel[(triton.cdiv(words, block),)](batch.table, batch.entries_E4, own_M4, words, BLOCK=block, num_warps=4)

@@ -1,8 +1,8 @@
-"""t = x A^T of each token's own low-rank adapter on CUDA (Triton): many adapters of any ranks in one launch.
+"""Computes t = x A^T of each token's own low-rank adapter on CUDA (Triton): many adapters of any ranks in one launch.
 
-Reads each A where it lies, at its own rank; never pads one to another's rank. A launch fetches the first of it while
-the kernel before still runs, for no kernel of a step writes adapters or tables. Nothing is zeroed or added atomically:
-each split of the inner dimension has a plane of its own, summed by expand.py in order. Letters as in rows.py.
+Reads each A in place, at its own rank; never pads one to another's rank. A launch fetches its first tiles while the
+kernel before still runs, as no kernel of a step writes adapters or tables. Nothing is zeroed or added atomically: each
+split of the inner dimension has a plane of its own, summed by expand.py in order. Letters as in rows.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _shrink_row_kernel(
     source = x + token * x_stride + inner
     target = planes + split * split_stride + token * PLANE
     for first in range(lane * RANK, ranks, LANES * RANK):
-        if first > lane * RANK:  # ranks that the lanes do not reach at once
+        if first > lane * RANK:  # the ranks beyond those that one pass covers
             rank += LANES * RANK
             known = (rank < ranks)[:, None]
             line += LANES * RANK * size_in.to(tl.int64)
@@ -200,7 +200,7 @@ def _look_up_kernel(tokens, arena, table, slots, planes, index, modules, PLANE: 
 
 
 def look_up(tokens_N: Tensor, batch: LoraBatch, site: LoraSite) -> Tensor:
-    """t of an update of embeddings: the line of A of each token's id, as `shrink` returns it; ids as int32 or int64."""
+    """Return t for updates of embeddings, in the form of `shrink`: the line of A for each token id (int32 or int64)."""
     planes = torch.empty(1, len(tokens_N), batch.max_rank, dtype=torch.float32, device=batch.arena.device)
     _look_up_kernel[(len(tokens_N),)](
         tokens_N, batch.arena, batch.table, batch.slots_N, planes, site.line, batch.table.shape[1],
@@ -209,20 +209,18 @@ def look_up(tokens_N: Tensor, batch: LoraBatch, site: LoraSite) -> Tensor:
     return planes
 
 
-def shrink(
-    x_NI: Tensor, batch: LoraBatch, site: LoraSite, *, how: UpdateTiling | None = None, pdl: bool = False
-) -> Tensor:
-    """t = x A^T of each token's adapter.
+def shrink(x_NI: Tensor, batch: LoraBatch, site: LoraSite, *, how: UpdateTiling | None = None, pdl: bool = False) -> Tensor:
+    """Return t = x A^T of each token's adapter.
 
     Args:
-        x_NI: Of the arena's dtype, last dimension contiguous.
-        batch: Who uses what.
-        site: Of which product.
-        how: None for `shrink_tiling`'s choice.
-        pdl: Launch programmatically dependent: no kernel of the last two may write the arena or the tables.
+        x_NI: Input in the arena's dtype, last dimension contiguous.
+        batch: The adapters of the tokens.
+        site: The site of the product.
+        how: Division of the work; None for that of `shrink_tiling`.
+        pdl: Whether to use programmatic dependent launch; the last two kernels must not write the arena or the tables.
 
     Returns:
-        float32 [splits, N, M * R], summed by `expand`; places past a token's own ranks hold nothing.
+        float32 [splits, N, M * R], which `expand` sums; values past a token's own ranks are undefined.
     """
     how = shrink_tiling(batch, site) if how is None else how
     modules, entries = len(site.sizes_out), batch.entries_E4.shape[0]
@@ -253,7 +251,7 @@ def shrink(
 
 
 def shrink_tiling(batch: LoraBatch, site: LoraSite) -> UpdateTiling:
-    """The division of `shrink` for a batch."""
+    """Return the division of the work of `shrink` for a batch."""
     entries, modules = batch.entries_E4.shape[0], len(site.sizes_out)
     if batch.rows == SEGMENT:
         splits = max(1, min(8, _PROGRAMS // (entries * modules)))

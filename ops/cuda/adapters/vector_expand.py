@@ -1,8 +1,8 @@
-"""One row that wears an adapter, on CUDA (Triton): x A^T beside the norm, and the next product with t B within it.
+"""One row that uses an adapter, on CUDA (Triton): x A^T beside the norm, and the next product with t B within it.
 
-Never more rows. A norm of one row leaves the GPU idle, so a few programs share it, and each multiplies its features of
-the row with its columns of A; what they find is summed by the product, whose programs then know all that their
-features need. The row's norm factor is linear as well, and multiplied last. Letters as in rows.py; P parts.
+Never used for more rows. A norm of one row leaves the GPU idle, so a few programs share it, and each multiplies its
+features of the row with its columns of A. The product sums their results, and so has all that its features need. The
+row's norm factor is linear as well, and multiplied last. Letters as in rows.py; P parts.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _WIDTH = 2048
 
 
 class Waiting(NamedTuple):
-    """An update that nobody has added to its product yet."""
+    """Update that has not been added to its product yet."""
 
     low: Tensor
-    """t, as `shrink` returns it."""
+    """t in the form of `shrink`."""
     site: LoraSite
 
 
 class ScaledSum(NamedTuple):
-    """A row times its norm's weight, which lacks the norm's factor, and what a product with updates needs of it."""
+    """Row times its norm's weight, without the norm's factor, and the values that a product with updates needs."""
 
     total_1E: Tensor
-    """Before the weight."""
+    """Sum that the norm is of, before the norm's weight."""
     x_1E: Tensor
     squares_P: Tensor
-    """float32: the sum of the squares of each part, before weights."""
+    """Sum of the squares of each part, before the norm's weight, float32."""
     low_RP: Tensor
-    """float32: x A^T of each part, without the factor, for all modules of a site; other ranks hold nothing."""
+    """x A^T of each part, without the factor, for all modules of a site, float32; other ranks are undefined."""
 
 
 @triton.jit(do_not_specialize=["index", "index_before"])
@@ -120,7 +120,7 @@ def _norm_shrink_kernel(
 
 @triton.jit
 def _module(table, slot, low, index, modules, PARTS: tl.constexpr):
-    """(where B of some features' modules begins in the arena, their ranks, where their t begins)."""
+    """Return (where B of some features' modules begins in the arena, their ranks, where their t begins)."""
     line = table + (tl.maximum(slot, 0) * modules + index)[:, None] * 4
     ranks = tl.where(slot < 0, 0, tl.load(line + 2))
     return tl.load(line + 1).to(tl.int64) * 8, ranks, low + tl.load(line + 3) * PARTS
@@ -128,7 +128,7 @@ def _module(table, slot, low, index, modules, PARTS: tl.constexpr):
 
 @triton.jit
 def _lanes(total, BLOCK_OUT: tl.constexpr, WIDTH: tl.constexpr):
-    """Each thread's sum of the eight elements that it loads at once."""
+    """Return each thread's sum of the eight elements that it loads at once."""
     return tl.sum(tl.reshape(total, (BLOCK_OUT, WIDTH // 8, 8)), axis=2)
 
 
@@ -172,7 +172,7 @@ def _vector_expand_kernel(  # noqa: C901, PLR0915 - one kernel is one launch
         up = tl.load(upper, mask=inside, other=0.0)
         if STEPS > 1:
             up_next = tl.load(upper + WIDTH, mask=inside_next, other=0.0)
-    # The update is more of the inner dimension: each rank as often as t has parts, an element for eight of the others.
+    # The update extends the inner dimension: by each rank as often as t has parts, one element for eight others.
     slot = tl.load(slots)
     rank = (tl.arange(0, LANES) // PARTS)[None, :]
     if GATED:
@@ -248,16 +248,18 @@ def norm_shrink(
     *,
     pdl: bool = False,
 ) -> ScaledSum:
-    """The sum `residual + y + t B` of what waits, and of it what `vector_linear_expand` takes; writes over no input.
+    """Return the sum `residual + y + t B`, with the update that waits, in the form for `vector_linear_expand`.
+
+    No input is overwritten.
 
     Args:
-        y_1E: bf16: without the norm's factor fp16 may overflow; contiguous.
-        residual_1E: Same dtype, contiguous; None: y is the sum, and nothing waits.
-        weight_E: Of the norm.
-        batch: What the row wears.
-        site: Of the product that comes next.
-        waiting: The update of y, of one part.
-        pdl: Launch programmatically dependent: no kernel of the last two may write weights, arena or tables.
+        y_1E: Output of the last product, bf16, contiguous; fp16 may overflow without the norm's factor.
+        residual_1E: Residual in the same dtype, contiguous; None if y is the sum, and no update waits.
+        weight_E: Weight of the norm.
+        batch: The adapter of the row.
+        site: The site of the next product.
+        waiting: The update of y, which has one part.
+        pdl: Whether to use programmatic dependent launch; the last two kernels must not write weights, arena or tables.
     """
     size, modules = y_1E.shape[1], len(site.sizes_out)
     part = triton.next_power_of_2(triton.cdiv(size, _PARTS))
@@ -286,17 +288,17 @@ def vector_linear_expand(
     gated: bool = False,
     pdl: bool = False,
 ) -> None:
-    """`out = norm(x) W^T` with the row's updates.
+    """Compute `out = norm(x) W^T` with the row's updates.
 
     Args:
-        row: What `norm_shrink` returned for the same batch and site.
-        weight_OI: bf16, contiguous. With `gated`, O gate rows, then O up rows.
-        out_1O: bf16, contiguous.
-        eps: Of the norm.
-        batch: What the row wears.
-        site: Of this product, of two modules or three.
-        gated: `out = silu(gate) * up`.
-        pdl: As `norm_shrink`.
+        row: The result of `norm_shrink` for the same batch and site.
+        weight_OI: Weight, bf16, contiguous. With `gated`, O gate rows, then O up rows.
+        out_1O: Output, bf16, contiguous.
+        eps: Epsilon of the norm.
+        batch: The adapter of the row.
+        site: The site of this product, of two or three modules.
+        gated: Whether to compute `out = silu(gate) * up`.
+        pdl: The same as for `norm_shrink`.
     """
     size_in, size_out = weight_OI.shape[1], out_1O.shape[1]
     width = min(_WIDTH, max(8 * _PARTS, triton.next_power_of_2(size_in)))

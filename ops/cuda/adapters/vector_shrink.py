@@ -1,7 +1,7 @@
-"""One row's product on CUDA (Triton) with its low-rank adapter's x A^T in the same launch; never more rows.
+"""Computes one row's product on CUDA (Triton) together with its low-rank adapter's x A^T; never used for more rows.
 
-To a program a row of A is one more row of the weight, so what `shrink` would do costs one row no launch of its own. As
-in products/vector.py, weights stream while the kernel before still runs. Letters as in rows.py.
+To a program a row of A is one more row of the weight, so the work of `shrink` takes no launch of its own. Weights
+stream while the kernel before still runs, as in products/vector.py. Letters as in rows.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _dots(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The products of x and some of the `known` lines at `source`."""
+    """Return the products of x and some of the `known` lines at `source`."""
     real = (feature < known)[:, None]
     inner = tl.arange(0, BLOCK_IN)
     line = source + feature.to(tl.int64)[:, None] * size_in + inner[None, :]
@@ -78,7 +78,7 @@ def _vector_shrink_kernel(
 ):
     program = tl.program_id(0)
     feature = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    if program < LOW:  # first, because they have more to look up
+    if program < LOW:  # programs for A come first, because they have more to look up
         slot = tl.load(slots)
         module = table + (tl.maximum(slot, 0) * modules + index) * 4
         last = module + (MODULES - 1) * 4
@@ -95,15 +95,15 @@ def _vector_shrink_kernel(
 def vector_linear_shrink(
     x_1I: Tensor, weight_OI: Tensor, out_1O: Tensor, batch: LoraBatch, site: LoraSite, *, pdl: bool = False
 ) -> Tensor:
-    """`out = x W^T`, and t = x A^T of the row's adapter as shrink.py's `shrink` returns it.
+    """Compute `out = x W^T`, and return t = x A^T of the row's adapter in the form of shrink.py's `shrink`.
 
     Args:
-        x_1I: bf16 or fp16, contiguous.
-        weight_OI: Same dtype, contiguous.
-        out_1O: Same dtype, contiguous; must not overlap the input.
-        batch: What the row wears.
-        site: Of which product.
-        pdl: Launch programmatically dependent: no kernel of the last two may write weights, arena or tables.
+        x_1I: Input, bf16 or fp16, contiguous.
+        weight_OI: Weight in the same dtype, contiguous.
+        out_1O: Output in the same dtype, contiguous; must not overlap the input.
+        batch: The adapter of the row.
+        site: The site of the product.
+        pdl: Whether to use programmatic dependent launch; the last two kernels must not write weights, arena or tables.
     """
     size_out, size_in = weight_OI.shape
     modules = len(site.sizes_out)

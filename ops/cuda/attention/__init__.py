@@ -1,1 +1,1 @@
-"""Attention over paged keys and values on CUDA, for decodes and for prefills; never chooses the kernel."""
+"""Attention over paged keys and values on CUDA, for decodes and for prefills; the callers choose the kernel."""

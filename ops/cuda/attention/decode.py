@@ -31,7 +31,7 @@ _MAX_SPLITS = 32
 
 @triton.jit
 def _half(source, mask, half, norm, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Heads at `source` (a column of pointers), normalised and rotated, as their low and high halves in float32."""
+    """Return the heads at `source` (a column of pointers), normalised and rotated, as low and high float32 halves."""
     low = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + DIM // 2 + half, mask=mask, other=0.0).to(tl.float32)
     if NORM:
@@ -45,7 +45,7 @@ def _half(source, mask, half, norm, cos, sin, eps, DIM: tl.constexpr, NORM: tl.c
 def _tile(
     kv, pages, at, end, head_offset, page_stride, token_stride, part_stride, DIM: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Keys (low and high halves) and values of some positions; zeros past `end`."""
+    """Return keys (low and high halves) and values of some positions; zeros past `end`."""
     inside = at < end
     page = tl.load(pages + at // PAGE, mask=inside, other=0).to(tl.int64)
     line = kv + (page * page_stride + (at % PAGE) * token_stride + head_offset)[:, None]
@@ -219,13 +219,13 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
 
 
 class FusedDecode:
-    """One token of a few rows: q/k norm, rotary, KV write, attention. No plan: splits follow the device's lengths."""
+    """Decodes of a few rows: q/k norm, rotary, KV write, attention. No plan: splits follow the device's lengths."""
 
     _HEAD_DIMS = (64, 128, 256)
 
     @classmethod
     def refuses(cls, shape: HeadShape) -> str | None:
-        """Say why the kernel cannot run for heads of `shape` on any GPU; None where it can."""
+        """Return why the kernel cannot run for heads of `shape` on any GPU; None if it can."""
         if shape.head_dim in cls._HEAD_DIMS:
             return None
         return f"heads are of {shape.head_dim}, the kernel takes {cls._HEAD_DIMS}"
@@ -240,7 +240,7 @@ class FusedDecode:
         tile: int = _TILE,
         warps: int = 4,
     ) -> None:
-        """`splits` (a power of two) bounds the programs of one row and head; None picks for `max_rows`."""
+        """Allocate for `max_rows`; `splits` (a power of two, None picks it) bounds the programs for a row and head."""
         if splits is None:
             splits = max(1, min(_MAX_SPLITS, triton.next_power_of_2(_PROGRAMS // (max_rows * shape.kv_heads))))
         self._shape, self._splits, self._tile, self._warps = shape, splits, tile, warps
@@ -263,10 +263,10 @@ class FusedDecode:
         eps: float,
         pdl: bool = False,
     ) -> None:
-        """Enqueue one layer; arguments as for `cuda_fused.norm_rope_write`; `out_BX` is `[B, H * D]`.
+        """Enqueue one layer; the arguments are those of `fused.norm_rope_write`, and `out_BX` is `[B, H * D]`.
 
         With `pdl`, lengths, page numbers and old keys are read before the previous kernel has finished: at least one
-        kernel that was launched without `pdl` must lie between this one and `prepare_decode`. Head sizes 64, 128, 256.
+        kernel that was launched without `pdl` must run between this one and `prepare_decode`. Head sizes 64, 128, 256.
         """
         shape = self._shape
         group = shape.heads // shape.kv_heads

@@ -1,8 +1,8 @@
 """Decode attention over equal parts of all rows' pages (csrc/even_decode.cu); never writes keys or values.
 
 Where some dozen rows run, kernels that give a row and head to a block leave multiprocessors idle or unevenly busy. This
-one counts the pages of all rows and gives every multiprocessor its share; all of it happens on the device, so that the
-host plans nothing. Needs Hopper or newer for its copies. Shape letters as in `ops/paged.py`.
+one counts the pages of all rows and gives every multiprocessor an equal share, all on the device, so that the host
+plans nothing. Needs Hopper or newer for its copies. Shape letters as in `ops/paged.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["EvenDecode"]
 
 _TILE = 16  # tokens
 _MOST_KV_HEADS = 8
-_MOST_PAGE_BYTES = 64 << 10  # the keys and values of one layer: a ring has room for three halves
+_MOST_PAGE_BYTES = 64 << 10  # keys and values of one layer: a ring has room for three halves of this
 _RING_BYTES = 96 << 10
 _MOST_SLOTS = 32
 _BARRIER_BYTES = 16  # two barriers for each slot
@@ -37,7 +37,7 @@ def _page_bytes(shape: HeadShape) -> int:
 
 
 def _shared_bytes(shape: HeadShape) -> int:
-    """Bytes of shared memory of a block: the ring and barriers of csrc/even_decode.cu, which checks this number."""
+    """Return a block's bytes of shared memory: ring and barriers of csrc/even_decode.cu, which checks this number."""
     piece = _page_bytes(shape) // 2
     warps = max(1, _MOST_KV_HEADS // shape.kv_heads)
     turns = 1 if warps == 1 else 2 * warps
@@ -46,13 +46,13 @@ def _shared_bytes(shape: HeadShape) -> int:
 
 
 class EvenDecode:
-    """One token a row against its pages: `deal` once a step, then `run` for every layer."""
+    """Decode attention with equal shares: `deal` once for each step, then `run` for every layer."""
 
     def __init__(self, shape: HeadShape, device: torch.device, *, max_rows: int, pdl: bool = False) -> None:
-        """Allocate for batches of up to `max_rows`; with `pdl` launch programmatically dependent.
+        """Allocate for batches of up to `max_rows`; `pdl` is whether to use programmatic dependent launch.
 
-        Old keys and values are then fetched before the previous kernel has finished: between `run` and the `deal` and
-        `prepare_decode` before it there must be a kernel that was launched without.
+        With `pdl`, old keys and values are fetched before the previous kernel has finished: between `run` and the
+        `deal` and `prepare_decode` before it there must be a kernel that was launched without `pdl`.
         """
         self._shape, self._pdl = shape, pdl
         self._blocks = Arch.of(device).processors
@@ -66,11 +66,11 @@ class EvenDecode:
 
     @staticmethod
     def build(shape: HeadShape) -> Any:
-        """The compiled kernels for heads of `shape`; takes seconds and a compiler the first time.
+        """Return the compiled kernels for heads of `shape`; takes seconds and a compiler the first time.
 
         Raises:
-            RuntimeError: They cannot be compiled.
-            OSError: There is nothing to compile them with.
+            CannotCompile: The kernels are not kept and cannot be compiled.
+            OSError: A compiler cannot be run, or the folder of kernels cannot be written.
         """
         return compiled(
             "even_decode",
@@ -80,7 +80,7 @@ class EvenDecode:
 
     @staticmethod
     def refuses(shape: HeadShape, arch: Arch) -> str | None:
-        """Say why the kernel cannot run for heads of `shape` on a GPU; None where it can."""
+        """Return why the kernel cannot run for heads of `shape` on a GPU; None if it can."""
         fp8 = shape.kv_dtype == torch.float8_e4m3fn
         if shape.dtype != torch.bfloat16 or not (fp8 or shape.kv_dtype == shape.dtype):
             return f"the kernel takes bfloat16 and caches of 16 bits or of 8-bit floats, not {shape.kv_dtype}"
@@ -100,10 +100,10 @@ class EvenDecode:
         return arch.lacks("bulk_copy")
 
     def plan(self, seq_lens: Sequence[int]) -> None:
-        """Nothing to do: see `deal`."""
+        """Do nothing: `deal` divides the work."""
 
     def deal(self, inputs: DecodeInputs) -> None:
-        """Enqueue the division of a step's pages among multiprocessors; capturable."""
+        """Enqueue the division of a step's pages among multiprocessors; a graph can capture it."""
         self._module.plan(inputs.seq_lens_B, self._plan, self._shape.window or 0, self._blocks)
 
     def run(
@@ -114,7 +114,7 @@ class EvenDecode:
         out_BHD: Tensor,
         scales: KvScales = UNSCALED,
     ) -> None:
-        """Enqueue one layer of the step that was dealt last; capturable."""
+        """Enqueue one layer of the step that was dealt last; a graph can capture it."""
         shape = self._shape
         self._module.run(
             q_BHD,

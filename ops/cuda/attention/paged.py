@@ -1,6 +1,6 @@
 """Paged attention on CUDA through FlashInfer: two ways to decode, one to prefill; never writes keys or values.
 
-Decode is driven by the device: a graph reads page numbers and lengths that `cuda_fused.prepare_decode` derives.
+Decode is driven by the device: a graph reads page numbers and lengths that `prepare_decode` (fused.py) derives.
 `XqaDecode` needs nothing from the host. `PlannedDecode` (FA2, tensor cores) divides work by lengths that the host plans
 with; these may be upper bounds, since the kernel stops at the device's lengths. Shape letters as in `ops/paged.py`.
 """
@@ -30,7 +30,7 @@ _RING = 4
 
 
 class HeadShape:
-    """What one attention layer looks like; the same for every way to compute it."""
+    """Shape of one attention layer, the same for every way to compute it."""
 
     __slots__ = ("dtype", "head_dim", "heads", "kv_dtype", "kv_heads", "page_size", "scale", "window")
 
@@ -46,7 +46,7 @@ class HeadShape:
         scale: float | None = None,
         window: int | None = None,
     ) -> None:
-        """Args: `scale` multiplies q.k, None for 1/sqrt(D); `window` counts visible tokens with the current one."""
+        """Set the sizes: `scale` multiplies q.k, None for 1/sqrt(D); `window` counts visible tokens and the new one."""
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
         self.dtype, self.kv_dtype = dtype, dtype if kv_dtype is None else kv_dtype
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
@@ -54,10 +54,10 @@ class HeadShape:
 
 
 class DecodeAttention(Protocol):
-    """One token a row against its pages."""
+    """Protocol of attention in decodes: one token for each row, over the row's pages."""
 
     def plan(self, seq_lens: Sequence[int]) -> None:
-        """Prepare the next launch on the current stream, outside any graph, from lengths no less than real ones."""
+        """Prepare the next launch on the current stream, outside any graph, for lengths no less than the real ones."""
 
     def run(
         self,
@@ -67,26 +67,26 @@ class DecodeAttention(Protocol):
         out_BHD: Tensor,
         scales: KvScales = UNSCALED,
     ) -> None:
-        """Enqueue one layer; capturable. `kv_layer` is `[pages, 2, T, K, D]`; q and out are contiguous."""
+        """Enqueue one layer; a graph can capture it. `kv_layer` is `[pages, 2, T, K, D]`; q and out are contiguous."""
 
 
 class XqaDecode:
-    """FlashInfer's XQA: no plan. Splits each row's context evenly, whatever its length."""
+    """FlashInfer's XQA, which needs no plan. Splits each row's context evenly, whatever its length."""
 
     def __init__(self, shape: HeadShape, device: torch.device, *, max_rows: int, spread: int = 1) -> None:
-        """`spread` multiplies the splits of a row: more balance between uneven rows, more to merge."""
+        """Allocate for `max_rows`; `spread` multiplies the splits of a row, for more balance but more merging."""
         self._shape = shape
         self._semaphores = torch.zeros(
             max(_SEMAPHORES, 4 * max_rows * shape.kv_heads), dtype=torch.uint8, device=device
         )
         self._sms = spread * Arch.of(device).processors
-        # Partial results of every split: rows * kv heads * splits is about the number of multiprocessors.
+        # Partial results of every split: rows * kv heads * splits is close to the number of multiprocessors.
         group = max(32, shape.heads // shape.kv_heads)
         splits = 2 * self._sms + max_rows * shape.kv_heads
         self._scratch = torch.empty(splits * group * (4 * shape.head_dim + 64), dtype=torch.uint8, device=device)
 
     def plan(self, seq_lens: Sequence[int]) -> None:
-        """Nothing to do."""
+        """Do nothing: XQA needs no plan."""
 
     def run(
         self,
@@ -110,7 +110,7 @@ class XqaDecode:
             self._semaphores.view(torch.uint32),
             shape.kv_heads,
             shape.page_size,
-            # XQA divides by sqrt(D) itself and multiplies scores and outputs by one kv_scale.
+            # XQA divides by sqrt(D) itself, and multiplies scores and outputs by one kv_scale.
             q_scale=shape.scale * math.sqrt(shape.head_dim) * scales.k / scales.v,
             kv_scale=scales.v,
             sliding_win_size=0 if shape.window is None else shape.window,
@@ -122,19 +122,20 @@ class PlannedDecode:
     """FlashInfer's FA2 tensor-core decode for one batch size, in a graph; work is balanced by planned lengths.
 
     The page table `[B, P]` is itself the kernel's index list: row b starts at b * P, and its last page holds
-    `seq_len - (P - 1) * T` tokens, a negative number whose unsigned sum gives back the true length. So the device
-    lengths rule, and a plan made with lengths that are too long only leaves some of its parts empty.
+    `seq_len - (P - 1) * T` tokens, a negative number whose unsigned sum is the true length. So the device's lengths
+    count, and a plan for lengths that are too long only leaves some of its parts empty.
     """
 
     INT_WORKSPACE = 1 << 20
-    """Bytes of `int_workspace`."""
+    """Size of `int_workspace` in bytes."""
 
     def __init__(
         self, shape: HeadShape, inputs: DecodeInputs, workspace: Tensor, int_workspace: Tensor | None = None
     ) -> None:
-        """`workspace` (uint8, zeros at first, see `workspace_bytes`) may be shared by all batch sizes of one stream.
+        """Plan for the rows of `inputs`; all batch sizes of one stream may share `workspace` (uint8, zeros at first).
 
-        `int_workspace` may be shared likewise by layers and batch sizes, if each launch is planned on its own.
+        The size of `workspace` is `workspace_bytes`. Layers and batch sizes may share `int_workspace`, too, if each
+        launch has its own plan.
         """
         self._shape = shape
         rows, columns = inputs.pages_BP.shape
@@ -163,7 +164,7 @@ class PlannedDecode:
 
     @staticmethod
     def workspace_bytes(shape: HeadShape, max_rows: int, device: torch.device) -> int:
-        """Bytes of float workspace that any plan of up to `max_rows` rows can need."""
+        """Return the bytes of float workspace that any plan of up to `max_rows` rows can need."""
         parts = 2 * Arch.of(device).processors // shape.kv_heads
         group = shape.heads // shape.kv_heads
         tile = 16 if group <= 16 else 64
@@ -198,7 +199,7 @@ class PlannedDecode:
         return -1 if self._shape.window is None else self._shape.window - 1
 
     def plan(self, seq_lens: Sequence[int]) -> None:
-        """Plan the next launch; blocks only if the plan made four plans ago has not reached the device yet."""
+        """Plan the next launch; blocks only while the plan made four plans ago has not reached the device."""
         shape = self._shape
         slot = self._turn % _RING
         self._turn += 1
@@ -244,12 +245,12 @@ class PlannedDecode:
 
 
 class PrefillAttention:
-    """Several new tokens a row, causal, over the row's pages, which already hold them: FlashInfer FA2 or FA3."""
+    """Attention of prefills, causal, over pages that already hold the new tokens: FlashInfer's FA2 or FA3."""
 
     def __init__(
         self, shape: HeadShape, device: torch.device, *, backend: str = "fa2", workspace: Tensor | None = None
     ):
-        """`workspace`: uint8, shared with nothing that runs between `plan` and the last `run` of a step."""
+        """Allocate; nothing else may use `workspace`, uint8, between `plan` and the last `run` of a step."""
         self._shape = shape
         if workspace is None:
             workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=device)
@@ -304,12 +305,11 @@ class PrefillAttention:
 
 
 def choose(rows: int, context: int, *, fp8: bool = False, even: bool = False, xqa: bool = True) -> str:
-    """`"fused"`, `"even"`, `"xqa"` or `"fa2"` for a batch of rows and their mean context in tokens.
+    """Return `"fused"`, `"even"`, `"xqa"` or `"fa2"` for a batch of rows and their mean context in tokens.
 
-    `"fused"` is `cuda_decode.FusedDecode`, `"even"` is `cuda_even.EvenDecode`; it and XQA are chosen where the caller
-    says that they can run.
-    Measured on an H200 in whole chains of layers, where FA2 overlaps with its neighbours and XQA does not: apart from
-    them XQA looks better than it is.
+    `"fused"` is `FusedDecode` of decode.py and `"even"` is `EvenDecode` of even.py, which is chosen only if `even`, as
+    XQA only if `xqa`. Measured on an H200 in whole chains of layers, where FA2 overlaps with its neighbours and XQA
+    does not; measured alone, XQA looks better than it is.
     """
     if rows <= 4 and rows * context <= 4096:
         return "fused"

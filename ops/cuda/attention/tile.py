@@ -1,7 +1,8 @@
 """Causal attention of prefills over pages (csrc/tile_attention.cu); never writes keys or values, never picks pages.
 
-A step's rows are cut into tiles of 128 tokens; the tiles that see most come first. Heads with the same keys and values
-are computed side by side. Needs Hopper for its copies, clusters and products. Shape letters as in `ops/paged.py`.
+A step's rows are cut into tiles of 128 tokens; the tiles with the longest context come first. Heads with the same keys
+and values are computed side by side. Needs Hopper for its copies, clusters and products. Shape letters are those of
+`ops/paged.py`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _HEAD = 128
 _QUERIES = 128
 _PAGE_SIZES = (8, 16, 32, 64, 128)
 _RING = 3
-"""Plans that may be on their way to the device."""
+"""Most plans that may be on their way to the device."""
 
 
 class TileAttention:
-    """Several new tokens a row over the row's pages, which already hold them: `plan` once a step, then `run`."""
+    """Attention of prefills over pages that already hold the new tokens: `plan` once for each step, then `run`."""
 
     def __init__(self, shape: HeadShape, device: torch.device, *, pdl: bool = False) -> None:
-        """For heads of `shape`; with `pdl` launch programmatically dependent."""
+        """Attend with heads of `shape`; `pdl` is whether to use programmatic dependent launch."""
         self._shape, self._device, self._pdl = shape, device, pdl
         self._module = self.build(shape)
         self._ring = [torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
@@ -44,18 +45,18 @@ class TileAttention:
 
     @staticmethod
     def build(shape: HeadShape) -> Any:
-        """The compiled kernels for heads of `shape`; takes half a minute and a compiler the first time.
+        """Return the compiled kernels for heads of `shape`; takes half a minute and a compiler the first time.
 
         Raises:
-            RuntimeError: They cannot be compiled.
-            OSError: There is nothing to compile them with.
+            CannotCompile: The kernels are not kept and cannot be compiled.
+            OSError: A compiler cannot be run, or the folder of kernels cannot be written.
         """
         group = shape.heads // shape.kv_heads
         return compiled("tile_attention", KV_HEADS=shape.kv_heads, GROUP=group, PAGE=shape.page_size)
 
     @staticmethod
     def refuses(shape: HeadShape, arch: Arch) -> str | None:
-        """Say why the kernel cannot run for heads of `shape` on a GPU; None where it can."""
+        """Return why the kernel cannot run for heads of `shape` on a GPU; None if it can."""
         if shape.head_dim != _HEAD:
             return f"heads are of {shape.head_dim}, the kernel takes {_HEAD}"
         if shape.kv_dtype != shape.dtype:
@@ -90,7 +91,7 @@ class TileAttention:
     def run(self, q_NHD: Tensor, kv_layer: Tensor, out_NHD: Tensor, scales: KvScales = UNSCALED) -> None:
         """Enqueue one layer; `q_NHD` may be a view into packed q, k and v (last two dimensions contiguous).
 
-        `out_NHD` is contiguous; `scales` are those of 16 bits, which have none.
+        `out_NHD` is contiguous; `scales` must be 1, since the cache has 16 bits.
         """
         self._module.run(q_NHD, kv_layer, out_NHD, self._jobs_J4, self._pages, self._shape.scale, self._pdl)
 

@@ -1,1 +1,1 @@
-"""How kernels are compiled, kept, packed into a wheel and found again; never knows what one computes."""
+"""Compiling, caching, packing and finding of kernels; knows nothing of what a kernel computes."""

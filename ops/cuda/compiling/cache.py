@@ -1,9 +1,8 @@
-"""Where compiled kernels are kept and found, those of Triton, of FlashInfer and of our own; never chooses a kernel.
+"""The cache of compiled kernels, those of Triton, of FlashInfer and of our own; never chooses a kernel.
 
-The folder of a process is named after its GPUs and after the versions of what kernels are compiled and loaded with, so
-that processes that agree in these share it, and no other reads it. Kernels that came as a wheel (wheel.py) are
-read where pip put them. FlashInfer and Triton are told through the few names of theirs that `use_cache` replaces;
-environment variables stay as they are.
+A process's folder is named after its GPUs and the versions of the packages that compile and load kernels, so that only
+processes that agree in these share it. Kernels that came as a wheel (wheel.py) are read where pip put them. `use_cache`
+replaces a few functions of FlashInfer and Triton; environment variables stay as they are.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ _build_with_ninja = core.JitSpecNvcc.build_and_load
 
 class _Folders(NamedTuple):
     own: Path
-    """Where kernels are looked for first, and where those go that are compiled."""
+    """Folder where kernels are looked for first, and where new ones are written."""
     others: tuple[Path, ...]
-    """Where else they are looked for, and never written."""
+    """Further folders where kernels are looked for, but never written."""
 
 
 _folders: _Folders | None = None
-"""What `use_cache` chose last."""
+"""Folders of the last call of `use_cache`."""
 
 
 def _label() -> str:
-    """What kernels of this process are made for: its GPUs, and versions; a folder's name."""
+    """Return the name of the folder for kernels of this process: its GPUs, and versions."""
     archs = "_".join(f"{major}{minor}" for major, minor in sorted(CompilationContext().TARGET_CUDA_ARCHS))
     versions = {"torch": torch, "triton": triton, "flashinfer": flashinfer, "ffi": tvm_ffi}
     parts = [f"sm{archs}", *(f"{name}{module.__version__}" for name, module in versions.items()), platform.machine()]
@@ -63,7 +62,7 @@ def _label() -> str:
 
 
 def _default_folder() -> Path:
-    """The folder of kernels in the user's cache."""
+    """Return the folder of kernels in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headrace" / "kernels"
 
 
@@ -71,17 +70,17 @@ def use_cache(folder: str | os.PathLike[str] | None = None, *, installed: bool =
     """Find and keep compiled kernels in `folder`, in this process from now on.
 
     Args:
-        folder: None is $XDG_CACHE_HOME/headrace/kernels, or ~/.cache/headrace/kernels.
-        installed: Whether kernels that came as a wheel are used too.
+        folder: The parent folder; None is $XDG_CACHE_HOME/headrace/kernels, or ~/.cache/headrace/kernels.
+        installed: Whether kernels that came as a wheel are used, too.
 
     Returns:
-        Where kernels of this process are kept: a folder in `folder`, or where that cannot be written, one that is
+        The folder for kernels of this process: one inside `folder`, or, if that cannot be written, one that is
         removed when the process ends.
     """
     global _folders
     cpp_ext.get_cuda_path = lambda: str(_toolkit().home)
     cpp_ext.get_cuda_version.cache_clear()
-    # FlashInfer asked the first nvcc of the PATH when it was imported, which may be too old for the GPU.
+    # FlashInfer asked the first nvcc on the PATH when it was imported; that may be too old for the GPU.
     core.current_compilation_context.TARGET_CUDA_ARCHS = CompilationContext().TARGET_CUDA_ARCHS
     name = _label()
     own = (_default_folder() if folder is None else Path(folder).expanduser()) / name
@@ -97,13 +96,13 @@ def use_cache(folder: str | os.PathLike[str] | None = None, *, installed: bool =
     flashinfer_env.FLASHINFER_GEN_SRC_DIR = _scratch() / "generated"
     knobs.cache.manager_class = _TritonCache
     knobs.build.impl = _build_launcher
-    # Triton's own asks the program `file`, and then finds no launcher on a machine that lacks it.
+    # Triton's own function runs the program `file`, and without it finds no launcher.
     triton_build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
     return own
 
 
 def cache() -> _Folders:
-    """What `use_cache` chose last; the default if it was not called yet."""
+    """Return the folders that `use_cache` set last; if there are none, use the default cache."""
     if _folders is None:
         use_cache()
     assert _folders is not None
@@ -111,7 +110,7 @@ def cache() -> _Folders:
 
 
 def check_compilers() -> None:
-    """Raise now what the first kernel would raise that is neither kept nor can be compiled.
+    """Raise the error now that the first kernel would raise if no kernel is kept and none can be compiled.
 
     Raises:
         CannotCompile: No kernel is kept, and there is no compiler.
@@ -123,13 +122,13 @@ def check_compilers() -> None:
 
 
 def count_kernels(folder: Path) -> int:
-    """How many kernels are kept in a folder that `use_cache` returned."""
+    """Return how many kernels are kept in a folder that `use_cache` returned."""
     return sum(1 for _ in folder.glob("flashinfer/*/*.so")) + sum(1 for _ in folder.glob("triton/*/*.cubin"))
 
 
 @functools.cache
 def _scratch() -> Path:
-    """The folder of files of this process alone, such as the sources that FlashInfer writes; removed when it ends."""
+    """Return the folder for files of this process alone, such as FlashInfer's sources; it is removed at exit."""
     folder = tempfile.mkdtemp(prefix="headrace-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -140,14 +139,14 @@ def _toolkit() -> Toolkit:
     return find_toolkit(torch.version.cuda)
 
 
-# -- FlashInfer's modules, and ours, which are built as such ----------------------------------------------------------
+# -- FlashInfer's modules, and ours, which are built so ----------------------------------------------------------
 
 
 def _build_and_load(spec: core.JitSpecNvcc) -> Any:
     """Load a module, compiled unless it is kept.
 
-    This replaces FlashInfer's method, which needs ninja, names of libraries that pip does not install, and nvcc even
-    for what is compiled already.
+    This replaces FlashInfer's method, which needs ninja, file names of libraries that pip does not install, and nvcc
+    even for modules that are compiled already.
 
     Raises:
         CannotCompile: The module is not kept and cannot be compiled.
@@ -165,12 +164,12 @@ def _build_and_load(spec: core.JitSpecNvcc) -> Any:
 
 
 def _load(spec: core.JitSpecNvcc, library: Path) -> Any:
-    """The module that is kept at `library`, or None."""
+    """Return the module that is kept at `library`, or None if it cannot be loaded."""
     if not library.exists():
         return None
     try:
         return spec.load(library)
-    except Exception as error:  # tvm_ffi documents no type
+    except Exception as error:  # tvm_ffi documents no type of error
         logger.warning("%s is passed over, since it cannot be loaded: %s", library, error)
         return None
 
@@ -189,7 +188,7 @@ def _compile(spec: core.JitSpecNvcc, library: Path) -> None:
         else:
             source += ["-ccbin", host.cxx, *headers]
         sources.append(source)
-    by_file = ("-lcuda", "-lcudart")  # names that only a complete toolkit and driver have
+    by_file = ("-lcuda", "-lcudart")  # names that exist only with a complete toolkit and driver
     flags = [flag for flag in spec.extra_ldflags or () if flag not in by_file]
     folders = [f"-L{toolkit.home / name}" for name in ("lib64", "lib")]
     link = [host.cxx, "-shared", *flags, *folders, *_libraries(toolkit)]
@@ -197,7 +196,7 @@ def _compile(spec: core.JitSpecNvcc, library: Path) -> None:
 
 
 def _libraries(toolkit: Toolkit) -> list[str]:
-    """The files of CUDA's driver and runtime that this process has loaded: a module finds them by the same names."""
+    """Return the files of CUDA's driver and runtime that this process has loaded; modules find them by these names."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     loaded = sorted(set(re.findall(r"(/.*/libcuda(?:rt)?\.so\.[\d.]+)$", maps, re.MULTILINE)))
     if any("libcudart" in path for path in loaded):
@@ -209,7 +208,7 @@ def _libraries(toolkit: Toolkit) -> list[str]:
 
 
 class _TritonCache(FileCacheManager):
-    """Triton's files of one kernel in our folder; what is not there is looked for where else kernels are."""
+    """Cache of Triton's files of one kernel: in our folder, then in the further ones."""
 
     cache_dir: str
     _places: tuple[Path, ...]
@@ -230,7 +229,7 @@ class _TritonCache(FileCacheManager):
         return next((str(place / filename) for place in self._places if (place / filename).exists()), None)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """The files of a group, which are beside it; it names them by where they were when they were compiled."""
+        """Return the files of a group, looked up beside its index, which has the paths where they were compiled."""
         group = self.get_file(f"__grp__{filename}")
         if group is None:
             return None
@@ -246,7 +245,7 @@ class _TritonCache(FileCacheManager):
 def _build_launcher(
     name: str, source: str, folder: str, library_dirs: list[str], include_dirs: list[str], libraries: list[str]
 ) -> str:
-    """Compile a small C library of Triton's, such as the one that launches a kernel; where it is, in `folder`."""
+    """Compile a small C library of Triton's, such as a kernel's launcher, in `folder`; return its path."""
     host = find_host_compilers()
     library = str(Path(folder) / f"{name}.so")
     includes = [f"-I{each}" for each in (*include_dirs, folder, host.python_include, *knobs.build.backend_dirs) if each]

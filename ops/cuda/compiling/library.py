@@ -1,6 +1,6 @@
-"""`compile_library`: sources to one shared library, with progress and errors that can be read; knows no kernel.
+"""`compile_library`: compiles sources to one shared library, with progress and readable errors; knows no kernel.
 
-A library appears in its place at once and whole. What a process leaves that is killed before is removed by the next
+A library appears in its place at once and whole. Files of a process that was killed before are removed by the next
 compilation of the same library. Processes that want the same library wait for the first of them.
 """
 
@@ -32,14 +32,14 @@ _SECONDS_BETWEEN_LINES = 5.0
 _jobs = os.environ.get("MAX_JOBS", "")  # as torch and FlashInfer read it
 _WORKERS = int(_jobs) if _jobs.isdigit() and int(_jobs) else len(os.sched_getaffinity(0))
 _compilers = threading.BoundedSemaphore(_WORKERS)
-"""Compilers that run at a time, of all libraries: each takes a core, and up to 2 GB of memory."""
+"""Slots for compilers that run at the same time, over all libraries: each takes a core, and up to 2 GB of memory."""
 _ERROR = re.compile(r"\b(?:fatal|error|undefined reference|cannot find|not found|no such file|killed)\b", re.IGNORECASE)
 _PART = "part-"
 _LONGEST_NAME = 60
 
 
 class Progress:
-    """Tells how many kernels are compiled: a line in the log for each source of nvcc, Triton's now and then.
+    """Progress of compiling: a line in the log for each source of nvcc, and now and then one for Triton's kernels.
 
     Where the application has set up no logging, lines go to standard error, if that is a terminal.
     """
@@ -50,19 +50,19 @@ class Progress:
         self._told = 0.0
 
     def expect(self, count: int) -> None:
-        """`count` more sources are going to be compiled."""
+        """Add `count` sources to those that will be compiled."""
         with self._lock:
             self._wanted += count
 
     def start(self, name: str) -> None:
-        """One of them is about to be."""
+        """Report that the source `name` is about to be compiled."""
         with self._lock:
             self._done += 1
             line = f"compiling kernel {self._done} of {self._wanted} for this GPU, once: {name[:_LONGEST_NAME]}"
         self.tell(line)
 
     def count_other(self) -> None:
-        """Triton compiled a kernel, which takes it about a second; how many are to come is not known."""
+        """Count a kernel that Triton compiled, in about a second; the number of those to come is not known."""
         with self._lock:
             self._others += 1
             now = time.monotonic()
@@ -94,13 +94,13 @@ def compile_library(
 
     Args:
         target: The shared library, in a folder of its own, which also gets a lock file and the log of a failure.
-        sources: The argv of each, to which `-o` and the object's path are appended.
-        link: The argv, to which the objects, `-o` and the library's path are appended.
-        is_usable: Says whether the library at `target` need not be compiled; one that is not usable is replaced.
+        sources: The compiler's argv for each source, to which `-o` and the object's path are appended.
+        link: The linker's argv, to which the objects, `-o` and the library's path are appended.
+        is_usable: Returns whether the library at `target` can be used as it is; if not, it is replaced.
 
     Raises:
         CannotCompile: A command failed; the message has its first error.
-        OSError: A command cannot be run, or a file not be written.
+        OSError: A command cannot be run, or a file cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / "lock", target.stem):
@@ -132,8 +132,8 @@ def run_compiler(command: Sequence[str], name: str, log: Path, scratch: str) -> 
     """Run a compiler whose temporary files go to the folder `scratch`.
 
     Raises:
-        CannotCompile: It failed; what it printed is in `log`.
-        OSError: It cannot be run.
+        CannotCompile: The compiler failed; its output is in `log`.
+        OSError: The compiler cannot be run.
     """
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -149,7 +149,7 @@ def run_compiler(command: Sequence[str], name: str, log: Path, scratch: str) -> 
 
 
 def _first_error(printed: str, status: int) -> str:
-    """The first line that looks like an error, else the last line, else the exit status."""
+    """Return the first line that looks like an error, else the last line, else the exit status."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     if not lines:
         return f"{'signal' if status < 0 else 'exit status'} {abs(status)}"
@@ -158,7 +158,7 @@ def _first_error(printed: str, status: int) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path`, which nobody else then holds; the system releases it when the process dies."""
+    """Hold the lock file `path` exclusively; the system releases it when the process dies."""
     with open(path, "w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

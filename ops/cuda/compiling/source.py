@@ -1,4 +1,4 @@
-"""`compiled`: a source of csrc/ as kernels that can be called; never knows what they compute."""
+"""`compiled`: compiles and loads the sources of csrc/; knows nothing of what they compute."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for
 
 _FOLDER = Path(__file__).parents[1] / "csrc"
 _ROWS = (16, 32, 64)
-"""That few_rows.cuh is compiled for."""
+"""Numbers of rows that few_rows.cuh is compiled for."""
 MOST_ROWS = _ROWS[-1]
 WORN_RANK = 16
-"""The most that a product with an update inside takes of a module."""
+"""Largest rank of a module's update that a product with an update inside takes."""
 
 
 @functools.cache
 def compiled(name: str, **sizes: int) -> Any:
-    """The kernels of csrc/`name`.cu, compiled unless kept.
+    """Return the kernels of csrc/`name`.cu; compile them unless they are kept.
 
     Args:
-        name: Of the file.
+        name: Name of the file, without the suffix.
         sizes: Values of the source's macros.
 
     Raises:
-        CannotCompile: They are not kept, and they or what compiles them cannot be had.
+        CannotCompile: The kernels are not kept, and cannot be compiled.
         OSError: The folder of kernels cannot be written.
     """
     cache()
@@ -46,19 +46,19 @@ def compiled(name: str, **sizes: int) -> Any:
 
 
 def compiled_for(rows: int, name: str, *, worn: bool = False) -> Any:
-    """Those of a source that includes worn.cuh, for up to `MOST_ROWS` rows: they refuse more; `worn`: with updates."""
+    """Return the kernels of a source with worn.cuh for `rows` rows, at most `MOST_ROWS`; `worn` is with updates."""
     most = next((most for most in _ROWS if rows <= most), MOST_ROWS)
     return compiled(name, ROWS=most, RANKS=WORN_RANK if worn else 0)
 
 
 def build_for_rows(name: str, *, worn: bool = False) -> None:
-    """Compile all of those; raises as `compiled` does."""
+    """Compile all kernels that `compiled_for` returns for a source; raise the errors of `compiled`."""
     with ThreadPoolExecutor(len(_ROWS)) as pool:
         list(pool.map(lambda rows: compiled_for(rows, name, worn=worn), _ROWS))
 
 
 def lacks_wgmma(dtype: torch.dtype, arch: Arch) -> str | None:
-    """Say why sources that include wgmma.cuh cannot run on a GPU for this dtype; None where they can."""
+    """Return why sources that include wgmma.cuh cannot run on a GPU for this dtype; None if they can."""
     if dtype != torch.bfloat16:
         return f"the kernel takes bfloat16, not {dtype}"
     return arch.lacks("wgmma")

@@ -1,7 +1,7 @@
-"""Finds what compiles kernels, nvcc of the CUDA that torch was built with and a C++ compiler; never compiles.
+"""Finds the compilers of kernels: nvcc of the CUDA that torch was built with, and a C++ compiler; never compiles.
 
-pip brings nvcc with the `cuda` extra, so that a machine needs no CUDA toolkit of its own. Where pip's is missing, a
-toolkit of the system serves, if its major version is that of torch: code of another does not load beside torch's
+pip brings nvcc with the `cuda` extra, so that a machine needs no CUDA toolkit of its own. Without it, a toolkit of the
+system is used if it has the major version of torch's CUDA: code of another version does not load beside torch's
 libraries.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["CannotCompile", "HostCompilers", "Toolkit", "find_host_compilers", "
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 _USUAL_HOME = Path("/usr/local/cuda")
 _FIRST_OF_PIP = 13
-"""The first major version of CUDA whose nvcc is on PyPI."""
+"""First major version of CUDA whose nvcc is on PyPI."""
 
 
 class CannotCompile(RuntimeError):
@@ -31,21 +31,21 @@ class CannotCompile(RuntimeError):
 
 
 class Toolkit(NamedTuple):
-    """Where nvcc is."""
+    """A CUDA toolkit on this machine."""
 
     home: Path
-    """Has `bin/nvcc` and usually `include`."""
+    """Folder that has `bin/nvcc` and usually `include`."""
     includes: tuple[Path, ...]
-    """More folders of headers: pip may have put those of the runtime elsewhere than nvcc."""
+    """Further folders of headers: pip may put the runtime's elsewhere than nvcc."""
 
     @property
     def nvcc(self) -> Path:
-        """The compiler."""
+        """Path of the compiler."""
         return self.home / "bin" / "nvcc"
 
 
 class HostCompilers(NamedTuple):
-    """The commands, and the folder that has Python.h."""
+    """Commands of the host's compilers, and the folder that has Python.h."""
 
     c: str
     cxx: str
@@ -53,12 +53,12 @@ class HostCompilers(NamedTuple):
 
 
 def find_toolkit(cuda: str | None) -> Toolkit:
-    """The toolkit whose major version is that of `cuda`, such as "13.0".
+    """Return the toolkit with the major version of `cuda`, such as "13.0".
 
-    Looked at in this order: `CUDA_HOME` and `CUDA_PATH`, what pip installed, nvcc on the `PATH`, /usr/local/cuda.
+    The order of search is `CUDA_HOME` and `CUDA_PATH`, pip's packages, nvcc on the `PATH`, /usr/local/cuda.
 
     Raises:
-        CannotCompile: There is none.
+        CannotCompile: There is no such toolkit.
     """
     if cuda is None:
         raise CannotCompile("this torch was built without CUDA: install a torch for GPUs")
@@ -83,7 +83,7 @@ def find_toolkit(cuda: str | None) -> Toolkit:
 
 
 def find_host_compilers() -> HostCompilers:
-    """The C and C++ compilers that nvcc and Triton call: those that `CC` and `CXX` name, else the usual commands.
+    """Return the C and C++ compilers for nvcc and Triton: those that `CC` and `CXX` name, else the usual commands.
 
     Raises:
         CannotCompile: One of them, or Python.h, is not installed.
@@ -96,7 +96,7 @@ def find_host_compilers() -> HostCompilers:
             f"compiling kernels needs a {missing} compiler, and there is none on the PATH: install one "
             "(Debian and Ubuntu: apt-get install build-essential; Fedora and RHEL: dnf install gcc-c++)"
         )
-    scheme = sysconfig.get_default_scheme()  # Debian's own names a folder in /usr/local that has no headers
+    scheme = sysconfig.get_default_scheme()  # Debian's own scheme names a folder in /usr/local that has no headers
     include = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme))
     if not (include / "Python.h").exists():
         raise CannotCompile(
@@ -110,7 +110,7 @@ def _command(variable: str, *names: str) -> str | None:
     """Return the command that an environment variable names, or else the first of `names` that is on the `PATH`.
 
     Raises:
-        CannotCompile: The variable names something else than a command.
+        CannotCompile: The variable names something other than a command.
     """
     named = os.environ.get(variable)
     if not named:
@@ -125,9 +125,9 @@ def _command(variable: str, *names: str) -> str | None:
 
 
 def _homes(packages: tuple[Path, ...]) -> Iterator[Path]:
-    """Where a toolkit may be, the best first."""
+    """Yield folders that may hold a toolkit, the best first."""
     yield from (Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))
-    yield from (home for home in packages if (home / "nvvm" / "bin" / "cicc").exists())  # nvcc without it is of no use
+    yield from (home for home in packages if (home / "nvvm" / "bin" / "cicc").exists())  # nvcc needs cicc
     on_path = shutil.which("nvcc")
     if on_path is not None:
         yield Path(on_path).resolve().parent.parent
@@ -135,13 +135,13 @@ def _homes(packages: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _nvidia_packages() -> list[Path]:
-    """The folders of the package `nvidia`, of which each place that pip installs to may have a part."""
+    """Return the folders of the package `nvidia`, which may have a part in each place that pip installs to."""
     return [folder for place in sys.path if (folder := Path(place) / "nvidia").is_dir()]
 
 
 @functools.cache
 def _version_of(nvcc: str) -> str | None:
-    """Major and minor, such as "13.0"; None if `nvcc` does not run."""
+    """Return major and minor version, such as "13.0"; None if `nvcc` does not run."""
     try:
         told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
-"""Compiled kernels as a wheel: written once, installed by pip on every machine of a fleet; never compiles or loads one.
+"""Compiled kernels as a wheel: written once, then installed by pip on every machine; never compiles or loads a kernel.
 
-Such a wheel has an entry point in the group `headrace.kernels`, whose name says what its kernels are made for (GPUs and
-versions, as cache.py writes them) and whose value names the package that holds them.
+Such a wheel has an entry point in the group `headrace.kernels`, whose name has the GPUs and versions that its kernels
+are made for (as cache.py writes them) and whose value names the package that holds them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger("headrace.ops")
 
 _GROUP = "headrace.kernels"
 _DATE = (1980, 1, 1, 0, 0, 0)
-"""The time that every file in a wheel gets, so that the same kernels give the same wheel."""
+"""Time of every file in a wheel, so that the same kernels give the same wheel."""
 
 
 def installed_kernels(label: str) -> Iterator[Path]:
-    """The folders of installed kernels that are made for `label`; what else is installed is told in the log."""
+    """Yield the folders of installed kernels that are made for `label`; log those that are made for something else."""
     for entry in metadata.entry_points(group=_GROUP):
         if entry.name != label:
             logger.info(
@@ -44,10 +44,10 @@ def installed_kernels(label: str) -> Iterator[Path]:
 
 
 def write_wheel(kernels: Path, out: Path) -> Path:
-    """Pack the kernels that a folder keeps; where the wheel is.
+    """Pack the kernels that a folder keeps into a wheel; return its path.
 
-    The wheel is named after the GPUs, and its version is headrace's with a digest of the kernels: pip replaces one that
-    is installed by another.
+    The wheel is named after the GPUs, and its version is headrace's with a digest of the kernels: pip replaces an
+    installed one by another.
 
     Args:
         kernels: The folder that `use_cache` returned, whose name says what they are made for.
@@ -88,7 +88,7 @@ def write_wheel(kernels: Path, out: Path) -> Path:
 
 
 def _kept(kernels: Path) -> Iterator[Path]:
-    """The files of a cache that a start reads: no locks, logs or what an interrupted compilation left."""
+    """Yield the files of a cache that loading needs: no locks, no logs and no remains of interrupted compilations."""
     yield from kernels.glob("flashinfer/*/*.so")
     yield from (file for file in kernels.glob("triton/*/*") if file.is_file())
 
@@ -103,12 +103,12 @@ def _add(archive: zipfile.ZipFile, place: str, data: bytes) -> None:
 def _version() -> str:
     try:
         return metadata.version("headrace")
-    except metadata.PackageNotFoundError:  # run from its folders
+    except metadata.PackageNotFoundError:  # headrace runs from its source folders
         return "0"
 
 
 def _tag() -> str:
-    """The tag of this interpreter, for which Triton's launchers are compiled, and of a C library as new as this one."""
+    """Return the tag of this interpreter, for which launchers are compiled, and of a C library as new as this one."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     abi = f"{python}{getattr(sys, 'abiflags', '')}"
     kind, libc = platform.libc_ver()

@@ -1,1 +1,1 @@
-"""Memory of a GPU at addresses that stay, and writing to it; never decides what goes where."""
+"""GPU memory at fixed addresses, and writes to it; never decides what is stored where."""

@@ -1,6 +1,6 @@
-"""`AddressRange`: addresses on a device that never change, of which as many have memory as are wanted.
+"""`AddressRange`: a range of addresses on a device that never change, of which parts have memory as needed.
 
-Speaks to CUDA's driver, and to nobody else; never reads or writes what lies there. Next to read: pages.py.
+Calls CUDA's driver and nothing else; never reads or writes the memory. Next to read: pages.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["AddressRange", "memory_grain"]
 
 _OUT_OF_MEMORY = 2
-_PINNED = _DEVICE = 1  # kinds of memory and of places
+_PINNED = _DEVICE = 1  # CUDA's numbers for the kind of memory and of place
 _READ_WRITE = 3
 
 
@@ -26,7 +26,7 @@ class _Place(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """As `CUmemAllocationProp`."""
+    """Python form of `CUmemAllocationProp`."""
 
     _fields_ = (
         ("kind", ctypes.c_int),
@@ -38,25 +38,25 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """As `CUmemAccessDesc`."""
+    """Python form of `CUmemAccessDesc`."""
 
     _fields_ = (("place", _Place), ("flags", ctypes.c_int))
 
 
 class _Driver:
-    """Ranges of addresses on a device and memory behind parts of them, in bytes."""
+    """CUDA driver calls for ranges of addresses on a device and memory behind parts of them, in bytes."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
 
     def grain(self, device: torch.device) -> int:
-        """What addresses and sizes of memory are multiples of."""
+        """Return the unit of addresses and sizes of memory."""
         found = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(_properties(device)), 0)
         return found.value
 
     def reserve(self, size: int) -> int:
-        """A range of addresses without memory."""
+        """Reserve a range of addresses without memory; return the first."""
         address = ctypes.c_uint64()
         nothing = ctypes.c_uint64(0)
         self._call(
@@ -65,14 +65,14 @@ class _Driver:
         return address.value
 
     def back(self, address: int, size: int, device: torch.device) -> None:
-        """Put memory behind a part of a range."""
+        """Map new memory to a part of a range."""
         handle, length, zero = ctypes.c_uint64(), ctypes.c_size_t(size), ctypes.c_uint64(0)
         properties = _properties(device)
         self._call("cuMemCreate", ctypes.byref(handle), length, ctypes.byref(properties), zero)
         try:
             self._call("cuMemMap", ctypes.c_uint64(address), length, ctypes.c_size_t(0), handle, zero)
         finally:
-            self._call("cuMemRelease", handle)  # what is mapped stays until it is not
+            self._call("cuMemRelease", handle)  # the memory stays until it is unmapped
         access = _Access(properties.place, _READ_WRITE)
         try:
             self._call("cuMemSetAccess", ctypes.c_uint64(address), length, ctypes.byref(access), ctypes.c_size_t(1))
@@ -81,19 +81,19 @@ class _Driver:
             raise
 
     def unback(self, address: int, size: int) -> None:
-        """Give back memory that one call of `back` put there; nothing on the device may use it any more."""
+        """Release the memory that one call of `back` mapped; nothing on the device may use it any more."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def free(self, address: int, size: int) -> None:
-        """Give back a range that has no memory."""
+        """Release a range that has no memory."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def tensor(self, owner: AddressRange, device: torch.device) -> Tensor:
-        """uint8: the whole range; the tensor keeps `owner` alive."""
+        """Return the whole range as uint8; the tensor keeps `owner` alive."""
         return torch.as_tensor(owner, device=device)
 
     def settle(self, device: torch.device) -> None:
-        """Wait until the device does nothing."""
+        """Wait until the device is idle."""
         torch.cuda.synchronize(device)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -114,7 +114,7 @@ def _properties(device: torch.device) -> _Properties:
 
 
 class AddressRange:
-    """Addresses, and the parts of them that have memory; given back by `close`, or with the last tensor over them."""
+    """Range of addresses, parts of which have memory; released by `close`, or with the last tensor over it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device, self._parts = device, set[tuple[int, int]]()
@@ -125,18 +125,18 @@ class AddressRange:
         self.close.atexit = False
 
     def tensor(self) -> Tensor:
-        """uint8: the whole range, which it keeps alive. Its first byte must have memory when this is called."""
-        return _driver().tensor(self, self._device)  # torch asks whose memory that is
+        """Return the whole range as uint8, which keeps this object alive. The first byte must have memory by then."""
+        return _driver().tensor(self, self._device)  # torch looks up the device of the first byte
 
     def settle(self) -> None:
-        """Wait until the device does nothing."""
+        """Wait until the device is idle."""
         _driver().settle(self._device)
 
     def back(self, start: int, size: int) -> None:
-        """Put memory behind a part; what torch keeps for later is given back if need be.
+        """Map new memory to a part; if there is too little, release what torch keeps for later and try again.
 
         Raises:
-            torch.OutOfMemoryError: The device has not so much.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         try:
             _driver().back(self.address + start, size, self._device)
@@ -146,19 +146,19 @@ class AddressRange:
         self._parts.add((self.address + start, size))
 
     def unback(self, start: int, size: int) -> None:
-        """Undo a `back`."""
+        """Release the memory that one call of `back` mapped."""
         self._parts.remove((self.address + start, size))
         _driver().unback(self.address + start, size)
 
 
 def memory_grain(device: torch.device) -> int:
-    """What starts and sizes of parts of a range are multiples of."""
+    """Return the unit of starts and sizes of parts of a range, in bytes."""
     return _driver().grain(device)
 
 
 def _give_back(address: int, size: int, parts: set[tuple[int, int]], device: torch.device) -> None:
     driver = _driver()
-    with contextlib.suppress(RuntimeError):  # a device that failed takes nothing back
+    with contextlib.suppress(RuntimeError):  # a device that failed releases nothing
         driver.settle(device)
         for part in parts:
             driver.unback(*part)

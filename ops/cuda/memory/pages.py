@@ -1,4 +1,4 @@
-"""`PageMemory`: pages of all layers at addresses that never change, of which as many have memory as are wanted.
+"""`PageMemory`: pages of all layers at addresses that never change, of which as many have memory as are needed.
 
 Owns a range of the device's addresses and the memory behind it; never reads or writes a key or value. Graphs keep the
 addresses that they were captured with, so that pages can come and go without a new capture.
@@ -15,11 +15,11 @@ from headrace.ops.cuda.memory.addresses import AddressRange, memory_grain
 
 __all__ = ["PageMemory"]
 
-_PIECES = 32  # in which a layer's new memory comes, and can be given back
+_PIECES = 32  # of a layer's new memory that can be released one by one
 
 
 class PageMemory:
-    """Pages of all layers, and one more page for rows that pad a batch."""
+    """Pages of all layers, and one scratch page for rows that pad a batch."""
 
     def __init__(
         self, layers: int, page_shape: Sequence[int], dtype: torch.dtype, num_pages: int, device: torch.device
@@ -27,25 +27,25 @@ class PageMemory:
         """Reserve addresses for as many pages as the whole device could hold, and memory for `num_pages`.
 
         Args:
-            layers: Layers of the model.
-            page_shape: Of a page in one layer.
-            dtype: Of keys and values.
-            num_pages: As for `resize`.
+            layers: Number of layers of the model.
+            page_shape: Shape of a page in one layer.
+            dtype: Dtype of keys and values.
+            num_pages: Number of pages that have memory at first, as for `resize`.
             device: The GPU.
 
         Raises:
-            torch.OutOfMemoryError: It has not so much memory.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         self._layers, self._page = layers, math.prod(page_shape) * dtype.itemsize
         self._grain = memory_grain(device)
         self.most_pages = torch.cuda.mem_get_info(device)[1] // (layers * self._page)
-        """That `resize` may ever be asked for."""
+        """Largest number of pages for `resize`."""
         below = self._whole(self.most_pages * self._page)
         self.scratch_page = -(-below // self._page)
-        """Number of the page that is always there beside the others."""
+        """Number of the extra page, which always has memory."""
         self._span = self._whole((self.scratch_page + 1) * self._page)
         self._ends = [0, self._grain]
-        """Where pieces of memory end, in every layer."""
+        """Ends of the pieces of memory, in bytes, the same in every layer."""
         self._range = AddressRange(layers * self._span, device)
         self._back(*self._ends)
         self._back(below, self._span)
@@ -56,18 +56,18 @@ class PageMemory:
         self.kv = self._bytes.view(dtype).as_strided(
             (layers, self.scratch_page + 1, *page_shape), (self._span // dtype.itemsize, *strides)
         )
-        """[layers, pages, *page_shape]; only pages below the number wanted last have memory, and the scratch page."""
+        """Pages, [layers, pages, *page_shape]; only those of the last `resize` and the scratch page have memory."""
         self._clear(*self._ends)
         self._clear(below, self._span)
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Have memory for pages 0 .. num_pages; new memory is zero, pages that stay are untouched.
+        """Give memory to pages 0 .. num_pages - 1; new memory is zero, and pages that stay are unchanged.
 
-        Only whole pieces are given back: up to a 32nd of what an earlier call added may stay.
+        Only whole pieces are released: up to a 32nd of the memory that an earlier call added may stay.
 
         Raises:
-            torch.OutOfMemoryError: There is not so much; all is as it was.
+            torch.OutOfMemoryError: The device has too little memory; nothing has changed.
         """
         if num_pages > self.most_pages:
             raise torch.OutOfMemoryError(f"{num_pages} pages are more than the device's {self.most_pages}")
@@ -89,17 +89,17 @@ class PageMemory:
                 self._unback(self._ends[-1], end, self._layers)
 
     def close(self) -> None:
-        """Give back everything; nobody may touch a page any more, whoever still has a tensor over them."""
+        """Release everything; no page may be used any more, even if tensors over them are left."""
         self._range.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _whole(self, size: int) -> int:
-        """The least size of memory that is no less."""
+        """Return `size` rounded up to whole units of memory."""
         return max(1, -(-size // self._grain)) * self._grain
 
     def _back(self, start: int, end: int) -> None:
-        """Put memory behind the same part of every layer, or of none."""
+        """Map memory to the same part of every layer, or of none."""
         for layer in range(self._layers):
             try:
                 self._range.back(layer * self._span + start, end - start)

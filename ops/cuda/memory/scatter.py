@@ -1,7 +1,7 @@
-"""Writes words to scattered places on CUDA, and ids back to the host; knows nothing of what they mean.
+"""Writes words to scattered places on CUDA, and sends ids back to the host; knows nothing of what they mean.
 
-Words come as `[count, place, word, place, word, ...]`, all int32, so that what is sent is one contiguous piece. A graph
-finds them in pinned memory, and leaves ids there, in lines of their own for each replay.
+Words come as `[count, place, word, place, word, ...]`, all int32, so that one copy sends all. A graph reads them from
+pinned memory, and writes ids there, in a line for each replay.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _BLOCK = 1024
 
 
 class Turns(NamedTuple):
-    """Lines of pinned memory that replays use in turn, as host and device both count; the last is never reached."""
+    """Lines of pinned memory that replays use in turn, as host and device both count; the last line is spare."""
 
     turn_2: Tensor
-    """int32: the line of the next replay, and that of the latest."""
+    """Line of the next replay, and line of the latest, int32 [2]."""
     words_TW: Tensor
-    """int32, pinned: what a replay is told."""
+    """Words for each replay, pinned int32."""
     ids_TB: Tensor
-    """int32, pinned: what it answers."""
+    """Ids from each replay, pinned int32."""
 
 
 class Batch(NamedTuple):
-    """Which rows a batch names, and which of them take part."""
+    """Rows of a batch, and whether each takes part."""
 
     rows_B: Tensor
-    """int32."""
+    """Row numbers of the batch, int32."""
     stopped_R: Tensor
-    """int32: not 0 for rows that take part no more."""
+    """Flag of each row, int32: not 0 for rows that no longer take part."""
     active_B: Tensor
-    """int32: written: the batch, with `padding` in their place."""
+    """Output, int32: the rows of the batch, with `padding` in place of those that do not take part."""
     padding: int
 
 
@@ -87,14 +87,14 @@ def _scatter_kernel(target, staged, count, BLOCK: tl.constexpr):
 
 
 def apply_words(target: Tensor, turns: Turns, batch: Batch | None = None) -> None:
-    """`target[place] = word` for the pairs that the next line holds, however many, and go on to the line after it.
+    """Compute `target[place] = word` for all pairs of the next line, and advance to the line after it.
 
-    For a graph, and few pairs: one program does it.
+    One program does all, so this is for graphs and few pairs.
 
     Args:
-        target: int32, one dimension.
-        turns: Where the pairs are; no place may come twice in a line.
-        batch: Whose active rows to find, after that.
+        target: int32 tensor of one dimension.
+        turns: The lines with the pairs; no place may come twice in a line.
+        batch: The batch whose active rows are found afterwards; None for no batch.
     """
     size = 0 if batch is None else len(batch.rows_B)
     rows, stopped, active, padding = (target, target, target, 0) if batch is None else batch
@@ -107,12 +107,12 @@ def apply_words(target: Tensor, turns: Turns, batch: Batch | None = None) -> Non
 
 
 def leave_ids(ids_B: Tensor, turns: Turns, *, pdl: bool = False) -> None:
-    """Leave int32 `ids_B` in the line of the latest replay; for a graph that `apply_words` began.
+    """Write int32 `ids_B` to the line of the latest replay; for a graph that began with `apply_words`.
 
     Args:
-        ids_B: The first of the line, which may be longer.
-        turns: Where the line is.
-        pdl: Launch programmatically dependent.
+        ids_B: Ids for the first places of the line, which may be longer.
+        turns: The lines for ids.
+        pdl: Whether to use programmatic dependent launch.
     """
     _leave_kernel[(1,)](
         ids_B, turns.ids_TB, turns.turn_2, len(ids_B), turns.ids_TB.stride(0),
@@ -121,5 +121,5 @@ def leave_ids(ids_B: Tensor, turns: Turns, *, pdl: bool = False) -> None:
 
 
 def scatter_words(target: Tensor, staged: Tensor, count: int) -> None:
-    """The same for `count` pairs, known to the host and as many as it likes; `staged` stays as it is."""
+    """Compute `target[place] = word` for the `count` pairs of `staged`, of which there may be many."""
     _scatter_kernel[(triton.cdiv(count, _BLOCK),)](target, staged, count, BLOCK=_BLOCK, num_warps=4)

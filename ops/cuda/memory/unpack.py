@@ -1,7 +1,7 @@
-"""`Unpacker`: stored matrices from host memory to their places on the device; never decides what goes where.
+"""`Unpacker`: copies stored matrices from host memory to their places on the device; never decides on the places.
 
-The bytes come as they are, piece by piece, and a kernel puts each number in its place, scaled and rounded: the host
-touches none. Pieces are small, so that what a step sends meanwhile waits for one of them and not for all.
+The bytes are copied unchanged, piece by piece, and a kernel puts each number in its place, scaled and rounded, without
+work on the host. Pieces are small, so that copies of a step meanwhile wait for one of them and not for all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COLUMNS = 8
 _AT, _COUNT, _TO, _KIND = 0, 2, 4, 7
 
 
-@triton.jit(do_not_specialize_on_alignment=["scales"])  # of any part on: what is compiled at opening serves all
+@triton.jit(do_not_specialize_on_alignment=["scales"])  # one compiled kernel serves all parts
 def _unpack_kernel(
     staged, parts, scales, target, KIND: tl.constexpr, STAGED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -47,15 +47,15 @@ def _unpack_kernel(
 
 
 class Unpacker:
-    """A way to one tensor on the device, for one user at a time."""
+    """Copier to one tensor on the device, for one user at a time."""
 
     def __init__(self, target: Tensor, dtypes: Sequence[torch.dtype], piece_bytes: int) -> None:
-        """Take memory for some pieces at a time, and compile.
+        """Allocate memory for some pieces at a time, and compile.
 
         Args:
-            target: bf16 or fp16, flat.
-            dtypes: What numbers may be stored in, by a part's kind.
-            piece_bytes: Of each piece.
+            target: Target, bf16 or fp16, flat.
+            dtypes: Dtypes of stored numbers, by a part's kind.
+            piece_bytes: Bytes of each piece.
         """
         self._target, self._dtypes, self._piece_bytes = target, dtypes, piece_bytes
         self._staged = torch.empty(_STAGED_PIECES * piece_bytes, dtype=torch.uint8, device=target.device)
@@ -67,13 +67,13 @@ class Unpacker:
     def __call__(
         self, pieces: Sequence[Tensor], parts: NDArray[np.int64], scales: NDArray[np.float32], start: int
     ) -> None:
-        """Enqueue that the numbers of `parts` go to the target; `pieces` must not change until that is done.
+        """Enqueue the copy of `parts` to the target; `pieces` must not change until that is done.
 
         Args:
-            pieces: uint8, pinned: the memory in which the parts lie, each in one piece.
-            parts: [parts, 8], in the order of memory: see `Part` of adapters/stored.py.
-            scales: [parts]: what each part's numbers are multiplied by.
-            start: The target's element from which places count.
+            pieces: Memory that holds the parts, each in one piece, pinned uint8.
+            parts: Descriptions, [parts, 8], in the order of memory: see `Part` of adapters/stored.py.
+            scales: Factor of each part's numbers, [parts].
+            start: Element of the target from which places count.
         """
         placed = parts.copy()
         placed[:, _TO] += start

@@ -1,6 +1,6 @@
-"""`WeightMemory`: tensors at addresses that never change, whose memory can be given back and had again.
+"""`WeightMemory`: tensors at addresses that never change, whose memory can be released and restored.
 
-Owns the memory and, while it is given back, a copy of what it held if that is wanted; never knows what a tensor means.
+Owns the memory and, while it is released, a copy of its contents if wanted; knows nothing of what a tensor means.
 Graphs keep the addresses that they were captured with, so that a model can sleep without a new capture.
 """
 
@@ -17,12 +17,12 @@ from headrace.ops.host_memory import host_pieces
 
 __all__ = ["WeightMemory"]
 
-_ALIGNMENT = 256  # bytes: as torch's own
-_GRAINS = 16  # of memory that come at once, at least
+_ALIGNMENT = 256  # bytes, the same as torch's own
+_GRAINS = 16  # units of memory that are mapped at once, at least
 
 
 class WeightMemory:
-    """Tensors one behind another, made once and never freed alone."""
+    """Tensors one behind another, made once and released only together."""
 
     def __init__(self, device: torch.device) -> None:
         """Reserve addresses for as much as the whole device holds.
@@ -31,13 +31,13 @@ class WeightMemory:
             device: The GPU.
 
         Raises:
-            torch.OutOfMemoryError: It has no memory at all.
+            torch.OutOfMemoryError: The device has too little memory for the first piece.
         """
         grain = memory_grain(device)
         self._piece = _GRAINS * grain
         self._range = AddressRange(torch.cuda.mem_get_info(device)[1] // grain * grain, device)
         self._ends = [0]
-        """Where pieces of memory end."""
+        """Ends of the pieces of memory, in bytes."""
         self._is_backed = True
         self._back(self._piece)
         self._bytes = self._range.tensor()
@@ -47,14 +47,14 @@ class WeightMemory:
 
     @property
     def has_copy(self) -> bool:
-        """Whether host memory holds what the tensors held when they last gave theirs back."""
+        """Whether host memory holds the tensors' contents from their last release."""
         return bool(self._copy)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor, uninitialised; after `rewind`, the one that was made at this point before.
+        """Return the next tensor, uninitialised; after `rewind`, the same tensors come again in order.
 
         Raises:
-            torch.OutOfMemoryError: The device has not so much memory.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
         end = start + math.prod(shape) * dtype.itemsize
@@ -64,17 +64,17 @@ class WeightMemory:
         return self._bytes[start:end].view(dtype).view(*shape)
 
     def rewind(self) -> None:
-        """Make the same tensors again, from the first on."""
+        """Start again from the first tensor."""
         self.used = 0
 
     def release(self, *, keep: bool) -> None:
-        """Give the memory back; nothing may use the tensors until `restore`. May be called again, to keep less.
+        """Release the memory; nothing may use the tensors until `restore`. A second call may drop the copy.
 
         Args:
-            keep: A copy in pinned host memory.
+            keep: Whether to keep a copy in pinned host memory.
 
         Raises:
-            torch.AcceleratorError: The host has not so much memory to pin; all is as it was.
+            torch.AcceleratorError: The host has too little memory to pin; nothing has changed.
         """
         if self._is_backed:
             if keep and not self._copy:
@@ -86,10 +86,10 @@ class WeightMemory:
             self._copy = []
 
     def restore(self) -> bool:
-        """Have the memory again; whether it holds what it held.
+        """Restore the memory; return whether it has its contents, too.
 
         Raises:
-            torch.OutOfMemoryError: The device has not so much memory; all is as it was.
+            torch.OutOfMemoryError: The device has too little memory; nothing has changed.
         """
         if self._is_backed:
             return True
@@ -107,12 +107,12 @@ class WeightMemory:
         return self.has_copy
 
     def drop_copy(self) -> None:
-        """Keep nothing in host memory once the copies that were enqueued are done."""
+        """Drop the copy in host memory once the copies that were enqueued are done."""
         self._range.settle()
         self._copy = []
 
     def close(self) -> None:
-        """Give back everything; nobody may touch a tensor any more."""
+        """Release everything; no tensor may be used any more."""
         self._copy = []
         self._range.close()
 
@@ -128,6 +128,6 @@ class WeightMemory:
         self._ends.append(self._ends[-1] + size)
 
     def _unback(self, count: int) -> None:
-        """Give back the first pieces, up to the end number `count`."""
+        """Release the first pieces, up to the end number `count`."""
         for index in range(1, count):
             self._range.unback(self._ends[index - 1], self._ends[index] - self._ends[index - 1])

@@ -1,1 +1,1 @@
-"""Products of a step's rows with a weight on CUDA, and what is fused with them; never chooses the kernel."""
+"""Products of a step's rows with a weight on CUDA, and operations fused with them; the callers choose the kernel."""

@@ -1,6 +1,6 @@
-"""Products of 2 to 64 rows with residual, norm and activation inside (csrc/even_linear.cu); never chooses them.
+"""Computes products of 2 to 64 rows with residual, norm and activation inside (csrc/even_linear.cu).
 
-Such a product is its weight's bytes and little else. Every multiprocessor reads for the same time, beginning while the
+Such a product takes as long as reading its weight. Every multiprocessor reads for the same time, beginning while the
 kernel before still runs. Needs Hopper for its copies and clusters. I input features, O output features, N rows.
 """
 
@@ -23,27 +23,27 @@ __all__ = ["EvenLinear", "Squares"]
 _LINE = 64
 _PLAIN, _GATED, _ADD = range(3)
 _WIDE_TILES, _WIDE_ROWS = 2 * 132, 32
-"""Measured on an H200: tiles twice as wide pay for more rows, where every multiprocessor gets one."""
+"""Limits measured on an H200: tiles twice as wide pay for more rows, where every multiprocessor gets one."""
 _MOST_WEIGHTS = 128 << 20
-"""Measured on an H200: those of an output head are read as fast by the kernels of linear.py."""
+"""Most elements of a weight, measured on an H200: the kernels of linear.py read that of an output head as fast."""
 
 
 class Squares(NamedTuple):
-    """What a norm still needs of inputs that were multiplied by its weight."""
+    """The sum and its squares, from which a norm's factors are made for inputs that have its weight already."""
 
     total_NE: Tensor
-    """The sum, of which the norm is."""
+    """Sum that the norm is of."""
     parts_EN: Tensor
-    """float32 [E / 64, N]: its squares, summed over 64 features each."""
+    """Squares of the sum, summed over 64 features each, float32 [E / 64, N]."""
 
 
 class EvenLinear:
-    """The products of one stream, whose scratch they share."""
+    """Products of few rows on one stream, whose scratch they share."""
 
     def __init__(self, scratch: LinearScratch, *, eps: float, pdl: bool = False) -> None:
-        """Compute with `eps` of the norms; with `pdl` launch programmatically dependent.
+        """Compute with `eps` of the norms; `pdl` is whether to use programmatic dependent launch.
 
-        No kernel before a product may then write its weight.
+        With `pdl`, no kernel before a product may write the product's weight.
         """
         self._scratch, self._eps, self._pdl = scratch, eps, pdl
 
@@ -52,14 +52,14 @@ class EvenLinear:
         """Compile the kernels, or those with updates; takes half a minute and a compiler the first time.
 
         Raises:
-            RuntimeError: They cannot be compiled.
-            OSError: There is nothing to compile them with.
+            CannotCompile: The kernels are not kept and cannot be compiled.
+            OSError: A compiler cannot be run, or the folder of kernels cannot be written.
         """
         build_for_rows("even_linear", worn=worn)
 
     @staticmethod
     def fits(rows: int, size_out: int, size_in: int) -> bool:
-        """Whether this is the way to compute a product of such sizes; gates and ups both count as outputs."""
+        """Return whether these kernels should compute a product of such sizes; gates and ups both count as outputs."""
         if not 1 < rows <= MOST_ROWS or size_out % _LINE or size_in % _LINE:
             return False
         return size_out * size_in <= _MOST_WEIGHTS
@@ -72,14 +72,14 @@ class EvenLinear:
         squares: Squares | None = None,
         worn: WornSite | None = None,
     ) -> None:
-        """`out = x W^T`, accumulated in float32.
+        """Compute `out = x W^T`, accumulated in float32.
 
         Args:
-            x_NI: bf16, last dimension contiguous.
-            weight_OI: Same dtype, contiguous.
-            out_NO: Same dtype, last dimension contiguous; must not overlap `x_NI`.
-            squares: Of the norm whose factors are still missing from `x_NI`.
-            worn: Added to the product: the update of one module, of gate and up, in `silu_mul`.
+            x_NI: Input, bf16, last dimension contiguous.
+            weight_OI: Weight in the same dtype, contiguous.
+            out_NO: Output in the same dtype, last dimension contiguous; must not overlap `x_NI`.
+            squares: The squares of the norm whose factors `x_NI` lacks.
+            worn: Update to add to the product: of one module, or in `silu_mul` of gate and up.
         """
         self._run(_PLAIN, x_NI, weight_OI, out_NO, squares, worn=worn)
 
@@ -91,7 +91,7 @@ class EvenLinear:
         squares: Squares | None = None,
         worn: WornSite | None = None,
     ) -> None:
-        """`out = silu(x G^T) * (x U^T)`: as `product`, with a weight of F rows of G, then F of U."""
+        """Compute `out = silu(x G^T) * (x U^T)` with `product`'s arguments; the weight has F rows of G, then F of U."""
         self._run(_GATED, x_NI, weight_2FI, out_NF, squares, worn=worn)
 
     def add(
@@ -103,7 +103,7 @@ class EvenLinear:
         out_NE: Tensor,
         worn: WornSite | None = None,
     ) -> Squares:
-        """`residual += x W^T`, then `out = residual * norm`, which lacks the factors of its norm.
+        """Compute `residual += x W^T`, then `out = residual * norm` without the norm's factors; return the squares.
 
         Sums, squares and `out` are computed in float32 and rounded once.
         """

@@ -1,8 +1,8 @@
 """Matrix products of few rows on CUDA (Triton), for weights that are read once: never used where rows fill the GPU.
 
-A product of up to 64 rows takes as long as reading its weight, so the kernel keeps many weight bytes in flight, splits
-the inner dimension where the outputs alone do not fill the GPU. Sums over splits are in a fixed order: results do not
-vary from run to run. I input features, O output features, N rows.
+A product of up to 64 rows takes as long as reading its weight, so the kernel keeps many weight bytes in flight, and
+splits the inner dimension where the outputs alone do not fill the GPU. Sums over splits are in a fixed order: results
+do not vary from run to run. I input features, O output features, N rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["MAX_ROWS", "LinearScratch", "Tiling", "linear", "linear_silu_mul", "tiling"]
 
 MAX_ROWS = 64
-# Measured: an early first tile pays where gate and up share an input of few rows, and costs elsewhere.
+# Measured: an early first tile pays where gate and up share an input of few rows, but not elsewhere.
 _EARLY_ROWS = 16
 _FIVE_STAGES_BYTES = 160 << 10
 
 
 class Tiling(NamedTuple):
-    """How one product is divided: output features and input features of a tile, splits of the inner dimension."""
+    """Division of one product: output features and input features of a tile, and splits of the inner dimension."""
 
     block_out: int
     block_in: int
@@ -38,7 +38,7 @@ class Tiling(NamedTuple):
 
 
 class LinearScratch:
-    """Partial sums and counters of split products; shared by all products of one stream."""
+    """Partial sums and counters of split products, which all products of one stream share."""
 
     def __init__(
         self, device: torch.device | str, arch: Arch | None = None, *, floats: int = 4 << 20, tiles: int = 4096
@@ -90,7 +90,7 @@ def _linear_kernel(  # noqa: PLR0915 - one kernel is one launch
         gdc_wait()
     row = tl.arange(0, ROWS)
     x_line = x + row.to(tl.int64)[None, :] * x_stride
-    real = (row < rows)[None, :]  # padding rows are not read: all programs reading one line would queue for it
+    real = (row < rows)[None, :]  # padding rows are not read, since all programs would queue for one line
     total = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
     total_up = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
     if EARLY:
@@ -137,15 +137,15 @@ def linear(
     pdl: bool = False,
     how: Tiling | None = None,
 ) -> None:
-    """`out = x W^T` for at most `MAX_ROWS` rows, accumulated in float32.
+    """Compute `out = x W^T` for at most `MAX_ROWS` rows, accumulated in float32.
 
     Args:
-        x_NI: bf16 or fp16, last dimension contiguous.
-        weight_OI: Same dtype, contiguous; I a multiple of 64.
-        out_NO: Of any float dtype, last dimension contiguous; must not overlap `x_NI`.
-        scratch: Of the current stream.
-        pdl: Launch programmatically dependent.
-        how: None for `tiling`'s choice.
+        x_NI: Input, bf16 or fp16, last dimension contiguous.
+        weight_OI: Weight in the same dtype, contiguous; I is a multiple of 64.
+        out_NO: Output in any float dtype, last dimension contiguous; must not overlap `x_NI`.
+        scratch: The scratch of the current stream.
+        pdl: Whether to use programmatic dependent launch.
+        how: Division of the work; None for that of `tiling`.
     """
     size_out, size_in = weight_OI.shape
     rows = x_NI.shape[0]
@@ -182,7 +182,7 @@ def linear_silu_mul(
     pdl: bool = False,
     how: Tiling | None = None,
 ) -> None:
-    """`out = silu(x G^T) * (x U^T)` for at most `MAX_ROWS` rows; the weight holds F rows of G, then F of U.
+    """Compute `out = silu(x G^T) * (x U^T)` for at most `MAX_ROWS` rows; the weight holds F rows of G, then F of U.
 
     Gate and up stay in float32 until they are multiplied.
     """
@@ -216,9 +216,9 @@ def linear_silu_mul(
 def tiling(
     rows: int, size_out: int, size_in: int, *, gated: bool = False, shared_bytes: int = _FIVE_STAGES_BYTES
 ) -> Tiling:
-    """The division that was fastest on an H200 for projections of 1,024 to 28,672 features.
+    """Return the division that was fastest on an H200, for projections of 1,024 to 28,672 features.
 
-    Where a block may have less than `_FIVE_STAGES_BYTES` of shared memory, it has a stage less.
+    Where a block may have less than `_FIVE_STAGES_BYTES` of shared memory, there is a stage less.
     """
     block_in, stages = (256, 3) if rows <= 32 else (128, 5 if shared_bytes >= _FIVE_STAGES_BYTES else 4)
     if gated:

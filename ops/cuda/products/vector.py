@@ -1,7 +1,7 @@
 """Products of one to eight rows on CUDA (Triton), with the norm before and the activation after in the same kernel.
 
-Never used for more rows: without tensor cores its arithmetic grows with them. Such a product is its weight's bytes and
-little else, so a program loads its weights before it waits for the kernel that makes its input (programmatic dependent
+Never used for more rows: without tensor cores its arithmetic grows with them. Such a product takes as long as reading
+its weight, so a program loads its weights before it waits for the kernel that makes its input (programmatic dependent
 launch): weights stream while the previous kernel still runs. I input features, O output features, N rows.
 """
 
@@ -23,14 +23,14 @@ _BLOCK_IN = 4096
 
 
 class AddNorm(NamedTuple):
-    """What happens to an input first: `sum = x + residual`, kept in `residual_out`, and its RMS norm times `weight`."""
+    """Step before the product: `sum = x + residual`, kept in `residual_out`, and the sum's RMS norm times `weight`."""
 
     weight: Tensor
     eps: float
     residual: Tensor | None = None
-    """None: the norm of x alone; nothing is kept."""
+    """Residual to add; None for the norm of x alone, which keeps no sum."""
     residual_out: Tensor | None = None
-    """Another buffer than `residual`, which every program of the kernel reads."""
+    """Output of the sum; must not be `residual`, which every program of the kernel reads."""
 
 
 @triton.jit
@@ -116,17 +116,17 @@ def vector_linear(
     block_out: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """`out = f(x) W^T` for at most `MAX_ROWS` rows, accumulated in float32; f as `norm` says.
+    """Compute `out = f(x) W^T` for at most `MAX_ROWS` rows, accumulated in float32; f is `norm`, or nothing.
 
     Args:
-        x_NI: bf16 or fp16, last dimension contiguous.
-        weight_OI: Same dtype, contiguous. With `gated`, O gate rows, then O up rows.
-        out_NO: Of any float dtype, last dimension contiguous; must not overlap the input.
+        x_NI: Input, bf16 or fp16, last dimension contiguous.
+        weight_OI: Weight in the same dtype, contiguous. With `gated`, O gate rows, then O up rows.
+        out_NO: Output in any float dtype, last dimension contiguous; must not overlap the input.
         norm: Add and norm of the input; I at most 4096.
-        gated: `out = silu(gate) * up`.
-        pdl: Launch programmatically dependent. No kernel before this one may write the weights.
+        gated: Whether to compute `out = silu(gate) * up`.
+        pdl: Whether to use programmatic dependent launch; no kernel before this one may then write the weights.
         block_out: Output features of a program, a power of two; None picks.
-        warps: Of a program; None picks.
+        warps: Warps of a program; None picks.
 
     Raises:
         ValueError: Too many rows, or a norm over more than 4096 features.

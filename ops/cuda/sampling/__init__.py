@@ -1,1 +1,1 @@
-"""From logits to a token on CUDA: filters, penalties, choice, log-probabilities; never keeps a state."""
+"""Choice of tokens from logits on CUDA: filters, penalties, choice, log-probabilities; keeps no state of its own."""

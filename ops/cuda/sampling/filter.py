@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p on CUDA as one threshold on a row's logits; never samples a token.
 
-A row's filters let through exactly the logits of at least some value, found in four kernels: the largest logit and the
+A row's filters let through exactly the logits from some value on, which four kernels find: the largest logit and the
 weight of every sub-block; a floor under which nothing can pass; a copy of the few logits above it; a search among them.
 Counts and fixed-point weights are exact, so the result depends neither on the batch nor on the order of the copy.
 """
@@ -22,7 +22,7 @@ __all__ = ["FilterScratch", "find_least"]
 _BLOCK = 4096
 _SUB_BLOCK = 512
 _SEARCH_BLOCK = 8192
-# Candidates kept of a row; a row with more is searched through its logits. Up to _SOME are searched in registers.
+# Candidates kept for a row; a row with more is searched through its logits. Up to _SOME are searched in registers.
 _CANDIDATES = 65536
 _FEW, _SOME = 2048, 16384
 
@@ -41,7 +41,7 @@ class FilterScratch:
 
 @triton.jit
 def _order(value, SHIFT: tl.constexpr):
-    """Integers in the order of the floats that they stand for, whose lowest SHIFT bits are zero."""
+    """Return integers in the order of the floats that they stand for, with the lowest SHIFT bits zero."""
     bits = value.to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
@@ -54,7 +54,7 @@ def _unorder(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _asks(rows, temperature, top_k, top_p, min_p, size):
-    """What this program's row asks for: (temperature, k, p, min-p, wants k, wants p)."""
+    """Return the options of this program's row: (temperature, k, p, min-p, wants k, wants p)."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     heat = tl.load(temperature + row)
     most = tl.load(top_k + row)
@@ -81,7 +81,7 @@ def _survey_kernel(
     SUB: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The largest logit of each sub-block, and the sum of exp((x - that) / temperature)."""
+    """Find the largest logit of each sub-block, and the sum of exp((x - largest) / temperature)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -116,7 +116,7 @@ def _bounds_kernel(
     SUBS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A floor that keeps every token that may pass: (floor, largest logit, sum of weights, whether to search)."""
+    """Find a floor below which no token can pass: (floor, largest logit, sum of weights, whether to search)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -175,7 +175,7 @@ def _gather_kernel(
     CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy the logits that reach the floor, in any order: all that follows is exact whatever the order."""
+    """Copy the logits that reach the floor, in any order: the later kernels are exact whatever the order."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -196,7 +196,7 @@ def _gather_kernel(
 
 @triton.jit
 def _weigh(value, top, inverse):
-    """exp((x - top) / temperature) in fixed point, so that sums do not depend on their order."""
+    """Return exp((x - top) / temperature) in fixed point, so that sums do not depend on their order."""
     return (tl.exp((value - top) * inverse) * 1099511627776.0).to(tl.int64)
 
 
@@ -214,7 +214,7 @@ def _narrow(
     CANDIDATES: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The key of the smallest candidate that passes; each search keeps a key that passes and one that does not."""
+    """Return the key of the smallest candidate that passes; each search holds a key that passes and one that fails."""
     at = tl.arange(0, CANDIDATES)
     value = tl.load(kept + at, mask=at < found, other=float("-inf")).to(tl.float32)
     keys = _order(value, SHIFT).to(tl.int64)
@@ -249,7 +249,7 @@ def _narrow(
 
 @triton.jit
 def _above(line, size, pivot, top, inverse, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
-    """How many logits of a whole row have a key of at least `pivot`, and their weight."""
+    """Return how many logits of a whole row have a key of at least `pivot`, and their weight."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
@@ -265,7 +265,7 @@ def _above(line, size, pivot, top, inverse, BLOCK: tl.constexpr, SHIFT: tl.const
 def _narrow_all(
     line, size, top, floor, total, most, share, inverse, wants_k, wants_p, BLOCK: tl.constexpr, SHIFT: tl.constexpr
 ):
-    """`_narrow` over any number of logits, in memory."""
+    """Do what `_narrow` does, over any number of logits, in memory."""
     bottom = _order(tl.maximum(floor, -3.4e38), SHIFT)
     if wants_k:
         above = _order(top, SHIFT).to(tl.int64) + 1
@@ -317,7 +317,7 @@ def _search_kernel(
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The least logit that top-k, then top-p of what that leaves, and min-p let through."""
+    """Find the least logit that passes top-k, then top-p of what top-k leaves, and min-p."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -351,9 +351,9 @@ def _search_kernel(
 def find_least(
     logits_BV: Tensor, asks: tuple[Tensor, ...], scratch: FilterScratch, least_B: Tensor, *, pdl: bool = False
 ) -> None:
-    """Leave in `least_B` (float32) the least logit that each row's filters let through, -inf for all.
+    """Write to `least_B` (float32) the least logit that each row's filters let through, -inf for all.
 
-    `asks` are rows_B, temperature_R, top_k_R, top_p_R and min_p_R as for `cuda_sample.sample`.
+    `asks` are rows_B, temperature_R, top_k_R, top_p_R and min_p_R as in sample.py's `sample`.
     """
     rows, size = logits_BV.shape
     parts, per_part = triton.cdiv(size, _BLOCK), _BLOCK // _SUB_BLOCK

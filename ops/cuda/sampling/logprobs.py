@@ -1,7 +1,7 @@
 """Log-probabilities, ranks and the likeliest tokens from logits on CUDA, in float32; never changes the logits.
 
-Two kernels: each block of a row gives its largest logits in order, and its share of the sum; one program a row merges
-them. A logit and its token id are one 64-bit key, so that equals keep the order of their ids, as on the CPU.
+Two kernels: each block of a row gives its largest logits in order, and its share of the sum; one program for each row
+merges them. A logit and its token id are one 64-bit key, so that equals keep the order of their ids, as on the CPU.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ListScratch:
 
     Args:
         rows: Most positions of a call.
-        vocabulary: Logits of each.
-        places: Most likeliest tokens wanted at any.
-        device: Where.
+        vocabulary: Number of logits at each position.
+        places: Most likeliest tokens that are wanted at any position.
+        device: The GPU.
     """
 
     def __init__(self, rows: int, vocabulary: int, places: int, device: torch.device | str) -> None:
@@ -48,7 +48,7 @@ def _list_kernel(
     logits, rows, wants, tokens, best, maxima, sums, above, stride, size, parts, places,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One block's largest keys in falling order, its largest logit, its sum, and how many exceed the row's token."""
+    """Find a block's largest keys in falling order, its largest logit, its sum, and how many exceed the row's token."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -83,7 +83,7 @@ def _merge_kernel(
     logits, rows, wants, tokens, best, maxima, sums, above, out, values, stride, parts, places, width,
     PARTS: tl.constexpr, HEAD: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A position's line: log-probability, rank, ids of the likeliest tokens, and their log-probabilities."""
+    """Write a position's line: log-probability, rank, ids of the likeliest tokens, and their log-probabilities."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -128,18 +128,18 @@ def logprobs(
     *,
     pdl: bool = False,
 ) -> None:
-    """Write a line for each position whose row wants one; of no use, but no error, where logits are not finite.
+    """Write a line for each position whose row wants one; for logits that are not finite, it means nothing.
 
     Args:
-        logits_BV: bf16, fp16 or fp32, last dimension contiguous.
-        rows_B: int32 or int64 row numbers.
-        wants_R: int32: 0 for nothing, and else 1 and how many of the likeliest tokens a row wants.
-        tokens_B: int32: the token that is at each position; below 0 for any.
+        logits_BV: Logits, bf16, fp16 or fp32, last dimension contiguous.
+        rows_B: Row numbers, int32 or int64.
+        wants_R: Line that each row wants, int32: 0 for none, else 1 + the number of likeliest tokens.
+        tokens_B: Token at each position, int32; below 0 for any.
         out_BW: int32 [B, HEAD + 2 * width], contiguous: log-probability (float32), rank, ids of the `width` likeliest
             tokens in falling order, lower ids first among equals, and their log-probabilities (float32); what is not
             wanted stays as it was. No row may want more than `width`.
-        scratch: For at least this many positions, this vocabulary and `width` places.
-        pdl: Launch programmatically dependent.
+        scratch: Scratch for at least this many positions, this vocabulary and `width` places.
+        pdl: Whether to use programmatic dependent launch.
     """
     count, size = logits_BV.shape
     parts, places = scratch.best_BSK.shape[1:]

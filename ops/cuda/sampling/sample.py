@@ -1,4 +1,4 @@
-"""Chooses next tokens from logits on CUDA; never keeps a state: noise comes from (seed, position, token id) alone.
+"""Chooses next tokens from logits on CUDA; has no state: noise comes from (seed, position, token id) only.
 
 A sampled token is the largest `logit / temperature + Gumbel noise` (Gumbel-max), so it depends on its own row's logits
 and parameters, and not on the batch, the row's place in it or how the work is divided: a maximum is exact. Top-k, top-p
@@ -23,7 +23,7 @@ __all__ = ["NON_FINITE", "SampleScratch", "sample"]
 
 NON_FINITE = -1
 
-# One program's share of a row. Part of the noise's definition: changing it changes what a seed produces.
+# One program's share of a row. It is part of the noise's definition: a change changes the tokens of a seed.
 _BLOCK = 4096
 
 
@@ -32,10 +32,10 @@ class SampleScratch:
 
     Args:
         rows: Most rows of a call.
-        vocabulary: Logits of a row.
-        device: Where.
-        dtype: Of the logits.
-        filters: False saves the 128 KB a row (256 KB for float32) that top-k and top-p need.
+        vocabulary: Number of logits of a row.
+        device: The GPU.
+        dtype: Dtype of the logits.
+        filters: Whether to allocate the 128 KB for each row (256 KB for float32) that top-k and top-p need.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SampleScratch:
 
 @triton.jit
 def _noise(bits):
-    """-log(E), E exponential: Gumbel noise from 32 random bits, exact where E is small, since small ones win."""
+    """Return -log(E) for exponential E, Gumbel noise from 32 random bits; exact for small E, since these win."""
     part = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     waited = tl.where(part < 0.01, part * (1.0 + part * (0.5 + part * (1.0 / 3.0))), -tl.log(1.0 - part))
     return -tl.log(waited)
@@ -154,7 +154,7 @@ def _choose_kernel(
             tl.store(stopped + row, tl.max((ends & finite).to(tl.int32), axis=0))
         position = tl.load(positions + at_row).to(tl.int32) + 1
         tl.store(lengths + row, position)
-        # A row that failed goes on with token 0, so that the next step reads a valid embedding.
+        # A row that failed continues with token 0, so that the next step reads a valid embedding.
         if position < context:
             tl.store(pool + row * pool_stride + position, tl.where(finite, chosen, 0))
 
@@ -181,22 +181,22 @@ def sample(
     """Choose one token for each row, append it to the row's pool and advance the row's length.
 
     Args:
-        logits_BV: bf16, fp16 or fp32, last dimension contiguous.
-        rows_B: int32 row numbers; the last row of `pool_RC` is padding, for which only `out_ids_B` is written.
-        temperature_R: float32; 0 takes the largest logit, the first of equals.
-        top_k_R: int32; 0 for all.
-        top_p_R: float32; 1 for all. Taken of what top-k leaves; equal logits stay together.
-        min_p_R: float32; 0 for all. Relative to the largest probability.
-        seed_R: int64.
-        positions_B: int32 or int64 position of each row's input token: the new token's is one more.
-        pool_RC: int32; the chosen id is written at the new position.
-        lengths_R: int32; set to the new token's position, the number of tokens whose keys and values are written.
-        out_ids_B: int32; -1 where the row has a NaN or its largest logit is infinite (the pool then gets 0).
-        scratch: For at least this many rows and this vocabulary.
-        stops_RS: int32 [R, a power of two], given with `stopped_R`: tokens at which a row stops, then -1.
-        stopped_R: int32; set to whether the chosen token is one of them.
-        filtered: False skips the threshold search: no row may ask for top-k, top-p or min-p.
-        pdl: Launch programmatically dependent.
+        logits_BV: Logits, bf16, fp16 or fp32, last dimension contiguous.
+        rows_B: Row numbers, int32; the last row of `pool_RC` is padding, for which only `out_ids_B` is written.
+        temperature_R: Temperatures, float32; 0 takes the largest logit, the first of equals.
+        top_k_R: Top-k, int32; 0 for all.
+        top_p_R: Top-p, float32; 1 for all. It applies to what top-k leaves; equal logits stay together.
+        min_p_R: Min-p, float32; 0 for all. It is relative to the largest probability.
+        seed_R: Seeds, int64.
+        positions_B: Position of each row's input token, int32 or int64; the new token's is one more.
+        pool_RC: Tokens of each row, int32; the chosen id is written at the new position.
+        lengths_R: Lengths, int32; set to the new position, the number of tokens whose keys and values are written.
+        out_ids_B: Ids, int32; -1 where the row has a NaN or its largest logit is infinite (the pool then gets 0).
+        scratch: Scratch for at least this many rows and this vocabulary.
+        stops_RS: Tokens at which a row stops, then -1, int32 [R, a power of two]; given with `stopped_R`.
+        stopped_R: Flags, int32; set to whether the chosen token is in the row's `stops_RS`.
+        filtered: Whether any row may ask for top-k, top-p or min-p; False skips the threshold search.
+        pdl: Whether to use programmatic dependent launch.
 
     Raises:
         ValueError: `filtered` with a scratch that was made without filters.

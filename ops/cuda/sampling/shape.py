@@ -1,9 +1,9 @@
 """Changes logits on CUDA before a token is chosen: bias, penalties, masks, bad words; never chooses one.
 
-The same sums in the same order as `cpu_shape.Shaper`, in float32. A row's bias and masks are one line of additions,
+Sums are those of the CPU's `Shaper`, in the same order, in float32. A row's bias and masks are one line of additions,
 -inf where a token may not be chosen; its counts and the tokens that would end it too early are one line of marks. Both
-are dense, so that a step reads them beside the logits and a sampled token changes one word. The mask of a grammar, new
-for each token, is one bit a token.
+are dense, so that a step reads them like the logits, and a sampled token changes one word. The mask of a grammar, new
+for each step, has one bit for each token.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 NOTHING_LEFT = -2
 
 ADDS, MARKS, WORDS, MASKED = 1, 2, 4, 8
-"""Bits of a row's first column: it has additions; marks; bad words; a mask of bits. 0 leaves its logits as they are."""
+"""Bits of a row's first column: it has additions; marks; bad words; a mask of bits. 0 leaves its logits unchanged."""
 STOPS = 2
-"""Bit of a mark: its token may not be chosen before the least length. Bit 0 says that the prompt has it, and those from
-bit 2 up count it in the completion."""
+"""Bit of a mark: the token may not be chosen before the least length. Bit 0 says that the prompt has the token, and the
+bits from 2 up count the token in the completion."""
 COLUMNS = 8
-"""Of a row: what it has, least length, bad words, repetition, frequency and presence penalty as float32, two unused."""
+"""Columns of a row: bits, least length, bad words; repetition, frequency, presence penalty as float32; two unused."""
 WORD_COLUMNS = 3
-"""Of a bad word: its last token, how many stand before it, and where in the row's words those are."""
+"""Columns of a bad word: its last token, how many tokens are before that, and where in the row's words these are."""
 
 _BLOCK = 4096
 _COUNT_BLOCK = 1024
@@ -51,13 +51,13 @@ _WORDS_BLOCK = 128
 
 
 class ShapeArrays:
-    """What `shape` reads and writes on the device for up to `rows` rows and one more, which pads; all zero at first.
+    """Device memory of `shape` for up to `rows` rows and one more, which pads; all zero at first.
 
     Args:
-        rows: Most rows of a call, and one less than those that there are.
-        vocabulary: Logits of a row. 12 bytes for each are taken for every row.
-        words: int32 places of a row for its bad words: `WORD_COLUMNS` for each, and then its tokens but the last.
-        device: Where.
+        rows: Most rows of a call; there is one more.
+        vocabulary: Number of logits of a row; each takes 12 bytes.
+        words: Number of int32 places of a row for its bad words: `WORD_COLUMNS` for each, then the tokens but the last.
+        device: The GPU.
     """
 
     def __init__(self, rows: int, vocabulary: int, words: int, device: torch.device | str) -> None:
@@ -101,7 +101,7 @@ def _shape_kernel(
         less = less - frequency * count - tl.where(count > 0.0, presence, 0.0)
         shaped = tl.where((mark & -3) != 0, less, shaped)
         shaped = tl.where(banned, float("-inf"), shaped)
-        # NaN and infinity stay for sampling to tell.
+        # NaN and infinity stay, so that sampling reports them.
         shaped = tl.where((value == value) & (value < float("inf")), shaped, value)
         broken = (shaped != shaped) | (shaped == float("inf"))
         alive = tl.max((value > float("-inf")).to(tl.int32), axis=0)
@@ -115,7 +115,7 @@ def _words_kernel(
     rows, positions, table, words, pool, out, size, words_stride, pool_stride,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, WORD_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The last token of each bad word whose others stand at the end of the row."""
+    """Ban the last token of each bad word whose other tokens are at the end of the row."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -185,18 +185,18 @@ def shape(
     *,
     pdl: bool = False,
 ) -> Tensor:
-    """The logits as each row wants them, for `cuda_sample.sample`; those of rows that want nothing as they are.
+    """Return the logits as each row wants them, for sample.py's `sample`; rows without shaping keep theirs.
 
     Args:
-        logits_BV: bf16, fp16 or fp32, last dimension contiguous.
-        rows_B: int32 row numbers.
-        positions_B: int32 or int64 position of each row's input token, the last one known.
-        pool_RC: int32: the tokens of each row from position 0.
-        arrays: What the rows want.
-        pdl: Launch programmatically dependent.
+        logits_BV: Logits, bf16, fp16 or fp32, last dimension contiguous.
+        rows_B: Row numbers, int32.
+        positions_B: Position of each row's input token, the last one known, int32 or int64.
+        pool_RC: Tokens of each row from position 0, int32.
+        arrays: Shaping of the rows.
+        pdl: Whether to use programmatic dependent launch.
 
     Returns:
-        float32 [B, V], part of `arrays`: the next call writes over it.
+        Shaped logits, float32 [B, V], part of `arrays`: the next call overwrites them.
     """
     rows, size = logits_BV.shape
     out_BV, table = arrays.out_BV[:rows], arrays.table_RC
@@ -217,13 +217,13 @@ def shape(
 
 
 def count_chosen(rows_B: Tensor, ids_B: Tensor, arrays: ShapeArrays, *, pdl: bool = False) -> None:
-    """Count what `cuda_sample.sample` chose from the last `shape` for the rows that want it.
+    """Count the tokens that sample.py's `sample` chose from the last `shape`, for rows with counts.
 
     Args:
-        rows_B: int32 row numbers, as given to `shape`.
-        ids_B: int32 chosen ids; -1 becomes `NOTHING_LEFT` where it was the row's own masks that left no token.
-        arrays: What the rows want.
-        pdl: Launch programmatically dependent.
+        rows_B: Row numbers, int32, as given to `shape`.
+        ids_B: Chosen ids, int32; -1 becomes `NOTHING_LEFT` where the row's own masks left no token.
+        arrays: Shaping of the rows.
+        pdl: Whether to use programmatic dependent launch.
     """
     parts = arrays.states_BS.shape[1]
     _count_chosen_kernel[(len(rows_B),)](
@@ -233,7 +233,7 @@ def count_chosen(rows_B: Tensor, ids_B: Tensor, arrays: ShapeArrays, *, pdl: boo
 
 
 def count_known(pool_RC: Tensor, row: int, prompt_len: int, known: int, arrays: ShapeArrays) -> None:
-    """Add to a row's marks its first `known` tokens, `prompt_len` of them the prompt; all must be in the pool."""
+    """Add a row's first `known` tokens, of which `prompt_len` are the prompt, to its marks; all must be in the pool."""
     _count_known_kernel[(triton.cdiv(known, _COUNT_BLOCK),)](
         pool_RC, arrays.marks_RV, row, prompt_len, known, pool_RC.stride(0), arrays.marks_RV.stride(0),
         BLOCK=_COUNT_BLOCK, num_warps=4,
