@@ -209,7 +209,9 @@ def look_up(tokens_N: Tensor, batch: LoraBatch, site: LoraSite) -> Tensor:
     return planes
 
 
-def shrink(x_NI: Tensor, batch: LoraBatch, site: LoraSite, *, how: UpdateTiling | None = None, pdl: bool = False) -> Tensor:
+def shrink(
+    x_NI: Tensor, batch: LoraBatch, site: LoraSite, *, how: UpdateTiling | None = None, pdl: bool = False
+) -> Tensor:
     """Return t = x A^T of each token's adapter.
 
     Args:
