@@ -16,8 +16,8 @@ from headrace.server.settings import ServerSettings
 __all__ = ["ClientGone", "announced", "nests_deeper", "read_json"]
 
 _CLOSE = {"connection": "close"}
-_LONG = 2**18  # bytes that take some milliseconds: more are not read on the event loop
-_MAX_PARTS = 20_000  # of a body: each costs a turn of the event loop
+_LONG = 2**18  # bytes that take some milliseconds: longer bodies are not parsed on the event loop
+_MAX_PARTS = 20_000  # parts of a body, each of which costs a turn of the event loop
 
 
 class ClientGone(Exception):
@@ -25,10 +25,10 @@ class ClientGone(Exception):
 
 
 async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) -> dict[str, Any]:
-    """The object in a request's body.
+    """Return the object in a request's body.
 
     Raises:
-        ApiError: It is no JSON object, or too large, too slow, too deep, or of another type.
+        ApiError: The body is no JSON object, or is too large, too slow, too deep, or of another type.
         ClientGone: The client went away meanwhile.
     """
     headers = dict(scope["headers"])
@@ -37,7 +37,7 @@ async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) ->
         raise ApiError(415, "unsupported_media_type", "the body must be application/json", headers=_CLOSE)
     if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
         raise ApiError(415, "unsupported_media_type", "the body must not be compressed", headers=_CLOSE)
-    if b"content-length" in headers and b"transfer-encoding" in headers:  # of which proxies choose one or the other
+    if b"content-length" in headers and b"transfer-encoding" in headers:  # proxies choose one or the other
         raise ApiError(400, "invalid_http", "the body has two lengths", headers=_CLOSE)
     limit = settings.max_body_bytes
     length = headers.get(b"content-length", b"0")
@@ -55,7 +55,7 @@ async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) ->
 
 
 def _parse_long(body: bytes, max_nesting: int) -> dict[str, Any]:
-    """Parse a long body as `_parse` does, but without the garbage collector, which would visit new ones repeatedly."""
+    """Parse a long body without the garbage collector, which would visit the new objects repeatedly."""
     with not_collected():
         return _parse(body, max_nesting)
 
@@ -73,7 +73,7 @@ def _parse(body: bytes, max_nesting: int) -> dict[str, Any]:
 
 
 def announced(scope: Scope, settings: ServerSettings) -> int:
-    """Bytes that a request's body will have, as far as `read_json` takes it; the most it may where it does not say."""
+    """Return the bytes that a request's body will have, at most the limit; the limit where the request names none."""
     length = dict(scope["headers"]).get(b"content-length", b"")
     return min(int(length[:20]), settings.max_body_bytes) if length.isdigit() else settings.max_body_bytes
 
@@ -99,7 +99,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def nests_deeper(value: Any, limit: int) -> bool:
-    """Whether `value`, an array or object of JSON, has more than `limit` of them inside each other, itself counted."""
+    """Return whether arrays and objects of JSON nest deeper than `limit` levels in `value`, itself counted."""
     level = [value]
     while level:
         if not limit:

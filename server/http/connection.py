@@ -1,6 +1,6 @@
 """`Connection`: one request's way back to its client; notices that the client has gone or stopped reading.
 
-One task beside the one that answers: it waits for the disconnect and ticks. Never knows what is sent.
+One task beside the answering one waits for the disconnect and ticks. The module never looks at what is sent.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ __all__ = ["Connection", "body"]
 
 
 def body(part: bytes, *, more: bool) -> Message:
-    """The ASGI message for a part of a body."""
+    """Return the ASGI message for a part of a body."""
     return {"type": "http.response.body", "body": part, "more_body": more}
 
 
 class Connection:
-    """Sends messages, and cancels the answer of a client that has gone."""
+    """The way from one request back to its client; cancels the answer of a client that has gone."""
 
     def __init__(self, receive: Receive, send: Send, *, stall_timeout: float) -> None:
         """Watch one request, whose body has been read.
 
         Args:
-            receive: Of the ASGI server.
-            send: Of the ASGI server.
+            receive: `receive` of the ASGI server.
+            send: `send` of the ASGI server.
             stall_timeout: Seconds after which a send that is stuck ends the request.
         """
         self.lost = "disconnected"
-        """Why the answer was cut off, if it was: the client went away, or was given up as a `slow_consumer`."""
+        """Reason why the answer was cut off, if it was: `disconnected`, or `slow_consumer` for a client given up."""
         self._receive = receive
         self._send = send
         self._stall_timeout = stall_timeout
         self._sending = False
         self._free: anyio.Event | None = None
-        """What a second sender waits for; a lock would cost every event more than the events of most streams."""
+        """Event for which a second sender waits; a lock would cost every event more than the events of most streams."""
         self._last = time.monotonic()
 
     async def run(self, answer: Callable[[], Awaitable[None]], tick: Callable[[float], Awaitable[float]]) -> None:
-        """Run `answer`, which raises nothing; it is cancelled if the client goes away.
+        """Run `answer`, which raises nothing, and cancel it if the client goes away.
 
         Args:
-            answer: Answers the request through `send`.
-            tick: Called now and then with the seconds since the last send; says after how many it wants to be called
-                again.
+            answer: Function that answers the request through `send`.
+            tick: Function called now and then with the seconds since the last send; returns after how many seconds to
+                call it again.
         """
         async with anyio.create_task_group() as tasks:
-            # Each event wakes the answer through every coroutine above it: its task has the fewest.
+            # Each event wakes the answer through every coroutine above it; in a task of its own those are the fewest.
             tasks.start_soon(self._run_to_end, answer, tasks.cancel_scope)
             await self._watch(tasks.cancel_scope, tick)
 
@@ -58,7 +58,7 @@ class Connection:
         scope.cancel()
 
     async def send(self, *messages: Message) -> None:
-        """Send ASGI messages with nothing between them; waits while the client is behind."""
+        """Send ASGI messages with nothing between them, waiting while the client is behind."""
         while self._sending:
             self._free = self._free or anyio.Event()
             await self._free.wait()

@@ -1,7 +1,7 @@
-"""`Gate`: what every request passes first: host, origin, sizes, key, request id; pure ASGI, never reads a body.
+"""`Gate`: checks host, origin, sizes and key of every request before its route; pure ASGI, never reads a body.
 
 It refuses by default: a path that is not public needs a key wherever there are keys, on HTTP and WebSocket alike, and
-it looks at the raw path alone, never at a URL put together from headers. What nobody else has caught ends here.
+it looks at the raw path alone, never at a URL put together from headers. Errors that nobody has caught end here.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ __all__ = [
 logger = logging.getLogger("headrace.server")
 
 CALLER: Final = "headrace.caller"
-"""Key of the scope under which routes find who asks."""
+"""Key of the scope under which routes find the `Caller` of a request."""
 REQUEST_ID: Final = "headrace.request_id"
 PUBLIC_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 ADMIN_PATHS: Final = ("/v1/admin/", "/v1/adapters")
-"""What paths of admin keys begin with."""
+"""Beginnings of the paths that need an admin key."""
 MESSAGES_PATH: Final = "/v1/messages"
 """Anthropic's endpoint, with errors and a header of the request id as its clients know them."""
 METRICS_PATH: Final = "/metrics"
 SUBPROTOCOL: Final = "headrace"
-"""Subprotocol for clients that cannot send headers; the key comes as another, `headrace.key.` and it in base64url."""
+"""Subprotocol for clients that cannot send headers; a second one is `headrace.key.` and the key in base64url."""
 
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PORT: Final = re.compile(rb":\d{1,5}$")
 
 
 class Gate:
-    """Lets through what may ask."""
+    """ASGI middleware that lets permitted requests through and refuses the others."""
 
     def __init__(self, app: ASGIApp, *, settings: ServerSettings, telemetry: Telemetry) -> None:
         """Guard `app` as `settings` say, reporting to `telemetry`."""
@@ -65,11 +65,11 @@ class Gate:
         self._hosts = frozenset(host.lower().encode() for host in settings.allowed_hosts)
         self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in settings.allowed_origins)
         self._public = PUBLIC_PATHS | (ASSETS.keys() if settings.page else frozenset())
-        # Its own page may ask, unless a page that lured a browser here could pass for it.
+        # The server's own page may ask, unless a page that lured a browser here could pass for it.
         self._trusts_itself = settings.page and (b"*" not in self._hosts or not self._keys.empty)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request or refuse it; the lifespan passes."""
+        """Serve a request or refuse it; pass the lifespan on."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -107,7 +107,7 @@ class Gate:
             self._telemetry.exchanged(scope, exchange, scope[REQUEST_ID], None if caller is None else caller.name)
 
     def _check(self, scope: Scope, path: str, headers: list[tuple[bytes, bytes]]) -> None:
-        """Refuse what may not ask; say in the scope who asks."""
+        """Refuse a request that is not permitted; store its `Caller` in the scope."""
         self._check_sizes(scope, headers)
         self._check_host(headers)
         scope[CALLER] = self._caller(scope["type"], path, headers)
@@ -130,7 +130,7 @@ class Gate:
                 raise ApiError(403, "origin_not_allowed", _FOREIGN_ORIGIN)
 
     def _is_own(self, origin: bytes, hosts: list[bytes]) -> bool:
-        """Whether `origin` is this server, as the client calls it; TLS may end in front of it."""
+        """Return whether `origin` is this server, as the client calls it; TLS may end in front of the server."""
         own = [scheme + host.strip() for host in hosts for scheme in (b"http://", b"https://")]
         return self._trusts_itself and len(hosts) == 1 and origin in own
 
@@ -151,7 +151,7 @@ class Gate:
         return caller
 
     def _reader_of_metrics(self, headers: list[tuple[bytes, bytes]]) -> Caller:
-        """Who reads the metrics: they name tenants and what each uses, so a key that may only generate does not do."""
+        """Return the caller that reads the metrics, which name all tenants: a key for generation does not suffice."""
         if self._keys.empty and self._metrics_keys.empty:
             if self._hosts <= _LOOPBACK:
                 return ANYBODY
@@ -181,13 +181,13 @@ _KEY_PROTOCOL = SUBPROTOCOL.encode() + b".key."
 
 
 def _secret(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """What the request shows as its one key; empty, which no key is, where it shows none or several."""
+    """Return the one key that a request shows; empty, which no key is, where it shows none or several."""
     given = [secret for name, value in headers for secret in _secrets(name, value)]
     return given[0] if len(given) == 1 else b""
 
 
 def _secrets(name: bytes, value: bytes) -> list[bytes]:
-    """The keys in a header."""
+    """Return the keys in a header."""
     if name == b"x-api-key":
         return [value.strip()]
     if name == b"authorization":
@@ -202,7 +202,7 @@ def _secrets(name: bytes, value: bytes) -> list[bytes]:
 
 
 def _decoded(text: bytes) -> bytes:
-    """Base64url without its padding; empty where it is something else."""
+    """Decode base64url without padding; return empty bytes where `text` is something else."""
     try:
         return base64.b64decode(text + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except ValueError:
@@ -215,14 +215,14 @@ def _no_key() -> ApiError:
 
 
 def _path(scope: Scope) -> str:
-    """The path below where the application is mounted."""
+    """Return the path below the application's mount point."""
     path: str = scope["path"]
     root = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(root) else path
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The client's own id where it is harmless, else a new one; it is echoed and logged, never looked up."""
+    """Return the client's own id where it is harmless, else a new one; it is echoed and logged, never looked up."""
     given = [value for name, value in headers if name == b"x-request-id"]
     if len(given) == 1 and _CLIENT_ID.fullmatch(given[0]):
         return given[0]

@@ -13,7 +13,7 @@ _WINDOW = 0.01  # seconds, about: whoever waits for the same window is woken at 
 
 
 class _Window:
-    """A short span of time and how many events may still go out in it."""
+    """A short span of time, and the number of events that may still go out in it."""
 
     __slots__ = ("left", "opened", "starts")
 
@@ -21,18 +21,18 @@ class _Window:
         self.starts = starts
         self.left = left
         self.opened: anyio.Event | None = None
-        """Set when it starts; None while nobody waits for that."""
+        """Event that is set when the window starts; None while nobody waits for it."""
 
 
 class Pacer:
     """A budget of events for each window, shared by all streams of a server.
 
     A stream takes its place in the earliest window that has room, and sleeps until then: each waits once, in the order
-    in which they came, and those of one window share one timer.
+    of arrival, and the streams of one window share one timer.
     """
 
     def __init__(self, events_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Allow so many events a second."""
+        """Allow `events_per_second`; `clock` returns seconds."""
         self._budget = max(1, round(events_per_second * _WINDOW))
         self._span = self._budget / events_per_second
         self._clock = clock

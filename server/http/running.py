@@ -1,6 +1,6 @@
 """Runs an application on uvicorn until it is told to stop, and then lets what runs end; never opens an engine.
 
-What that end consists of is draining.py's to say.
+draining.py says what that end consists of.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class DrainingServer(uvicorn.Server):
         """Serve the application of `config`.
 
         Args:
-            config: Of any application.
-            app: Made by `create_app`, whose requests are let end: the application itself, or one that is mounted in it.
+            config: Configuration of any application.
+            app: Application of `create_app` whose requests may end first: that of `config`, or one mounted in it.
         """
         super().__init__(config)
         self._drain = Drain(app)
@@ -64,7 +64,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take SIGHUP as well, which ends a terminal's session, unless whoever started the process has it ignored."""
+        """Handle SIGHUP as well, which ends a terminal's session, unless the process was started with it ignored."""
         hang_up = signal.SIGHUP
         if threading.current_thread() is not threading.main_thread() or signal.getsignal(hang_up) is signal.SIG_IGN:
             with super().capture_signals():
@@ -88,7 +88,7 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Close all connections, and cut those whose clients do not read their last bytes in time.
 
-        What still answers on a connection that was cut sees its client gone, and ends as it does then.
+        An answer on a connection that was cut sees its client gone, and ends as it does then.
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._cut_in_time)
@@ -105,7 +105,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info", **more: Any) -> DrainingServer:
-    """A server for an application of `create_app`; `more` goes to `uvicorn.Config`.
+    """Return a server for an application of `create_app`; `more` goes to `uvicorn.Config`.
 
     Raises:
         InvalidParams: The system allows this process too few open files.
@@ -138,9 +138,9 @@ def make_server(app: Starlette, *, host: str, port: int, log_level: str = "info"
 
 
 def settle_memory() -> None:
-    """Search what has been loaded until now no longer for garbage, and the rest less often.
+    """Exempt what has been loaded so far from garbage collection, and collect the rest less often.
 
-    For processes that are servers and nothing else: collections hold the event loop for tens of milliseconds.
+    Call it in processes that are servers and nothing else: collections hold the event loop for tens of milliseconds.
     """
     gc.collect()
     gc.freeze()
@@ -151,7 +151,7 @@ def most_connections() -> int:
     """Return how many connections the system allows; the soft limit of open files is raised to the hard one.
 
     Raises:
-        InvalidParams: They are too few to serve anybody; names the number of open files to allow.
+        InvalidParams: The connections are too few to serve anybody; the error names the number of open files to allow.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard and hard != resource.RLIM_INFINITY:

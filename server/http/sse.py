@@ -22,12 +22,12 @@ _COMMENT = ServerSentEvent(comment="ping", sep="\n").encode()
 
 
 class Framing(NamedTuple):
-    """What an endpoint's streams have besides the events of their answer."""
+    """The parts of an endpoint's streams besides the events of their answer."""
 
     done: bytes
-    """Follows the last event of an answer that is complete."""
+    """Bytes after the last event of an answer that is complete."""
     ping: bytes
-    """Goes to a silent stream."""
+    """Bytes for a silent stream."""
 
 
 DATA: Final = Framing(b"data: [DONE]\n\n", _COMMENT)
@@ -39,7 +39,7 @@ MESSAGES: Final = Framing(b"", b'event: ping\ndata: {"type":"ping"}\n\n')
 
 
 class TokenEvents(EventSourceResponse):
-    """Events that are pushed; `start` and `finish` frame them."""
+    """A response of pushed events; `start` and `finish` frame them."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class TokenEvents(EventSourceResponse):
         """Send over `connection`.
 
         Args:
-            connection: To the client.
-            refuse: Makes the response to a request that failed before anything was sent.
-            framing: Of the endpoint.
-            ping_seconds: A stream that was silent for so long gets a ping.
+            connection: Connection to the client.
+            refuse: Function that makes the response to a request that failed before anything was sent.
+            framing: Framing of the endpoint.
+            ping_seconds: Seconds of silence after which a stream gets a ping.
         """
         super().__init__(_nothing(), ping=ping_seconds, sep="\n")
         self.started = False
@@ -65,7 +65,7 @@ class TokenEvents(EventSourceResponse):
 
     @property
     def lost(self) -> str:
-        """Why the client can no longer be told anything, where that is so."""
+        """Reason why the answer was cut off, where it was, such as `disconnected`."""
         return self._connection.lost
 
     async def start(self, opening: bytes) -> None:
@@ -76,7 +76,7 @@ class TokenEvents(EventSourceResponse):
             await self._connection.send(message, body(opening or self._framing.ping, more=True))
 
     async def room(self, tokens: int) -> int:
-        """Return `tokens`: a client that does not read holds up what sends to it, and needs no other bound."""
+        """Return `tokens`: a client that does not read holds up `push`, and needs no other bound."""
         return tokens
 
     async def push(self, frames: bytes, tokens: int) -> None:
@@ -88,13 +88,13 @@ class TokenEvents(EventSourceResponse):
         await self._end(frames + self._framing.done)
 
     async def whole(self, answer: bytes) -> None:
-        """Send an answer that was not to be streamed."""
+        """Send a whole answer to a request that does not stream."""
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         await self._connection.send(start, body(answer, more=False))
 
     async def fail(self, error: ApiError, frames: bytes) -> None:
-        """Tell the client: by status if nothing has been sent, else by `frames`, after which nothing follows."""
+        """Tell the client of `error` by status if nothing has been sent, else by `frames`, which end the stream."""
         if self.started:
             await self._end(frames)
         else:
@@ -103,7 +103,7 @@ class TokenEvents(EventSourceResponse):
             await self._connection.send(start, body(bytes(response.body), more=False))
 
     async def ping(self, silent: float) -> None:
-        """Send a ping if the stream was silent for long enough."""
+        """Send a ping if the stream was silent for half the ping interval; `silent` is in seconds."""
         if self.started and self.active and silent >= self.ping_interval / 2:
             await self._connection.send(body(self._framing.ping, more=True))
 

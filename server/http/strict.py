@@ -1,6 +1,6 @@
 """`StrictConnection`: h11 without the leniency that lets a proxy and this server disagree where a request ends.
 
-Where h11 accepts what RFC 9112 lets a recipient refuse, it is refused here: lines that end in a bare line feed, folded
+It refuses what h11 accepts and RFC 9112 lets a recipient refuse: lines that end in a bare line feed, folded
 header lines, `Transfer-Encoding` in HTTP/1.0, versions other than 1.0 and 1.1, bare carriage returns and line feeds in
 the size of a chunk. Never writes to a connection.
 """
@@ -18,14 +18,14 @@ _VERSIONS = (b"1.0", b"1.1")
 
 
 class Malformed(h11.RemoteProtocolError):
-    """What a client sent is no HTTP; the message says why in words of its own, without quoting it."""
+    """The client sent something that is not HTTP; the message says why without quoting it."""
 
 
 class StrictConnection(h11.Connection):
-    """The server's side of a connection; what it refuses is kept in `refusal` and never raised."""
+    """The server's side of a connection; the first refusal is kept in `refusal` and never raised."""
 
     refusal: h11.RemoteProtocolError | None = None
-    """Why nothing that the client sends is read any more; None as long as all of it was valid."""
+    """Reason why nothing that the client sends is read any more; None as long as all of it was valid."""
 
     def __init__(self, our_role: Any, max_incomplete_event_size: int = 16_384) -> None:
         """Take h11's arguments."""
@@ -34,7 +34,7 @@ class StrictConnection(h11.Connection):
         self._receive_buffer = _StrictBuffer()
 
     def next_event(self) -> Any:
-        """Return the next event, as its base; NEED_DATA from the moment on at which something was refused."""
+        """Return h11's next event; NEED_DATA from the moment on at which something was refused."""
         if self.refusal is None:
             try:
                 event = super().next_event()
@@ -48,7 +48,7 @@ class StrictConnection(h11.Connection):
         """Refuse an event that h11 accepts.
 
         Raises:
-            Malformed: It is not to be acted on.
+            Malformed: The event must not be acted on.
         """
         if not isinstance(event, h11.Request):
             return
@@ -59,10 +59,10 @@ class StrictConnection(h11.Connection):
 
 
 class _StrictBuffer(ReceiveBuffer):
-    """Bytes of the client that are not parsed yet; h11 takes heads, trailers and chunk sizes out of it by lines."""
+    """Bytes of the client that are not parsed yet; h11 takes heads, trailers and chunk sizes from them by lines."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """Return the lines up to a blank one without their ends, or None as long as that has not come.
+        """Return the lines up to a blank one without their ends, or None as long as the blank line has not come.
 
         Raises:
             Malformed: A line ends in a bare line feed, or continues the line before it.
@@ -78,10 +78,10 @@ class _StrictBuffer(ReceiveBuffer):
         return lines
 
     def maybe_extract_next_line(self) -> bytearray | None:
-        """Return the line with a chunk's size and its end, or None as long as that has not come.
+        """Return the line with a chunk's size and its end, or None as long as the end has not come.
 
         Raises:
-            Malformed: There is a bare carriage return or line feed in it.
+            Malformed: The line contains a bare carriage return or line feed.
         """
         line = super().maybe_extract_next_line()
         size = bytes(self) if line is None else line[:-2]

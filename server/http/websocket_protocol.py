@@ -1,9 +1,9 @@
 """`BoundedWebSocket`: uvicorn's WebSocket protocol with the bounds that it lacks; never sees what a frame says.
 
-uvicorn pauses reading behind each message, but control frames get past that. What is added: a client that does not read
-is not read either, it is cut off in time, and so is a connection that has ended but does not empty. A connection that
-fails ends with a close frame that its client gets to see: what the client still sends is thrown away meanwhile, since
-closing a TCP connection with bytes unread resets it. What a client does wrong is no error in the log.
+uvicorn pauses reading behind each message, but control frames get past that. This module stops reading from a client
+that does not read, cuts it off in time, and cuts off a connection that has ended but does not empty. A connection that
+fails ends with a close frame that its client gets to see: bytes that the client still sends are thrown away meanwhile,
+since closing a TCP connection with bytes unread resets it. A client's mistake is no error in the log.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 __all__ = ["BoundedWebSocket"]
 
-_MAX_PARTS = 1024  # of a message: empty ones count against no limit of bytes
+_MAX_PARTS = 1024  # parts of a message: empty ones count against no limit of bytes
 _SLICE = 16_384  # bytes that are parsed at a time: thousands of empty parts, of which most come too late
 _LINGER = 2.0  # seconds in which the client of a connection that failed should close it
 _TOO_BIG, _NOT_UTF8 = 1009, 1007
 
 
 class BoundedWebSocket(WebSocketsSansIOProtocol):
-    """One connection, after its head."""
+    """One WebSocket connection, after its head, with deadlines."""
 
     def __init__(self, *args: Any, stall_timeout: float, **kwargs: Any) -> None:
         """Take uvicorn's arguments, and the seconds for which a full buffer may be left unread."""
@@ -33,7 +33,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._failed = False
 
     def data_received(self, data: bytes) -> None:
-        """Parse, unless the connection has failed; the first data is the head, which BoundedH11 has parsed before."""
+        """Parse `data`, unless the connection has failed; the first is the head, which BoundedH11 parsed before."""
         for start in range(0, len(data), _SLICE):
             if self._failed:
                 return
@@ -45,7 +45,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self.transport.close()
 
     async def send(self, message: Any) -> None:
-        """Send, as its base, and remember an answer that refuses the handshake as the end of it."""
+        """Send `message`, and count the handshake as complete after an answer that refuses it."""
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
             self.handshake_complete = True
@@ -56,7 +56,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads too slowly: what it sends waits, and the buffer must drain in time."""
+        """Stop reading from a client that reads too slowly, and start the clock in which the buffer must drain."""
         super().pause_writing()
         self._start_timer()
         if not self.read_paused and not self.transport.is_closing():
@@ -64,20 +64,20 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Stop the clock and read on, since the client has read."""
         super().resume_writing()
         if not self._ended:
             self._stop_timer()
             self._read_on()
 
     async def receive(self) -> Any:
-        """The next message; more is read once all were taken and the client reads."""
+        """Return the next message; read more once all messages were taken and the client reads."""
         message = await self.queue.get()
         self._read_on()
         return message
 
     def handle_cont(self, event: Any) -> None:
-        """Take a further part of a message."""
+        """Add a further part of a message; fail a connection whose message has too many parts."""
         if self._failed:
             return
         if len(self.frames) >= _MAX_PARTS:
@@ -87,7 +87,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             super().handle_cont(event)
 
     def send_receive_event_to_app(self) -> None:
-        """Hand on a message, whose text must be UTF-8."""
+        """Hand a message to the application; fail a connection whose text is not UTF-8."""
         if self.curr_msg_data_type == "text":
             self.frames = [b"".join(self.frames)]
             try:
@@ -117,7 +117,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self.close_timer = self.loop.call_later(_LINGER, self.transport.close)
 
     def on_task_complete(self, task: Any) -> None:
-        """The application has ended: what is left to send must leave in time."""
+        """Start the clock in which the rest must be sent, since the application has ended."""
         super().on_task_complete(task)
         self._ended = True
         if not self.disconnected:
