@@ -1,4 +1,4 @@
-"""Bodies of /v1/adapters, as they come and as they go; never loads an adapter."""
+"""Bodies of requests to /v1/adapters and of the answers; never loads an adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AdapterFields(BaseModel):
     folder: Annotated[str, Field(strict=True, min_length=1, max_length=255)] | None = None
     """A folder in the server's folder of adapters; the adapter's name where it is left out."""
     pinned: Annotated[bool, Field(strict=True)] = False
-    """Keep it on the device."""
+    """Whether the adapter stays on the device."""
 
 
 class _Body(BaseModel):
@@ -42,7 +42,7 @@ class AdapterCard(_Body):
 
 
 class AdapterList(_Body):
-    """All of them."""
+    """All loaded adapters."""
 
     object: Literal["list"]
     data: list[AdapterCard]

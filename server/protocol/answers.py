@@ -1,4 +1,4 @@
-"""What all answers share on the way back: ids, usage, events and pieces; never sends anything."""
+"""Parts that all answers share: ids, usage, events and pieces; never sends anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Answer", "Header", "Piece", "add_usage", "event", "pieces", "typed_e
 
 
 class Piece(NamedTuple):
-    """What one choice gained since the last look."""
+    """The text and tokens that one choice gained since the last piece."""
 
     choice: int
     text: str
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What all chunks of an answer repeat."""
+    """The fields that all chunks of an answer repeat."""
 
     id: str
     created: int
@@ -36,47 +36,47 @@ class Header(NamedTuple):
 
     @classmethod
     def new(cls, prefix: str, created: int, model: str, fingerprint: str) -> Header:
-        """Draw an id."""
+        """Return a header with a new random id that begins with `prefix`."""
         return cls(f"{prefix}-{secrets.token_hex(16)}", created, model, fingerprint)
 
     def body(self, kind: str) -> dict[str, Any]:
-        """The fields, with the object's type."""
+        """Return the fields, with `kind` as the object's type."""
         names = {"model": self.model, "system_fingerprint": self.fingerprint}
         return {"id": self.id, "object": kind, "created": self.created, **names}
 
 
 class Answer(Protocol):
-    """The answer to one request, as it grows; made for streaming or for one body."""
+    """The answer to one request, which grows piece by piece, for a stream or for one body."""
 
     def opening(self) -> bytes:
-        """Events before the first token."""
+        """Return the events before the first token."""
         ...
 
     def feed(self, piece: Piece) -> bytes:
-        """Take a piece in; the events that it means."""
+        """Add a piece, and return the events for it."""
         ...
 
     def closing(self, usage: Usage) -> bytes:
-        """Events after the last token, without the final mark."""
+        """Return the events after the last token, without the final mark."""
         ...
 
     def failing(self, error: ApiError) -> bytes:
-        """Events of a stream that cannot end well; nothing follows them."""
+        """Return the last events of a stream that failed."""
         ...
 
     def keep(self, piece: Piece) -> None:
-        """Take a piece in for `whole`, where nothing is streamed."""
+        """Add a piece for `whole`, where nothing is streamed."""
         ...
 
     def whole(self, usage: Usage) -> bytes:
-        """The body of the finished answer."""
+        """Return the body of the finished answer."""
         ...
 
 
 def pieces(
     chunk: Chunk, choices: int, first: int, prompt: Sequence[TokenLogprobs | None] | None = None
 ) -> Sequence[Piece]:
-    """The pieces of a chunk, one for each choice in it; choices count from `first`."""
+    """Return the pieces of a chunk, one for each choice in it; choices count from `first`."""
     if choices == 1:
         return (Piece(first, chunk.text, chunk.tokens[-1].finish_reason, chunk.tokens, prompt),)
     groups: dict[int, list[Token]] = {}
@@ -89,17 +89,17 @@ def pieces(
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event."""
+    """Return a server-sent event with `value` as JSON."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 def typed_event(value: dict[str, Any]) -> bytes:
-    """One server-sent event that has its `type` as name, too."""
+    """Return a server-sent event with `value` as JSON and its `type` as the event's name."""
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), orjson.dumps(value))
 
 
 def add_usage(parts: list[Usage]) -> Usage:
-    """The usage of several prompts."""
+    """Return the sum of the usage of several prompts."""
     return Usage(
         prompt_tokens=sum(part.prompt_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
@@ -108,7 +108,7 @@ def add_usage(parts: list[Usage]) -> Usage:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object."""
+    """Return OpenAI's usage object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

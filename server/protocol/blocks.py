@@ -1,6 +1,6 @@
 """`BlockReader`: an answer as a row of blocks of reasoning, text and tool calls; never renders them.
 
-Responses and messages are such rows, each with names of its own for what happens to a block.
+Responses and messages are such rows; each form has its own names for the steps of a block.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _OF_CALLS = (ToolCallStart, ToolCallArguments, ToolCallEnd)
 
 
 def read_piece(parser: ToolParser, piece: Piece, *, parallel: bool = True, only_calls: bool = False) -> list[Event]:
-    """Return what `parser` finds in the next piece of its choice, to the end if that is the last one.
+    """Return the events that `parser` finds in the next piece of a choice; the last piece ends the parsing.
 
     Args:
-        parser: The one of this choice.
-        piece: What comes next.
-        parallel: Otherwise calls after the first one are left out.
-        only_calls: Leave text out: where calls are forced, it can only be a part of one that was cut.
+        parser: The parser of this choice.
+        piece: The next piece.
+        parallel: Whether to keep calls after the first one.
+        only_calls: Whether to leave text out: where calls are forced, it can only be a part of one that was cut.
     """
     events = parser.feed(piece.text)
     if piece.finish_reason is not None:
@@ -48,38 +48,38 @@ class Block:
     name: str = ""
     """Name of the tool that is called."""
     complete: bool = False
-    """It is over, and was not cut."""
+    """Whether the block has ended without being cut."""
     parts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """All of its text so far; of a call, its arguments as JSON."""
+        """All text of the block so far; for a call, the arguments as JSON."""
         return "".join(self.parts)
 
 
 class Step(NamedTuple):
-    """What happened to a block."""
+    """One step in the course of a block."""
 
     what: Literal["opened", "added", "closed"]
     block: Block
     text: str = ""
-    """What was added; never empty there."""
+    """Text that was added, which is never empty for `added`."""
 
 
 class BlockReader:
-    """Reads the pieces of one choice."""
+    """Reader of the pieces of one choice, which keeps the blocks that they make."""
 
     def __init__(self, parser: ToolParser | None, *, parallel: bool = True, only_calls: bool = False) -> None:
-        """Read with `parser`; without, everything is text. The other arguments are those of `read_piece`."""
+        """Read with `parser`, or take everything as text if it is None; the others are arguments of `read_piece`."""
         self.blocks: list[Block] = []
         self.finish_reason: FinishReason = "stop"
-        """Once the last piece has been read."""
+        """Finish reason of the choice, once the last piece has been read."""
         self.stop_string: str | None = None
-        """Which stop string ended the answer."""
+        """The stop string that ended the answer, if one did."""
         self._parser = parser
         self._parallel, self._only_calls = parallel, only_calls
         self._open: Block | None = None
-        self._lengths: list[int] = []  # of the texts of the tokens, until the reasoning is over
+        self._lengths: list[int] = []  # lengths of the texts of the tokens, until the reasoning ends
         self._reasoned = 0  # characters of the completion, from its start, that are reasoning
 
     @property
@@ -90,7 +90,7 @@ class BlockReader:
 
     @property
     def called(self) -> bool:
-        """A tool is called."""
+        """Whether a tool is called."""
         return any(block.kind == "call" for block in self.blocks)
 
     @property
@@ -105,7 +105,7 @@ class BlockReader:
         return count
 
     def feed(self, piece: Piece) -> list[Step]:
-        """Take the next piece in."""
+        """Add the next piece, and return the steps that it makes."""
         steps: list[Step] = []
         if self._parser is None:
             self._add("text", piece.text, steps)

@@ -1,6 +1,6 @@
-"""Bounds of the values that say how tokens are chosen: of requests over HTTP, and of `headrace chat`; passes none on.
+"""Bounds of the sampling values of requests over HTTP and of `headrace chat`; passes no value on.
 
-It imports no library of the extra `server`, which a chat in the terminal does without.
+This module imports no library of the extra `server`, which a chat in the terminal does without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat completions: the request as it comes in; its answer is chat_answer.py's."""
+"""Chat completions: the fields of a request; chat_answer.py makes the answer."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _MEDIA: Final = {
     "file": "files",
     "document": "documents",
 }
-"""What the types of parts stand for that have one of these words in their name."""
+"""Word in the type of a content part -> the noun for such parts in a refusal."""
 Result = TypeVar("Result")
 
 
 def parts_schema(*kinds: str) -> Also:
-    """Says that a field takes what `joined_parts` does."""
+    """Return the schema of a field that also takes a list of text parts, as `joined_parts` does."""
     properties = {"type": {"enum": list(kinds)}, "text": {"type": "string"}}
     items = {"type": "object", "properties": properties, "required": ["type", "text"]}
     return Also({"type": "array", "items": items})
@@ -61,7 +61,7 @@ def joined_parts(value: object, *kinds: str, optional: bool = False) -> object:
     """Return a text, or the text of a list of parts of these types, a line each; None where that is `optional`.
 
     Raises:
-        PydanticCustomError: It is something else, or a part is of another type.
+        PydanticCustomError: The value is something else, or a part is of another type.
     """
     if isinstance(value, str) or (optional and value is None):
         return value
@@ -82,10 +82,10 @@ def not_text() -> PydanticCustomError:
 
 
 def check_kind(part: Any, index: int, kinds: Container[str]) -> None:
-    """Refuse a part of a message's content that is not of these types, in words for what it holds.
+    """Refuse a part of a message's content whose type is not among `kinds`, and name what it holds.
 
     Raises:
-        PydanticCustomError: It is of another type, or of none.
+        PydanticCustomError: The part is of another type, or of none.
     """
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
@@ -96,7 +96,7 @@ def check_kind(part: Any, index: int, kinds: Container[str]) -> None:
 
 
 class CalledFunction(BaseModel):
-    """What an assistant called."""
+    """A function that an assistant called."""
 
     name: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
     arguments: Annotated[str, Field(strict=True)]
@@ -128,7 +128,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _content_where_one_belongs(self) -> ChatMessage:
-        if self.content is None and self.role != "assistant":  # whose calls, or what was cut of them, have none
+        if self.content is None and self.role != "assistant":  # calls, even cut ones, come without it
             raise _wrong("content", "must be a string or a list of text parts")
         if self.tool_calls and self.role != "assistant":
             raise _wrong("tool_calls", "only an assistant has some")
@@ -137,7 +137,7 @@ class ChatMessage(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
+        """Return the message as chat templates read it."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
@@ -182,10 +182,10 @@ class ChatFields(RequestFields, TemplateFields):
 
     @property
     def reports(self) -> int | None:
-        """How many of the likeliest tokens are wanted with each token; None is no log-probabilities.
+        """Number of likeliest tokens to report with each token; None reports no log-probabilities.
 
         Raises:
-            ApiError: Some are, and log-probabilities are not.
+            ApiError: The client asks for likeliest tokens without log-probabilities.
         """
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "invalid_value", "top_logprobs: only with logprobs", param="top_logprobs")
@@ -193,7 +193,7 @@ class ChatFields(RequestFields, TemplateFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """What the client called fields that the engine knows by other names."""
+        """Engine's name of a field -> the name that the client used, where they differ."""
         names = super().names
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -203,16 +203,16 @@ class ChatFields(RequestFields, TemplateFields):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of each choice, at most; None is as many as fit."""
+        """Largest number of tokens of each choice; None is as many as fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def chat(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them."""
+        """Return the messages as chat templates read them."""
         return [message.for_template() for message in self.messages]
 
     @property
     def ending(self) -> TokenizeOptions:
-        """How the prompt is to end.
+        """Options for the end of the prompt.
 
         Raises:
             ApiError: Two fields contradict each other, or the last message cannot be continued.
@@ -220,7 +220,7 @@ class ChatFields(RequestFields, TemplateFields):
         return ending_of(self.messages[-1], self.add_generation_prompt, self.continue_final_message)
 
     def offered(self) -> Offered:
-        """The tools that may be called.
+        """Return the tools that the model may call, and the choice among them.
 
         Raises:
             ApiError: A tool is malformed, there are too many, or the choice asks for none of them.
@@ -236,7 +236,7 @@ class ChatFields(RequestFields, TemplateFields):
 
 
 def ending_of(last: ChatMessage, add_generation_prompt: bool | None, continues: bool | None) -> TokenizeOptions:
-    """How a chat with that last message is to end, as the engine is asked for it.
+    """Return the engine's options for the end of a chat whose last message is `last`.
 
     Raises:
         ApiError: Two fields contradict each other, or the message cannot be continued.
@@ -252,24 +252,24 @@ def ending_of(last: ChatMessage, add_generation_prompt: bool | None, continues: 
 
 
 class Offered(NamedTuple):
-    """What a model may call, and must."""
+    """The tools that a model may call, and whether it must."""
 
     allowed: tuple[Tool, ...]
     choice: ToolChoice
     parallel: bool | None
     """Whether the client wants several calls; None where it does not say."""
     template: list[dict[str, Any]] | None
-    """How the chat template is told of them."""
+    """Tools as the chat template is given them."""
 
     @property
     def forced(self) -> bool:
-        """A call is demanded."""
+        """Whether a call is demanded."""
         return self.choice.mode in ("required", "named")
 
     def structure(self, parser: type[ToolParser], *, instead: bool) -> CallStructure | None:
-        """How the demanded calls are written, or, with `instead`, those that may stand in place of content.
+        """Return the structure of the demanded calls or, with `instead`, of calls that may replace the content.
 
-        It is one call unless the client asks for several: a small model that may go on does so until its tokens end.
+        The structure is one call unless the client asks for several: a small model that may go on does so to its limit.
 
         Raises:
             ApiError: The format of `parser` cannot be forced.
@@ -281,7 +281,7 @@ class Offered(NamedTuple):
 
 
 def _checked(check: Callable[[Any], Result], value: Any, *, param: str, inside: str | None = None) -> Result:
-    """What `check` makes of the value of a field; a refusal names that, or with `inside` the field in it."""
+    """Return `check(value)`; name in a refusal the field `param`, or with `inside` the field at fault in it."""
     try:
         return check(value)
     except InvalidParams as error:

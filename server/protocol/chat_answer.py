@@ -46,13 +46,13 @@ class ChatAnswer:
         """Start empty.
 
         Args:
-            header: What the chunks repeat.
-            choices: How many choices there will be.
-            include_usage: A stream ends with usage.
-            make_parser: Makes what reads tool calls and reasoning of one choice; None where there are none.
-            make_aligned: Makes what holds the log-probabilities of one choice; None where none are wanted.
-            parallel_calls: Otherwise calls behind the first one are left out.
-            only_calls: Calls are forced, and there is no content.
+            header: Fields that the chunks repeat.
+            choices: Number of choices.
+            include_usage: Whether a stream ends with usage.
+            make_parser: Function that makes the parser of tool calls and reasoning of one choice; None for plain text.
+            make_aligned: Function that makes the log-probabilities of one choice; None where none are wanted.
+            parallel_calls: Whether to keep calls after the first one.
+            only_calls: Whether calls are forced, so that there is no content.
         """
         self._header = header
         self._include_usage = include_usage
@@ -74,12 +74,12 @@ class ChatAnswer:
     # -- as a stream ------------------------------------------------------------------------------------------------
 
     def opening(self) -> bytes:
-        """A chunk for each choice that says who speaks."""
+        """Return a chunk for each choice that names its role."""
         first = {"role": "assistant", "content": None if self._only_calls else ""}
         return b"".join(self._chunk(index, first) for index in range(len(self._heads)))
 
     def feed(self, piece: Piece) -> bytes:
-        """The chunks that a piece means."""
+        """Add a piece, and return the chunks for it."""
         index, text, reason = piece[:3]
         if self._aligned:
             return self._with_logprobs(piece)
@@ -106,19 +106,19 @@ class ChatAnswer:
         return frames if reason is None else frames + self._chunk(index, {}, self._reason(index, reason))
 
     def _align(self, piece: Piece) -> list[Placed]:
-        """The tokens whose text the choice has shown, or its parser has read, with this piece."""
+        """Return the tokens whose text the choice has shown, or its parser has read, with this piece."""
         aligned, reason = self._aligned[piece.choice], piece.finish_reason
         aligned.take(piece.text, piece.tokens)
         return aligned.shown(cut=reason == "stop", over=reason is not None)
 
     def closing(self, usage: Usage) -> bytes:
-        """The chunk with usage, if it was asked for."""
+        """Return the chunk with usage, if the client asked for one."""
         if not self._include_usage:
             return b""
         return event(self._header.body("chat.completion.chunk") | {"choices": [], "usage": usage_body(usage)})
 
     def failing(self, error: ApiError) -> bytes:
-        """The error, which ends the stream."""
+        """Return the event of the error, which ends the stream."""
         return error_event(error)
 
     def _parse(self, piece: Piece) -> list[Event]:
@@ -132,7 +132,7 @@ class ChatAnswer:
         return b"" if delta is None else self._chunk(index, delta)
 
     def _delta(self, index: int, each: Event) -> dict[str, Any] | None:
-        """What an event adds; None where that is nothing."""
+        """Return the delta that an event adds; None where it adds nothing."""
         if isinstance(each, Content):
             return {"content": each.text}
         if isinstance(each, Reasoning):
@@ -158,7 +158,7 @@ class ChatAnswer:
     # -- as one body ------------------------------------------------------------------------------------------------
 
     def keep(self, piece: Piece) -> None:
-        """Take a piece in, for `whole`."""
+        """Add a piece for `whole`."""
         index = piece.choice
         if self._parsers:
             events = self._parse(piece)
@@ -172,7 +172,7 @@ class ChatAnswer:
             self._reasons[index] = self._reason(index, piece.finish_reason)
 
     def whole(self, usage: Usage) -> bytes:
-        """The finished answer."""
+        """Return the finished answer."""
         choices = [
             {
                 "index": index,

@@ -1,4 +1,4 @@
-"""Completions: the request as it comes in, and its answer as chunks or as one body; never sends anything."""
+"""Completions: the fields of a request, and its answer as chunks or as one body; never sends anything."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from headrace.server.protocol.logprobs import Aligned, Placed, completion_logpro
 
 __all__ = ["TEXTS_OR_IDS", "CompletionAnswer", "CompletionFields", "Echo", "prompts_of"]
 
-_DEFAULT_TOKENS = 16  # OpenAI's
-_NO_IDS = frozenset({str, list, dict, type(None)})  # types that are malformed; the engine names the place of others
+_DEFAULT_TOKENS = 16  # OpenAI's default
+_NO_IDS = frozenset({str, list, dict, type(None)})  # no token ids; the engine names the place of other types
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _LISTS = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS)]
@@ -37,10 +37,10 @@ class CompletionFields(RequestFields):
 
     @property
     def limit(self) -> int:
-        """Tokens of each choice, at most; the engine makes one where the prompt alone is wanted.
+        """Largest number of tokens of each choice; 1 where only the echo is wanted, since the engine makes one.
 
         Raises:
-            ApiError: None are wanted, and no echo either.
+            ApiError: The client asks for neither tokens nor an echo.
         """
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(
@@ -50,15 +50,15 @@ class CompletionFields(RequestFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """What the client called fields that the engine knows by other names."""
+        """Engine's name of a field -> the name that the client used, where they differ."""
         return super().names | {"prompt_logprobs": "logprobs"}
 
 
 def prompts_of(value: Any, most: int, name: str = "prompt") -> list[str | list[int]]:
-    """The prompts in the field `name`, which holds a text, token ids, or a list of either.
+    """Return the prompts in the field `name`, which holds a text, token ids, or a list of either.
 
     Raises:
-        ApiError: It holds something else, nothing, or more than `most`.
+        ApiError: The field holds something else, nothing, or more than `most` prompts.
     """
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if several else [value]
@@ -105,13 +105,13 @@ class CompletionAnswer:
         """Start empty.
 
         Args:
-            header: What the chunks repeat.
-            choices: Prompts times choices of each.
-            include_usage: A stream ends with usage.
-            echoes: What each choice starts with; empty if nothing is echoed.
-            only_echoes: Leave out what is generated.
-            logprobs: How many of the likeliest tokens are told with each; None tells no log-probabilities.
-            make_aligned: Makes what holds the log-probabilities of one choice.
+            header: Fields that the chunks repeat.
+            choices: Number of prompts times choices of each.
+            include_usage: Whether a stream ends with usage.
+            echoes: Prompt that each choice starts with; empty if nothing is echoed.
+            only_echoes: Whether to leave out generated text.
+            logprobs: Number of likeliest tokens to report with each token; None reports no log-probabilities.
+            make_aligned: Function that makes the log-probabilities of one choice.
         """
         self._header = header
         self._include_usage = include_usage
@@ -128,13 +128,13 @@ class CompletionAnswer:
         self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
 
     def opening(self) -> bytes:
-        """What is echoed, unless its log-probabilities come with it later."""
+        """Return the echoed prompts, unless they come later with their log-probabilities."""
         if self._aligned:
             return b""
         return b"".join(self._chunk(index, echo.text, b"null") for index, echo in enumerate(self._echoes))
 
     def feed(self, piece: Piece) -> bytes:
-        """The chunks that a piece means."""
+        """Add a piece, and return the chunks for it."""
         index, text, reason = piece[:3]
         frames = b""
         logprobs = b"null"
@@ -152,14 +152,14 @@ class CompletionAnswer:
         return frames
 
     def closing(self, usage: Usage) -> bytes:
-        """The chunk with usage, if it was asked for."""
+        """Return the chunk with usage, if the client asked for one."""
         if not self._include_usage:
             return b""
         body = usage_body(self._counted(usage))
         return event(self._header.body("text_completion") | {"choices": [], "usage": body})
 
     def failing(self, error: ApiError) -> bytes:
-        """The error, which ends the stream."""
+        """Return the event of the error, which ends the stream."""
         return error_event(error)
 
     def _chunk(self, index: int, text: str, reason: bytes, logprobs: bytes = b"null") -> bytes:
@@ -175,7 +175,7 @@ class CompletionAnswer:
     # -- log-probabilities ------------------------------------------------------------------------------------------
 
     def _echo(self, piece: Piece) -> str:
-        """What a choice's text begins with, once, at its first piece; its tokens are taken in."""
+        """Return the prompt that a choice echoes and add its tokens, at the first piece; "" at later ones."""
         index = piece.choice
         if index not in self._unechoed:
             return ""
@@ -189,13 +189,13 @@ class CompletionAnswer:
             self._aligned[piece.choice].take(piece.text, piece.tokens)
 
     def _logprobs(self, index: int) -> bytes:
-        """Return the log-probabilities of the tokens that were taken in since the last call."""
+        """Return the log-probabilities of the tokens that were added since the last call, as JSON."""
         return orjson.dumps(completion_logprobs(self._aligned[index].all(), self._top or 0))
 
     # -- as one body ------------------------------------------------------------------------------------------------
 
     def keep(self, piece: Piece) -> None:
-        """Take a piece in, for `whole`."""
+        """Add a piece for `whole`."""
         index = piece.choice
         if self._aligned:
             self._echo(piece)
@@ -207,7 +207,7 @@ class CompletionAnswer:
             self._reasons[index] = self._reason(piece.finish_reason)
 
     def whole(self, usage: Usage) -> bytes:
-        """The finished answer."""
+        """Return the finished answer."""
         choices = [
             {
                 "index": index,

@@ -1,4 +1,4 @@
-"""`Also`: what a field takes besides its own type, for the OpenAPI document; never validates anything."""
+"""The annotation `Also`: a further type that a field takes, for the OpenAPI document; never validates anything."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Also"]
 
 @dataclass(frozen=True)
 class Also:
-    """Adds an alternative to the JSON schema of a field."""
+    """An annotation that adds an alternative to the JSON schema of a field."""
 
     alternative: dict[str, Any]
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The field's own schema, or the alternative."""
+        """Return a schema that allows the field's own schema or the alternative."""
         own = handler(schema)
         others = own["anyOf"] if own.keys() == {"anyOf"} else [own] if own else []
         return {"anyOf": [*others, self.alternative]}

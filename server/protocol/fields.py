@@ -44,13 +44,13 @@ _GREEDY: Final = 1e-5  # logits divided by less than this overflow; the likelies
 
 
 class StreamOptions(BaseModel):
-    """How a stream reports usage."""
+    """Options of a stream."""
 
     include_usage: Bool = False
 
 
 class RequestFields(SamplingBounds):
-    """What chats and completions both take, with the values of `SamplingBounds`. Unknown fields are dropped."""
+    """Fields of both chats and completions, with the values of `SamplingBounds`. Unknown fields are dropped."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -97,7 +97,7 @@ class RequestFields(SamplingBounds):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _biases_of_tokens(cls, value: object) -> object:
-        """Check all of it here, so that the field is named and not one of its keys."""
+        """Check all biases here, so that an error names the field and not one of its keys."""
         if isinstance(value, dict):
             if len(value) > _MAX_BIASES:
                 raise PydanticCustomError("too_long", "at most {most} tokens", {"most": _MAX_BIASES})
@@ -111,7 +111,7 @@ class RequestFields(SamplingBounds):
 
     @property
     def streams(self) -> bool:
-        """Whether events are wanted."""
+        """Whether the client wants events."""
         return bool(self.stream)
 
     @property
@@ -120,7 +120,7 @@ class RequestFields(SamplingBounds):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def shared(self) -> dict[str, Any]:
-        """The fields of this class that the request sets, as another endpoint's body has them."""
+        """Return the fields of this class that the request sets, for the body of another endpoint."""
         names = RequestFields.model_fields.keys() - {"metadata", "stream_options"}
         return self.model_dump(include=names, exclude_unset=True, by_alias=True)
 
@@ -131,10 +131,10 @@ class RequestFields(SamplingBounds):
 
     @property
     def format_field(self) -> str | None:
-        """The field that says what the text must be, as the client named it.
+        """Name of the field by which the client asks for a format of the text, if any.
 
         Raises:
-            ApiError: There are several.
+            ApiError: Several fields ask for a format.
         """
         named = [name for name in FORMAT_FIELDS if getattr(self, name) is not None]
         if len(named) > 1:
@@ -143,17 +143,17 @@ class RequestFields(SamplingBounds):
 
     @property
     def names(self) -> dict[str, str]:
-        """What the client called fields that the engine knows by other names."""
+        """Engine's name of a field -> the name that the client used, where they differ."""
         return {"beam_width": "use_beam_search", "response_format": self.format_field or "response_format"}
 
     def sampling(self, *, max_tokens: int | None, **forced: Any) -> SamplingParams:
-        """What the engine is asked for; `forced` wins over what the request says.
+        """Return the engine's sampling parameters; `forced` wins over the fields of the request.
 
         Raises:
             ApiError: A value is out of the engine's range, or two do not go together.
         """
         values = {name: value for name in _PASSED if (value := getattr(self, name)) is not None}
-        if values.get("best_of") == (self.n or 1):  # all of them are the best
+        if values.get("best_of") == (self.n or 1):  # every choice is returned, so nothing is ranked
             del values["best_of"]
         if values.get("temperature", 1.0) < _GREEDY:
             values["temperature"] = 0.0
@@ -180,13 +180,13 @@ def parse(
     settings: ServerSettings,
     own: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Any:
-    """Check a body against its shape.
+    """Check a body against its shape, and return it as one.
 
     Args:
-        shape: Of the endpoint.
-        body: As it came.
-        settings: For `strict_fields` and `max_choices`.
-        own: What this endpoint refuses besides what all refuse, each with the values that ask for nothing.
+        shape: Fields of the endpoint.
+        body: The body as the client sent it.
+        settings: Settings, of which `strict_fields` and `max_choices` matter.
+        own: Fields that this endpoint refuses besides those that all refuse, with the values that ask for nothing.
 
     Raises:
         ApiError: A field is missing, malformed, out of range, or not supported.
@@ -224,7 +224,7 @@ def _check_best_of(fields: RequestFields) -> None:
 
 
 def _unknown_part(fields: BaseModel, given: Mapping[str, Any]) -> str | None:
-    """Path of the first unknown field inside the objects that `given` holds; its own fields are not looked at."""
+    """Return the path of the first unknown field inside the objects in `given`, whose own fields do not count."""
     for name in type(fields).model_fields:
         value, raw = getattr(fields, name), given.get(name)
         parts = [("", value, raw)]

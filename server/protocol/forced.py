@@ -1,6 +1,6 @@
-"""Grammars for all that a model writes in one answer: reasoning, then calls, or what a format demands; compiles none.
+"""Grammars of whole answers: reasoning, and then tool calls or content in a demanded format; compiles none.
 
-The text of a format of calls is the engine's (headrace.engine.tools); here it becomes a grammar in Lark's syntax.
+headrace.engine.tools says how calls are written; this module makes a grammar of that in Lark's syntax.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _REASONING: Final = r'reasoning[suffix="</think>"]: /(?s:.*)/'
 
 
 def checked(structure: CallStructure | None) -> CallStructure | None:
-    """Return the structure of calls, once it is known that a grammar can say them.
+    """Return the structure of calls if a grammar can describe them.
 
     Raises:
-        InvalidParams: No grammar here can say such calls; names `tool_choice`.
+        InvalidParams: No grammar here can describe such calls; the error names `tool_choice`.
     """
     if structure is not None and any(shape.style != "json" for shape in structure.calls):
         raise InvalidParams("calls of this format cannot be forced", field="tool_choice", value=None)
@@ -37,16 +37,16 @@ def checked(structure: CallStructure | None) -> CallStructure | None:
 def answer_format(
     wanted: ResponseFormat | None, calls: CallStructure | None, reasoning: ReasoningMode
 ) -> ResponseFormat | None:
-    """What the whole text must be, given that it may begin with reasoning.
+    """Return the format of the whole text, which may begin with reasoning.
 
     Args:
-        wanted: What the content must be; None allows no content where there are `calls`, and any where there are none.
-        calls: What the text may be instead.
-        reasoning: What comes before, in the model's own words.
+        wanted: Format of the content; None allows no content where there are `calls`, and any where there are none.
+        calls: Structure of the calls that may replace the content.
+        reasoning: The way in which reasoning begins, if the text may begin with any.
 
     Raises:
-        InvalidParams: A grammar of the client's own cannot be put together with anything, or all is too long; names
-            `response_format`.
+        InvalidParams: The client's own grammar cannot be combined with calls or reasoning, or the whole is too long;
+            the error names `response_format`.
     """
     if calls is None and (wanted is None or reasoning == "none"):
         return wanted

@@ -1,6 +1,6 @@
-"""What a request says its text must be, in OpenAI's words and in vLLM's, as the engine's `ResponseFormat`; no grammars.
+"""Response formats as OpenAI's and vLLM's APIs write them, as the engine's `ResponseFormat`; makes no grammars.
 
-The grammars that forced calls and reasoning need are forced.py's.
+forced.py makes the grammars for forced calls and reasoning.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Text = Annotated[str, Field(strict=True, min_length=1)]
 
 
 class _Strict(BaseModel):
-    """What is forgotten here would change the answer: unknown fields are refused."""
+    """A body whose unknown fields are refused, since a forgotten one would change the answer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class JsonSchema(_Strict):
-    """A schema and what it is called."""
+    """A JSON schema and its name."""
 
     name: Annotated[str, Field(strict=True, min_length=1, max_length=128)] | None = None
     description: Annotated[str, Field(strict=True)] | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: Annotated[bool, Field(strict=True)] | None = None
-    """Schemas are kept to in any case."""
+    """Field of OpenAI's API without effect: answers always follow the schema."""
 
 
 class FormatFields(_Strict):
-    """`response_format`."""
+    """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -50,7 +50,7 @@ class FormatFields(_Strict):
 
 
 class StructuredOutputs(_Strict):
-    """vLLM's `structured_outputs`: one of these."""
+    """vLLM's `structured_outputs`, with exactly one of its fields."""
 
     json_schema: Schema | None = Field(None, alias="json")
     regex: Text | None = None
@@ -73,14 +73,14 @@ FORMAT_FIELDS: Final = (
     "guided_choice",
     "guided_grammar",
 )
-"""Fields that say what the text must be; a request has one of them."""
+"""Fields that ask for a format of the text; a request has at most one of them."""
 
 
 def format_of(field: str, value: Any) -> ResponseFormat | None:
-    """What one of `FORMAT_FIELDS` asks for; None where that is nothing.
+    """Return the format that one of `FORMAT_FIELDS` asks for; None where it asks for none.
 
     Raises:
-        InvalidParams: It is too long, or no schema.
+        InvalidParams: The format is too long, or is not valid.
     """
     if isinstance(value, FormatFields):
         if value.json_schema is not None:

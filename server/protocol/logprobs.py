@@ -12,24 +12,24 @@ from headrace.engine import Logprob, Token, TokenLogprobs
 __all__ = ["Aligned", "Placed", "chat_logprobs", "completion_logprobs"]
 
 _BYTES: Final = "bytes:"
-"""Before the escaped bytes of a token that is no whole character, as OpenAI's completions write it."""
+"""Prefix of the escaped bytes of a token that is no whole character, as in OpenAI's completions."""
 
 
 class Placed(NamedTuple):
-    """A token's log-probabilities and where its text begins in that of its choice."""
+    """A token's log-probabilities, and the place of its text in that of its choice."""
 
     entry: TokenLogprobs | None
-    """None for the first token of a prompt, before which nothing stands."""
+    """Log-probabilities of the token; None for the first one of a prompt, before which nothing stands."""
     token: str
     start: int
-    """In characters. A character of several tokens begins with the first of them."""
+    """Place of the text, in characters; a character of several tokens begins with the first of them."""
 
 
 class Aligned:
     """The tokens of one choice, placed in its text."""
 
     def __init__(self, hides: Callable[[int], bool]) -> None:
-        """Start at the beginning of a text; `hides` tells ids whose text is left out of it."""
+        """Start at the beginning of a text; `hides` returns whether the text of an id is left out."""
         self._hides = hides
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._place = 0
@@ -37,9 +37,9 @@ class Aligned:
         self._held: deque[Placed] = deque()
 
     def echo(self, ids: Sequence[int], reports: Sequence[TokenLogprobs | None], first: str, length: int) -> None:
-        """Take in a prompt that the text repeats, whose first token is `first` and which takes `length` characters.
+        """Add a prompt that the text repeats, whose first token is `first` and which takes `length` characters.
 
-        All of its tokens are listed, those that the text hides as well.
+        All tokens of the prompt are listed, even if the text hides them.
         """
         for token, report in zip(ids, reports, strict=True):
             self._hold(token, report, first.encode() if report is None else report.bytes, first)
@@ -49,7 +49,7 @@ class Aligned:
         self._decoder.reset()
 
     def take(self, text: str, tokens: Sequence[Token]) -> None:
-        """Take in what a choice gained."""
+        """Add the text and the tokens that a choice gained."""
         self._shown += len(text)
         for token in tokens:
             if token.logprobs is not None:
@@ -61,17 +61,17 @@ class Aligned:
             self._place += len(self._decoder.decode(piece))
 
     def all(self) -> list[Placed]:
-        """Every token that was not given before."""
+        """Return every token that was not returned before."""
         found = [each if each.start <= self._shown else each._replace(start=self._shown) for each in self._held]
         self._held.clear()
         return found
 
     def shown(self, *, cut: bool = False, over: bool = False) -> list[Placed]:
-        """Tokens, not given before, whose text begins within what was shown.
+        """Return the tokens, not returned before, whose text begins within the text that was shown.
 
         Args:
-            cut: The text ended at a token or a string that is not shown.
-            over: Nothing follows; the rest is given as well, unless it was cut.
+            cut: Whether the text ended at a token or a string that is not shown.
+            over: Whether nothing follows; then the rest is returned as well, unless the text was cut.
         """
         if over and not cut:
             return self.all()
@@ -82,7 +82,7 @@ class Aligned:
 
 
 def chat_logprobs(placed: Sequence[Placed]) -> dict[str, Any] | None:
-    """The object of chats; None where there is no token."""
+    """Return the log-probabilities in the form of chats; None where there is no token."""
     content = [
         _in_chat(each.entry) | {"top_logprobs": [_in_chat(other) for other in each.entry.top_logprobs]}
         for each in placed
@@ -96,7 +96,10 @@ def _in_chat(entry: Logprob) -> dict[str, Any]:
 
 
 def completion_logprobs(placed: Sequence[Placed], top: int) -> dict[str, Any] | None:
-    """The object of completions, with the `top` likeliest tokens at each place; None where there is no token."""
+    """Return the log-probabilities in the form of completions, with the `top` likeliest tokens at each place.
+
+    Return None where there is no token.
+    """
     if not placed:
         return None
     return {
@@ -108,7 +111,7 @@ def completion_logprobs(placed: Sequence[Placed], top: int) -> dict[str, Any] | 
 
 
 def _top(entry: TokenLogprobs | None, top: int) -> dict[str, float] | None:
-    """The likeliest tokens, and the one that is there if it is none of them."""
+    """Return the likeliest tokens, and the chosen one if it is not among them."""
     if entry is None:
         return None
     found: dict[str, float] = {}

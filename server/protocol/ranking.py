@@ -1,4 +1,4 @@
-"""`BestOf`: an answer of which more choices are generated than are returned; ranks them and never streams."""
+"""`BestOf`: an answer for which more choices are generated than returned; ranks them and never streams."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["BestOf"]
 
 
 class BestOf:
-    """Keeps what is generated, and gives the choices of the highest mean log-probability to the answer itself."""
+    """An answer that keeps all generated choices, and returns those of the highest mean log-probability."""
 
     def __init__(self, answer: Answer, prompts: int, generated: int, returned: int) -> None:
         """Start empty.
 
         Args:
-            answer: Of `prompts` times `returned` choices.
-            prompts: How many there are.
-            generated: Choices of each prompt, with log-probabilities.
-            returned: How many of them are answered.
+            answer: Answer of `prompts` times `returned` choices.
+            prompts: Number of prompts.
+            generated: Choices generated for each prompt, with log-probabilities.
+            returned: Choices returned for each prompt.
         """
         self._answer = answer
         self._generated = generated
@@ -45,11 +45,11 @@ class BestOf:
         return self._answer.failing(error)
 
     def keep(self, piece: Piece) -> None:
-        """Take a piece in, for `whole`."""
+        """Add a piece for `whole`."""
         self._pieces[piece.choice].append(piece)
 
     def whole(self, usage: Usage) -> bytes:
-        """The best choices, the first of equals first; usage counts the others as well."""
+        """Return the answer with the best choices, the first of equals first; usage counts the others as well."""
         place = 0
         for first in range(0, len(self._pieces), self._generated):
             group = self._pieces[first : first + self._generated]

@@ -78,8 +78,8 @@ REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
     "xtc_probability": _ZERO,
 }
-"""Fields that change an answer, each with the values that ask for nothing; so does null. An endpoint that knows one by
-its own shape is not meant. What only shapes such a field, as `mirostat_tau` does, is ignored like any unknown field."""
+"""Fields that change an answer, each with the values that, like null, ask for nothing. An endpoint whose own shape has
+the field takes it. A field that only shapes one of these, such as `mirostat_tau`, is ignored like any unknown field."""
 
 _OURS: Final = {
     "ebnf": "guided_grammar",
@@ -90,7 +90,7 @@ _OURS: Final = {
     "regex": "guided_regex",
     "repeat_penalty": "repetition_penalty",
 }
-"""What some of them are called here."""
+"""Refused field -> the name of the same field here."""
 
 
 def check_refused(
@@ -99,12 +99,12 @@ def check_refused(
     """Refuse a field that is not built, and return the names of all such fields.
 
     Args:
-        shape: Of the endpoint, which may know some of them.
-        body: As it came.
-        own: What this endpoint refuses besides, whatever its shape knows.
+        shape: Fields of the endpoint, which may include some of `REFUSED`.
+        body: The body as the client sent it.
+        own: Further fields that this endpoint refuses, whatever its shape has.
 
     Raises:
-        ApiError: A field asks for something; names the first one by the alphabet.
+        ApiError: A field asks for something; the error names the first one by the alphabet.
     """
     own = own or {}
     refused = {**{name: REFUSED[name] for name in REFUSED.keys() - shape.model_fields.keys()}, **own}

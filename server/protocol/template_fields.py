@@ -1,4 +1,4 @@
-"""What a request says to the chat template besides its messages: how much to reason, and values by name."""
+"""Fields of a request that reach the chat template besides its messages: reasoning effort, and values by name."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TemplateFields(BaseModel):
         """Return the values that the request adds to those of the chat template.
 
         Args:
-            switches: Which of `enable_thinking` and `reasoning_effort` the template reads.
-            reasons: Whether the model reasons where nothing is said.
+            switches: Names, among `enable_thinking` and `reasoning_effort`, that the template reads.
+            reasons: Whether the model reasons by default.
 
         Raises:
-            ApiError: The model cannot reason as much or as little as is asked.
-            InvalidParams: The values that the client gives by name are malformed, or are the engine's to give.
+            ApiError: The model cannot reason as much or as little as the request asks.
+            InvalidParams: The values that the client gives by name are malformed, or only the engine may give them.
         """
         found: dict[str, Any] = {}
         effort, thinks = self.reasoning_effort, self.enable_thinking

@@ -1,4 +1,4 @@
-"""Vectors, scores and ranks: the requests as they come in, and what their answers look like; never sends anything."""
+"""Vectors, scores and ranks: the fields of requests, and the schemas of answers; never sends anything."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _DOCUMENT: dict[str, Any] = {
 
 
 class _Fields(BaseModel):
-    """What all three take. Unknown fields are dropped."""
+    """Fields of all three endpoints. Unknown fields are dropped."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     model: Annotated[str, Field(strict=True, min_length=1)]
     truncate_prompt_tokens: Literal[-1] | None = None
-    """-1 cuts what is longer than the context; null refuses it."""
+    """-1 cuts a text that is longer than the context; null refuses it."""
     adapter: Annotated[str, Field(strict=True, min_length=1)] | None = None
     priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] | None = None
     user: Annotated[str, Field(strict=True, max_length=512)] | None = None
 
     @property
     def truncates(self) -> bool:
-        """Whether what is too long is cut."""
+        """Whether a text that is too long is cut."""
         return self.truncate_prompt_tokens is not None
 
 
@@ -100,10 +100,10 @@ def parse_vectors(shape: type[FieldsT], body: dict[str, Any], settings: ServerSe
 
 
 def document_texts(value: Any, name: str, most: int) -> list[str]:
-    """The texts of the field `name`: a text or a list of texts, or of objects with a text each.
+    """Return the texts of the field `name`: a text or a list of texts, or of objects with a text each.
 
     Raises:
-        ApiError: It holds something else, nothing, or more than `most`.
+        ApiError: The field holds something else, nothing, or more than `most` texts.
     """
     documents = value if isinstance(value, list) else [value]
     if not documents or len(documents) > most:
@@ -153,7 +153,7 @@ class EmbeddingList(_Body):
 
 
 class ScoreBody(_Body):
-    """How well one text answers."""
+    """The score of one text."""
 
     object: Literal["score"]
     index: Count
@@ -172,7 +172,7 @@ class ScoreList(_Body):
 
 
 class DocumentBody(_Body):
-    """One document as it came."""
+    """One document as the client sent it."""
 
     text: str
 
@@ -195,10 +195,10 @@ class RankList(_Body):
 
 
 def usage_of(prompt_tokens: int) -> dict[str, int]:
-    """What `PromptUsage` describes."""
+    """Return the usage object that `PromptUsage` describes."""
     return {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
 
 
 def ranked(scores: Sequence[float], most: int | None) -> list[int]:
-    """The places of the best scores, best first, and among equals the first."""
+    """Return the places of the best scores, best first, and among equals the first."""
     return sorted(range(len(scores)), key=lambda place: -scores[place])[:most]

@@ -1,1 +1,1 @@
-"""The OpenAPI document: endpoints, and what bodies look like; never reads or writes a body."""
+"""The OpenAPI document: endpoints and the schemas of bodies; never reads or writes a body."""

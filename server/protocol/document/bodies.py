@@ -1,6 +1,6 @@
-"""What answers look like, for the OpenAPI document; they are written elsewhere and checked against this in tests.
+"""Schemas of answers for the OpenAPI document; answers are written elsewhere and checked against these in tests.
 
-Bodies are put together as bytes where they are made, since most of a server's work is there; nothing of this runs then.
+Other modules write answers directly as bytes, since that is most of a server's work; nothing in this module runs then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Body(BaseModel):
 
 
 class ErrorDetail(_Body):
-    """What is wrong."""
+    """The reason for an error."""
 
     message: str
     type: str
@@ -92,7 +92,7 @@ class ChatLogprobs(_Body):
 
 
 class FunctionBody(_Body):
-    """What is called; `arguments` is JSON text."""
+    """A function that is called; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -137,7 +137,7 @@ class ChatCompletion(_Generated):
 
 
 class ChunkChoice(_Body):
-    """What one choice gained."""
+    """The part that one choice gained."""
 
     index: Count
     delta: dict[str, Any]
@@ -180,7 +180,7 @@ class TextCompletion(_Generated):
 
 
 class TextChunkChoice(TextChoice):
-    """What one choice gained."""
+    """The part that one choice gained."""
 
     finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]
 
@@ -206,7 +206,7 @@ class ModelCard(_Body):
 
 
 class ModelList(_Body):
-    """All of them."""
+    """All models that are served."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -247,7 +247,7 @@ class OpenApi(BaseModel):
 
 
 class Version(_Body):
-    """Which headrace this is."""
+    """The version of headrace."""
 
     version: str
 

@@ -1,4 +1,4 @@
-"""What responses and messages look like, for the OpenAPI document; they are written elsewhere and checked in tests."""
+"""Schemas of responses and messages for the OpenAPI document; the bodies are written elsewhere, checked in tests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ReasoningText(_Body):
 
 
 class MessageOutput(_Item):
-    """What is said."""
+    """A message of the model."""
 
     type: Literal["message"]
     role: Literal["assistant"]
@@ -54,7 +54,7 @@ class MessageOutput(_Item):
 
 
 class ReasoningOutput(_Item):
-    """What the model wrote to itself."""
+    """The reasoning of the model."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], Field(max_length=0)]
@@ -150,7 +150,7 @@ class InputItem(BaseModel):
 
 
 class InputItemList(_Body):
-    """One page of them."""
+    """One page of input items."""
 
     object: Literal["list"]
     data: list[InputItem]
@@ -167,7 +167,7 @@ class ResponseEvent(BaseModel):
 
 
 class TextContent(_Body):
-    """What is said."""
+    """Text of the answer."""
 
     type: Literal["text"]
     text: str
@@ -175,7 +175,7 @@ class TextContent(_Body):
 
 
 class ThinkingContent(_Body):
-    """What the model wrote to itself."""
+    """The reasoning of the model."""
 
     type: Literal["thinking"]
     thinking: str
@@ -243,7 +243,7 @@ class MessageBody(_Body):
 
 
 class MessageTokens(_Body):
-    """How many tokens a prompt has."""
+    """The number of tokens of a prompt."""
 
     input_tokens: Count
 
@@ -255,7 +255,7 @@ class MessageEvent(BaseModel):
 
 
 class MessageErrorDetail(_Body):
-    """What is wrong."""
+    """The reason for an error."""
 
     type: str
     message: str

@@ -59,22 +59,22 @@ class Operation(NamedTuple):
     path: str
     summary: str
     answer: type[BaseModel] | None
-    """None is plain text."""
+    """Schema of the answer; None is plain text."""
     takes: type[BaseModel] | None = None
     streams: type[BaseModel] | None = None
-    """Data of the events that come instead of `answer` where `stream` is true."""
+    """Schema of the data of events, which come instead of `answer` where `stream` is true."""
     errors: Sequence[int] = ()
     """Statuses besides those that every endpoint, or every one with a body, may answer with."""
     public: bool = False
-    """Needs no key."""
+    """Whether the endpoint needs no key."""
     error: type[BaseModel] = bodies.Error
-    """What its errors look like."""
+    """Schema of the endpoint's errors."""
     ends: str = "the last is `[DONE]`, or an Error where it ends badly"
-    """How its events end."""
+    """Clause about the last event of a stream."""
 
 
 def operations(tokenize: type[BaseModel], detokenize: type[BaseModel]) -> list[Operation]:
-    """Return all that is served over HTTP; the two endpoints for tokens take their bodies from their routes."""
+    """Return all HTTP endpoints; the schemas of the bodies of /tokenize and /detokenize are arguments."""
     generates = (404, 429, 503)
     return [
         Operation(
@@ -186,10 +186,10 @@ def _admin_operations() -> list[Operation]:
 
 
 def document(endpoints: Sequence[Operation], *, root: str, keys: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 document.
+    """Return the OpenAPI 3.1 document.
 
     Args:
-        endpoints: All of them.
+        endpoints: All endpoints of the server.
         root: Path under which the application is mounted; empty where it stands alone.
         keys: Whether requests need one.
     """

@@ -1,4 +1,4 @@
-"""Anthropic's messages: the request as it comes in, and the chat that it means; messages_answer.py has the answer."""
+"""Anthropic's messages: the fields of a request, and the chat that it means; messages_answer.py makes the answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MESSAGE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "stream_options": (),
     "top_logprobs": (0,),
 }
-"""What this endpoint refuses besides `REFUSED`, each with the values that ask for nothing."""
+"""Fields that this endpoint refuses besides `REFUSED`, each with the values that ask for nothing."""
 
 MESSAGE_NAMES: Final = {
     "enable_thinking": "thinking",
@@ -37,7 +37,7 @@ MESSAGE_NAMES: Final = {
     "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
 }
-"""What the fields of a chat are called here."""
+"""Name of a chat's field -> its name in messages."""
 
 Text = Annotated[str, Field(strict=True)]
 CallId = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=256)]
@@ -49,14 +49,14 @@ class _Part(BaseModel):
 
 
 class TextBlock(_Part):
-    """Text of either side."""
+    """Text of the user or the model."""
 
     type: Literal["text"]
     text: Text
 
 
 class ThinkingBlock(_Part):
-    """What the model wrote to itself in an earlier turn."""
+    """Reasoning of the model in an earlier turn."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -72,7 +72,7 @@ class ToolUseBlock(_Part):
 
 
 class ToolResultBlock(_Part):
-    """What a tool that was called gave."""
+    """The result of a tool that was called."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -123,7 +123,7 @@ class Turn(_Part):
         return value
 
     def chat(self, param: str) -> list[dict[str, Any]]:
-        """The messages of a chat that it means: an assistant's is one, results of tools are one each.
+        """Return the chat messages for this turn: one for an assistant's, and one for each result of a tool.
 
         Raises:
             ApiError: A block belongs to another role.
@@ -180,7 +180,7 @@ class ToolFields(_Part):
     input_schema: dict[str, Any]
 
     def function(self) -> dict[str, Any]:
-        """The tool as chats write it."""
+        """Return the tool in the form of chats."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function}
 
@@ -193,14 +193,14 @@ class ChoiceFields(_Part):
     disable_parallel_tool_use: Bool | None = None
 
     def choice(self) -> str | dict[str, Any]:
-        """The choice as chats write it."""
+        """Return the choice in the form of chats."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class ThinkingFields(_Part):
-    """Whether the model is to reason; how much is its own affair."""
+    """Whether the model is to reason; the model decides how much."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
@@ -208,14 +208,14 @@ class ThinkingFields(_Part):
 
 
 class OutputFormat(_Part):
-    """What the text is to be."""
+    """Format of the text."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(_Part):
-    """What the answer is to be, and how much effort it is to take."""
+    """Format of the answer, and the effort that it is to take."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -245,10 +245,10 @@ class MessageFields(RequestFields):
         """Return the body of the chat completion that asks for the same.
 
         Args:
-            switches: Which of `enable_thinking` and `reasoning_effort` the chat template reads.
+            switches: Names, among `enable_thinking` and `reasoning_effort`, that the chat template reads.
 
         Raises:
-            ApiError: It asks for something that no chat can ask for.
+            ApiError: The request asks for something that no chat can ask for.
         """
         body = self.shared() | {"chat_template_kwargs": self.chat_template_kwargs}
         body["reasoning_effort"] = self._effort(switches)
@@ -271,10 +271,10 @@ class MessageFields(RequestFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """What the client called fields whose names in chats are others.
+        """Name of a chat's field -> the name that the client used.
 
         Raises:
-            ApiError: Several say what the text is to be.
+            ApiError: Several fields ask for a format of the text.
         """
         config = self.output_config.format if self.output_config is not None else None
         given = {"output_format": self.output_format, "output_config.format": config}
@@ -286,12 +286,12 @@ class MessageFields(RequestFields):
         return MESSAGE_NAMES | ({"response_format": named[0]} if named else {})
 
     def _effort(self, switches: AbstractSet[str]) -> str | None:
-        """Return the effort as chats name it; `high`, Anthropic's default, asks for nothing that is not known."""
+        """Return the effort for the chat; None for `high`, Anthropic's default, if the template reads no effort."""
         effort = self.output_config.effort if self.output_config is not None else None
         return None if effort == "high" and "reasoning_effort" not in switches else effort
 
     def _format(self) -> dict[str, Any] | None:
-        """The format of the text as chats write it."""
+        """Return the format of the text in the form of chats."""
         given = self.output_config.format if self.output_config is not None else None
         given = given or self.output_format
         if given is None:
@@ -299,10 +299,10 @@ class MessageFields(RequestFields):
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema_}}
 
     def _continues(self) -> bool:
-        """Whether the answer continues the last message, which is the assistant's then.
+        """Return whether the last message is the assistant's, which the answer then continues.
 
         Raises:
-            ApiError: It ends with a call, or the text is to have a format, which it has begun with something else.
+            ApiError: The message ends with a call, or the request asks for a format, which it cannot begin.
         """
         last = self.messages[-1]
         if last.role != "assistant":

@@ -29,9 +29,9 @@ class MessageAnswer:
         """Start empty.
 
         Args:
-            model: What the client calls it.
-            prompt_tokens: Of the request.
-            reader: Of the one choice.
+            model: Name of the model that the client used.
+            prompt_tokens: Number of tokens of the prompt.
+            reader: Reader of the only choice.
         """
         self._body: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(16)}",
@@ -47,34 +47,34 @@ class MessageAnswer:
     # -- as a stream ------------------------------------------------------------------------------------------------
 
     def opening(self) -> bytes:
-        """The message, which has nothing yet; how much of the prompt was cached comes with its end."""
+        """Return the event of the empty message; the end of the stream says how much of the prompt was cached."""
         usage = self._whole_usage(Usage(prompt_tokens=self._prompt_tokens))
         stop = {"stop_details": None, "stop_reason": None, "stop_sequence": None}
         body = self._body | {"content": [], **stop, "usage": usage}
         return typed_event({"type": "message_start", "message": body})
 
     def feed(self, piece: Piece) -> bytes:
-        """The events that a piece means."""
+        """Add a piece, and return the events for it."""
         return b"".join([_event_of(step) for step in self._reader.feed(piece)])
 
     def closing(self, usage: Usage) -> bytes:
-        """Why it ended, and the usage."""
+        """Return the events with the stop reason and the usage."""
         delta = {"container": None, **self._stop()}
         event = {"type": "message_delta", "delta": delta, "usage": self._usage(usage)}
         return typed_event(event) + typed_event({"type": "message_stop"})
 
     def failing(self, error: ApiError) -> bytes:
-        """The error."""
+        """Return the event of the error."""
         return typed_event(messages_error_body(error))
 
     # -- as one body ------------------------------------------------------------------------------------------------
 
     def keep(self, piece: Piece) -> None:
-        """Take a piece in, for `whole`."""
+        """Add a piece for `whole`."""
         self._reader.feed(piece)
 
     def whole(self, usage: Usage) -> bytes:
-        """The finished message."""
+        """Return the finished message."""
         content = [_content(block, block.text) for block in self._reader.blocks]
         return orjson.dumps(self._body | {"content": content, **self._stop(), "usage": self._whole_usage(usage)})
 
@@ -89,7 +89,7 @@ class MessageAnswer:
         return {"stop_details": None, "stop_reason": reason, "stop_sequence": reader.stop_string}
 
     def _whole_usage(self, usage: Usage) -> dict[str, Any]:
-        """The usage of a message, which says more than that of the event at the end of a stream."""
+        """Return the usage of a message, which has more fields than the usage at the end of a stream."""
         return self._usage(usage) | {
             "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
             "inference_geo": None,
@@ -98,7 +98,7 @@ class MessageAnswer:
         }
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """Anthropic's counts, whose `input_tokens` are those that were not cached."""
+        """Return Anthropic's counts, whose `input_tokens` are the tokens that were not cached."""
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -120,7 +120,7 @@ def _event_of(step: Step) -> bytes:
 
 
 def _content(block: Block, text: str) -> dict[str, Any]:
-    """A block as Anthropic's content block."""
+    """Return a block as Anthropic's content block."""
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}  # nothing is signed here
     if block.kind == "text":
@@ -130,7 +130,7 @@ def _content(block: Block, text: str) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Arguments as far as they go: clients read those that a limit has cut in the same way."""
+    """Return the arguments in `text`, which a limit may have cut; clients read cut ones in the same way."""
     try:
         return from_json(text, allow_partial=True) if text else {}
     except ValueError:

@@ -1,4 +1,4 @@
-"""Items of responses as they are stored and listed: with ids, and read back for the next turn; keeps nothing itself."""
+"""Items of responses as they are listed, stored, and read back for the next turn; keeps nothing itself."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 def listed_items(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Input items as `GET /v1/responses/{response_id}/input_items` shows them, each with an id of its own."""
+    """Return input items as `GET /v1/responses/{response_id}/input_items` shows them, each with an id."""
     return [_listed(item) for item in items]
 
 
 def following_items(items: bytes, body: bytes) -> bytes:
-    """What comes before the input of the turn after a response, as a JSON list.
+    """Return the items that come before the input of the turn after a response, as a JSON list.
 
     Args:
-        items: What the response was made from, as a JSON list.
+        items: Input items of the response, as a JSON list.
         body: The response as JSON.
     """
     return orjson.dumps([*orjson.loads(items), *orjson.loads(body)["output"]])
 
 
 def read_items(items: bytes) -> list[Item]:
-    """Items of a JSON list that was stored."""
+    """Return the items of a JSON list that was stored."""
     return _ITEMS.validate_python(orjson.loads(items))
 
 
 def _listed(item: Item) -> dict[str, Any]:
-    """An item with an id. Its text is one part, since parts were joined when it was read."""
+    """Return an item with a new id; the text is one part, since parts were joined when the item was read."""
     if isinstance(item, MessageItem):
         return _identified("msg", "message", role=item.role, content=[_part(item)])
     if isinstance(item, CallItem):

@@ -1,4 +1,4 @@
-"""Responses: the request as it comes in, and as the chat that it means; its answer is responses_answer.py's."""
+"""Responses: the fields of a request, and the chat that it means; responses_answer.py makes the answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RESPONSE_REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""What this endpoint refuses besides `REFUSED`, each with the values that ask for nothing."""
+"""Fields that this endpoint refuses besides `REFUSED`, each with the values that ask for nothing."""
 
 RESPONSE_NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
@@ -50,7 +50,7 @@ RESPONSE_NAMES: Final = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text",
 }
-"""What the fields of a chat are called here."""
+"""Name of a chat's field -> its name in responses."""
 
 CallId = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=256)]
 
@@ -60,7 +60,7 @@ class _Item(BaseModel):
 
 
 class MessageItem(_Item):
-    """A message of either side."""
+    """A message of the user, the model or the application."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -72,7 +72,7 @@ class MessageItem(_Item):
         return joined_parts(value, "input_text", "output_text")
 
     def join(self, chat: list[dict[str, Any]]) -> None:
-        """Add it to the chat; an assistant's that follows its reasoning is one message with it."""
+        """Add the message to the chat; merge an assistant's message with the reasoning before it."""
         last = chat[-1] if chat else {}
         only_reasons = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
         if self.role == "assistant" and only_reasons:
@@ -90,14 +90,14 @@ class CallItem(_Item):
     arguments: Annotated[str, Field(strict=True)]
 
     def join(self, chat: list[dict[str, Any]]) -> None:
-        """Add it to the message of the assistant that it belongs to."""
+        """Add the call to the assistant's message at the end of the chat."""
         function = {"name": self.name, "arguments": self.arguments}
         call = {"id": self.call_id, "type": "function", "function": function}
         _assistant(chat).setdefault("tool_calls", []).append(call)
 
 
 class OutputItem(_Item):
-    """What a function that was called gave."""
+    """The result of a function that was called."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -109,12 +109,12 @@ class OutputItem(_Item):
         return joined_parts(value, "input_text")
 
     def join(self, chat: list[dict[str, Any]]) -> None:
-        """Add it to the chat."""
+        """Add the result to the chat."""
         chat.append({"role": "tool", "content": self.output, "tool_call_id": self.call_id})
 
 
 class ReasoningItem(_Item):
-    """What the model wrote to itself in an earlier turn."""
+    """Reasoning of the model in an earlier turn."""
 
     type: Literal["reasoning"]
     content: Annotated[Annotated[str, Field(strict=True)] | None, parts_schema("reasoning_text")] = None
@@ -126,14 +126,14 @@ class ReasoningItem(_Item):
         return joined_parts(value, "reasoning_text", "summary_text", optional=True)
 
     def join(self, chat: list[dict[str, Any]]) -> None:
-        """Begin the assistant's message that it led to."""
+        """Begin the assistant's message to which the reasoning belongs."""
         text = self.content or self.summary
         if text:
             chat.append({"role": "assistant", "content": "", "reasoning_content": text})
 
 
 def _assistant(chat: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message that the chat ends with."""
+    """Return the assistant's message at the end of the chat; add one where there is none."""
     if not chat or chat[-1]["role"] != "assistant":
         chat.append({"role": "assistant", "content": ""})
     return chat[-1]
@@ -161,7 +161,7 @@ Item = Annotated[
 
 
 class TextOptions(_Item):
-    """What the text is to be."""
+    """Format of the text."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
@@ -194,10 +194,10 @@ class ResponseFields(RequestFields):
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
     def chat(self, earlier: Sequence[Item] = ()) -> dict[str, Any]:
-        """The body of the chat completion that asks for the same, after the items of earlier turns.
+        """Return the body of the chat completion that asks for the same, after the items of earlier turns.
 
         Raises:
-            ApiError: It asks for something that no chat can ask for.
+            ApiError: The request asks for something that no chat can ask for.
         """
         wanted = {name: value for name, value in (self.reasoning or {}).items() if value is not None}
         effort = wanted.pop("effort", None)
@@ -219,7 +219,7 @@ class ResponseFields(RequestFields):
         return body | {"chat_template_kwargs": self.chat_template_kwargs}
 
     def _format(self) -> dict[str, Any] | None:
-        """The format as chats write it."""
+        """Return the format in the form of chats."""
         given = self.text.format if self.text is not None else None
         if given is None or given.get("type") != "json_schema":
             return given
@@ -227,7 +227,7 @@ class ResponseFields(RequestFields):
 
 
 def _choice(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """The choice of a tool as chats write it."""
+    """Return the choice of a tool in the form of chats."""
     if isinstance(value, dict) and value.get("type") == "function":
         return {"type": "function", "function": {"name": value.get("name")}}
     return value

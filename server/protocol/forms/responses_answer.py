@@ -37,38 +37,38 @@ class ResponseAnswer:
 
         Args:
             body: The response's fields that are known beforehand.
-            reader: Of the one choice.
-            store: Takes the finished response and the ids of the answer, which are none where they are not what the
-                response says.
+            reader: Reader of the only choice.
+            store: Function that stores the finished response and the token ids of the answer, or no ids where they
+                differ from the text of the response.
         """
         self._body = body
         self._reader = reader
         self._store = store
         self._token_ids: list[int] = []
-        self._number = 0  # of the next event
-        self._ids: list[str] = []  # of the items
-        self._head = b""  # of the events that add to the open item
+        self._number = 0  # number of the next event
+        self._ids: list[str] = []  # ids of the items
+        self._head = b""  # beginning of the events that add to the open item
 
     # -- as a stream ------------------------------------------------------------------------------------------------
 
     def opening(self) -> bytes:
-        """The response, which has nothing yet."""
+        """Return the events of the response, which is still empty."""
         body = self._body | {"status": "in_progress", "output": [], "usage": None}
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def feed(self, piece: Piece) -> bytes:
-        """The events that a piece means."""
+        """Add a piece, and return the events for it."""
         return b"".join([self._of_step(step) for step in self._take(piece)])
 
     def closing(self, usage: Usage) -> bytes:
-        """The whole response once more."""
+        """Return the event with the whole response, and store the response if the client wants that."""
         body = self._end(usage)
         return self._event(f"response.{body['status']}", response=body)
 
     def failing(self, error: ApiError) -> bytes:
-        """The error, and the response as far as it got."""
+        """Return the events of the error and of the response as far as it got."""
         told = self._event("error", code=error.code, message=error.message, param=error.param)
-        failure = {"code": "server_error", "message": error.message}  # the codes here are a fixed list of OpenAI's
+        failure = {"code": "server_error", "message": error.message}  # OpenAI's list of codes is fixed
         body = self._body | {"status": "failed", "error": failure, "output": self._items(), "usage": None}
         return told + self._event("response.failed", response=body)
 
@@ -118,11 +118,11 @@ class ResponseAnswer:
     # -- as one body ------------------------------------------------------------------------------------------------
 
     def keep(self, piece: Piece) -> None:
-        """Take a piece in, for `whole`."""
+        """Add a piece for `whole`."""
         self._take(piece)
 
     def whole(self, usage: Usage) -> bytes:
-        """The finished response."""
+        """Return the finished response, and store it if the client wants that."""
         return orjson.dumps(self._end(usage))
 
     def _take(self, piece: Piece) -> list[Step]:
@@ -131,7 +131,7 @@ class ResponseAnswer:
         return self._reader.feed(piece)
 
     def _end(self, usage: Usage) -> dict[str, Any]:
-        """The finished response, which is stored if that is wished."""
+        """Return the finished response, and store it if the client wants that."""
         body = self._finished(usage)
         if self._store is not None:
             self._store(body, self._token_ids if self._reader.complete else [])
@@ -151,7 +151,7 @@ class ResponseAnswer:
         return [_item(block, self._identify(block), _status(block)) for block in self._reader.blocks]
 
     def _identify(self, block: Block) -> str:
-        """The id of a block's item, drawn at the first look."""
+        """Return the id of a block's item, which is drawn at the first call."""
         if block.index == len(self._ids):
             self._ids.append(f"{_PREFIXES[block.kind]}_{secrets.token_hex(16)}")
         return self._ids[block.index]
@@ -171,14 +171,14 @@ def _status(block: Block) -> str:
 
 
 def _part(block: Block, text: str) -> dict[str, Any]:
-    """The one part of a message or of reasoning."""
+    """Return the only part of a message or of reasoning."""
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _item(block: Block, identity: str, status: str) -> dict[str, Any]:
-    """A block as an item; one that has just begun is empty."""
+    """Return a block as an item, which is empty while it is in progress."""
     begun = status == "in_progress"
     text = "" if begun else block.text
     if block.kind == "call":
