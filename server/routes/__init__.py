@@ -1,1 +1,1 @@
-"""headrace.server.routes: one file an endpoint, each a short way from a body to what the engine is asked."""
+"""headrace.server.routes: one file for each endpoint, which turns a body into a call of the engine."""

@@ -19,13 +19,13 @@ __all__ = ["list_adapters", "load_adapter", "unload_adapter"]
 
 
 async def list_adapters(request: Request) -> Response:
-    """Every adapter that is loaded."""
+    """List every adapter that is loaded."""
     service: Service = request.app.state.service
     return JSONResponse({"object": "list", "data": [_card(each) for each in service.engine.adapters.list()]})
 
 
 async def load_adapter(request: Request) -> Response:
-    """Load an adapter, or put it in the place of what has its name."""
+    """Load an adapter, or replace the one that has its name."""
     service: Service = request.app.state.service
     root = service.settings.adapter_folder
     if root is None:
@@ -47,7 +47,7 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def unload_adapter(request: Request) -> Response:
-    """Forget an adapter; requests that wear it finish."""
+    """Unload an adapter; requests that use it finish."""
     service: Service = request.app.state.service
     name: str = request.path_params["name"]
     await service.engine.adapters.unload(name)

@@ -1,4 +1,4 @@
-"""GET and PUT /v1/admin/keys/{name}/limits: what a key may use, changed while the server runs; for admin keys alone."""
+"""GET and PUT /v1/admin/keys/{name}/limits: a key's limits, changed while the server runs; for admin keys alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["change_limits", "show_limits"]
 
 
 async def show_limits(request: Request) -> Response:
-    """What a key may use."""
+    """Return the limits of a key."""
     service: Service = request.app.state.service
     return JSONResponse(service.limits.limits_of(_name(request)).model_dump())
 
 
 async def change_limits(request: Request) -> Response:
-    """Replace what a key may use."""
+    """Replace the limits of a key."""
     service: Service = request.app.state.service
     name = _name(request)
     limits = KeyLimits(**await read_json(request.scope, request.receive, service.settings))

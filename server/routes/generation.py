@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: from a body to an `Ask`; the answering is answering.py's.
+"""POST /v1/chat/completions and /v1/completions: from a body to an `Ask`, which answering.py answers.
 
 Other forms of chats become an `Ask` through `chat_ask` as well: messages.py and responses.py beside this file.
 """
@@ -36,38 +36,38 @@ __all__ = ["GenerationRoute", "Reading", "ask_chat", "ask_completion", "chat_ask
 
 
 class Reading(NamedTuple):
-    """How the text of a choice is read."""
+    """The way to read the text of a choice."""
 
     make_parser: Callable[[], ToolParser] | None
-    """Makes what finds tool calls and reasoning; None where there are none."""
+    """Function that makes the parser of tool calls and reasoning; None where there are none."""
     parallel_calls: bool
-    """There may be several calls."""
+    """Whether there may be several calls."""
     only_calls: bool
-    """Calls are forced, and there is no content."""
+    """Whether calls are forced, so that there is no content."""
 
     def blocks(self) -> BlockReader:
-        """A reader of blocks."""
+        """Return a reader of blocks."""
         parser = self.make_parser() if self.make_parser is not None else None
         return BlockReader(parser, parallel=self.parallel_calls, only_calls=self.only_calls)
 
 
 _MAX_ECHOED = 2**17
-"""Log-probabilities of echoed prompts in one answer: a tenth of a second of the event loop."""
+"""Largest number of log-probabilities of echoed prompts in one answer: they hold the event loop for 0.1 s."""
 
 
 class GenerationRoute:
     """An endpoint that generates, as an ASGI application."""
 
     def __init__(self, ask: Callable[[Service, dict[str, Any]], Ask], framing: Framing = DATA) -> None:
-        """Serve what `ask` makes of a body, in streams of that framing."""
+        """Serve the `Ask` that `ask` makes of a body, in streams of `framing`."""
         self._ask = ask
         self._framing = framing
 
     def ask(self, service: Service, body: dict[str, Any], caller: Caller) -> Ask:
-        """What the body of `caller` asks for.
+        """Return the `Ask` of a body from `caller`.
 
         Raises:
-            ApiError: It asks for nothing that can be done.
+            ApiError: The body asks for nothing that can be done.
         """
         return self._ask(service, body)
 
@@ -84,13 +84,13 @@ class GenerationRoute:
         events = TokenEvents(connection, refuse, framing=self._framing, ping_seconds=settings.ping_seconds)
         ask = self.ask(service, body, scope[CALLER])
         answering = Answering(service, ask, events, scope[CALLER], scope[REQUEST_ID], timeout)
-        del body  # it may be large, and the answer long
+        del body  # the body may be large, and the answer long
         scope[EXCHANGE].figures = answering.figures
         await connection.run(answering.answer, answering.tick)
 
 
 async def take_body(service: Service, scope: Scope, receive: Receive) -> dict[str, Any]:
-    """The body of a request that the server has room for; what it has no room for is refused before it is read.
+    """Return the body of a request; refuse a request for which the server has no room before reading it.
 
     Raises:
         ApiError: The server drains, its queue is full, or the body is not what may be sent.
@@ -103,7 +103,7 @@ async def take_body(service: Service, scope: Scope, receive: Receive) -> dict[st
 
 
 def timeout_of(scope: Scope) -> float | None:
-    """Seconds that the client gives its request, if it says so."""
+    """Return the seconds that the client gives its request, if it says so."""
     for name, value in scope["headers"]:
         if name == b"x-request-timeout":
             try:
@@ -117,7 +117,7 @@ def timeout_of(scope: Scope) -> float | None:
 
 
 def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
-    """What a chat completion asks for.
+    """Return the `Ask` of a chat completion.
 
     Raises:
         ApiError: The body asks for nothing that can be done.
@@ -139,10 +139,10 @@ def ask_chat(service: Service, body: dict[str, Any]) -> Ask:
 
 
 def _prompt_options(service: Service, fields: ChatFields) -> TokenizeOptions:
-    """Return how the prompt of a chat ends, and what its template reads besides its own values.
+    """Return the options for the end of a chat's prompt, and for the values that its template reads.
 
     Raises:
-        ApiError: It asks for an end or for values that the model does not have.
+        ApiError: The chat asks for an end or for values that the model does not have.
     """
     values = fields.template_kwargs(service.switches, reasons=service.reasons)
     return {**fields.ending, "template_kwargs": values} if values else fields.ending
@@ -154,16 +154,16 @@ def chat_ask(
     make_answer: Callable[[list[int], SamplingParams, Reading], Answer],
     names: Mapping[str, str] | None = None,
 ) -> Ask:
-    """What a chat asks for, whatever its answer looks like.
+    """Return the `Ask` of a chat, whatever the form of its answer.
 
     Args:
         service: The server.
         fields: The chat.
-        make_answer: Makes the answer, given the prompt as token ids, what the engine is asked for and how to read it.
-        names: What the client calls fields whose names here are others.
+        make_answer: Function that makes the answer from the prompt's ids, the sampling parameters and the `Reading`.
+        names: Name of a chat's field -> the name that the client uses, where they differ.
 
     Raises:
-        ApiError: It asks for nothing that can be done.
+        ApiError: The chat asks for nothing that can be done.
     """
     offered, ending = fields.offered(), _prompt_options(service, fields)
     begun = (fields.messages[-1].content or "") if ending.get("continue_final_message") else ""
@@ -186,7 +186,7 @@ def chat_ask(
     def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
         answer = answer_format(wanted, calls, service.reasoning(prompts[0], begun))
         others = params.model_dump(exclude={"response_format"}, exclude_unset=True)
-        return SamplingParams(**others, response_format=answer)  # made anew, since not all goes with a format
+        return SamplingParams(**others, response_format=answer)  # checked anew: not all goes with a format
 
     def answer_to(prompts: list[list[int]]) -> Answer:
         reasoning = service.reasoning(prompts[0], begun)
@@ -210,7 +210,7 @@ def chat_ask(
 
 
 def ask_completion(service: Service, body: dict[str, Any]) -> Ask:
-    """What a completion asks for.
+    """Return the `Ask` of a completion.
 
     Raises:
         ApiError: The body asks for nothing that can be done.
@@ -267,7 +267,7 @@ def _ask(
     make_answer: Callable[[list[list[int]]], Answer],
     **more: Any,
 ) -> Ask:
-    """What both endpoints make of their fields; with `best_of`, more choices are asked for than `make_answer` knows."""
+    """Return the `Ask` of either endpoint; with `best_of`, it has more choices than `make_answer` knows."""
     returned, best_of = params.n, params.best_of
     if best_of is not None:
         if params.logprobs is None:
@@ -302,7 +302,7 @@ def _check_echo(params: SamplingParams, prompts: list[list[int]]) -> None:
 
 
 def _aligned(service: Service, params: SamplingParams) -> Callable[[], Aligned]:
-    """Makes what places the tokens of a choice in its text."""
+    """Return a function that makes an empty `Aligned` for a choice."""
 
     def hides(token: int) -> bool:
         return not service.engine.detokenize([token], skip_special_tokens=params.skip_special_tokens)

@@ -1,4 +1,4 @@
-"""GET /health/live, /health/ready and /version: whether the server works, and which headrace it is."""
+"""GET /health/live, /health/ready and /version: whether the server works, and the version of headrace."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["live", "ready", "show_version"]
 
 
 async def live(request: Request) -> Response:
-    """The process answers."""
+    """Answer that the process is live."""
     return JSONResponse({"status": "live"})
 
 
 async def ready(request: Request) -> Response:
-    """The engine makes progress and takes requests; 503 otherwise."""
+    """Answer that the engine makes progress and takes requests, or 503 and the reason why it does not."""
     service: Service = request.app.state.service
     trouble = service.trouble()
     if trouble is None:
@@ -25,5 +25,5 @@ async def ready(request: Request) -> Response:
 
 
 async def show_version(request: Request) -> Response:
-    """The version of headrace, as vLLM's endpoint of that name gives its own."""
+    """Return the version of headrace in the form of vLLM's endpoint of that name."""
     return JSONResponse({"version": headrace_version()})

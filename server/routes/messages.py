@@ -25,7 +25,7 @@ __all__ = ["ask_message", "count_tokens"]
 
 
 def ask_message(service: Service, body: dict[str, Any]) -> Ask:
-    """What a message asks for.
+    """Return the `Ask` of a message.
 
     Raises:
         ApiError: The body asks for nothing that can be done.
@@ -45,7 +45,7 @@ def ask_message(service: Service, body: dict[str, Any]) -> Ask:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a message has."""
+    """Count the tokens of the prompt of a message."""
     service: Service = request.app.state.service
     with service.limits.upload(request.scope[CALLER], announced(request.scope, service.settings)):
         body = await read_json(request.scope, request.receive, service.settings)

@@ -1,4 +1,4 @@
-"""GET /metrics: the application's metrics as Prometheus scrapes them; who may read them is the gate's to say."""
+"""GET /metrics: the application's metrics as Prometheus scrapes them; the gate decides who may read them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ __all__ = ["show_metrics"]
 
 
 async def show_metrics(request: Request) -> Response:
-    """Every metric, as text."""
+    """Return every metric as text."""
     exporter: Exporter = request.app.state.exporter
     return Response(exporter.text(), headers={"content-type": MEDIA_TYPE, "cache-control": "no-store"})

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: what is served; never loads anything."""
+"""GET /v1/models and /v1/models/{model}: the models that are served; never loads anything."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["list_models", "show_model"]
 
 
 async def list_models(request: Request) -> Response:
-    """Every model that requests may name."""
+    """List every model that requests may name."""
     service: Service = request.app.state.service
     names = [info.name for info in service.engine.adapters.list()]
     return JSONResponse({"object": "list", "data": [_model(service), *(_adapter(service, name) for name in names)]})
 
 
 async def show_model(request: Request) -> Response:
-    """One model."""
+    """Describe one model."""
     service: Service = request.app.state.service
     adapter = service.adapter_of(request.path_params["model"])
     return JSONResponse(_model(service) if adapter is None else _adapter(service, adapter))

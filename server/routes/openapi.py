@@ -13,7 +13,7 @@ __all__ = ["openapi"]
 
 
 async def openapi(request: Request) -> Response:
-    """What can be asked of this server, and what it answers."""
+    """Return the OpenAPI document of this server."""
     service: Service = request.app.state.service
     keys = bool(service.settings.api_keys or service.settings.admin_keys)
     root: str = request.scope.get("root_path", "")

@@ -1,6 +1,6 @@
-"""GET / and what belongs to it: the chat playground's static files and the load that it shows; holds no chat itself.
+"""GET / and its parts: the chat playground's static files and the load that it shows; holds no chat itself.
 
-The files need no key and name nothing of the server. What they ask for does need one, where there are keys.
+The files need no key and name nothing of the server. The page's own requests need a key where there are keys.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ASSETS: Final = {
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
     **{f"/page/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
-"""File and media type of each path."""
+"""Path -> the file and its media type."""
 
-# Nothing from elsewhere, no inline script or style, and no way to make elements out of text.
+# The policy allows nothing from elsewhere, no inline script or style, and no way to make elements out of text.
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -62,7 +62,7 @@ class _Asset:
 
 
 def page_routes() -> list[Route]:
-    """The page's routes, which are no part of the API."""
+    """Return the page's routes, which are no part of the API."""
     assets = [
         Route(path, _Asset(name, media_type), methods=["GET"], include_in_schema=False)
         for path, (name, media_type) in ASSETS.items()
@@ -71,7 +71,7 @@ def page_routes() -> list[Route]:
 
 
 async def _load(request: Request) -> Response:
-    """How busy the engine is, with everybody's requests together: of no single one, and without totals."""
+    """Report the engine's load over all requests together, without totals and without any single request."""
     service: Service = request.app.state.service
     stats = service.engine.stats()
     body = {

@@ -1,4 +1,4 @@
-"""POST /v1/responses: from a body to the `Ask` of the chat that it means, perhaps after a response that is stored."""
+"""POST /v1/responses: from a body to the `Ask` of the chat that it means, which may continue a stored response."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ __all__ = ["ResponseRoute", "ask_response"]
 
 
 class ResponseRoute(GenerationRoute):
-    """The endpoint, whose requests may go on from what their caller has stored."""
+    """The endpoint, whose requests may continue a response that their caller has stored."""
 
     def __init__(self) -> None:
         """Serve responses."""
         super().__init__(ask_response, TYPED)
 
     def ask(self, service: Service, body: dict[str, Any], caller: Caller) -> Ask:
-        """What the body asks for, as `ask_response` has it."""
+        """Do what `ask_response` does, for the caller as the tenant."""
         return ask_response(service, body, caller.name)
 
 
 def ask_response(service: Service, body: dict[str, Any], tenant: str = ANYBODY.name) -> Ask:
-    """What a response asks for.
+    """Return the `Ask` of a response.
 
     Args:
         service: The server.
-        body: As it came.
-        tenant: Whose stored responses it may go on from, and who finds it later.
+        body: The body as the client sent it.
+        tenant: Tenant whose stored responses the request may continue, and for whom the new one is stored.
 
     Raises:
-        ApiError: The body asks for nothing that can be done, or goes on from a response that is not there.
+        ApiError: The body asks for nothing that can be done, or continues a response that is not stored.
     """
     fields: ResponseFields = parse(ResponseFields, body, service.settings, RESPONSE_REFUSED)
     service.check_model(fields.model)
@@ -79,10 +79,10 @@ def ask_response(service: Service, body: dict[str, Any], tenant: str = ANYBODY.n
 
 
 def _stores(service: Service, fields: ResponseFields) -> bool:
-    """Whether the response is to be stored, which is the default where anything is.
+    """Return whether the response is to be stored, which is the default where the server stores any.
 
     Raises:
-        ApiError: It is to be, and nothing is.
+        ApiError: The client wants it stored, and the server stores none.
     """
     if service.responses.most:
         return fields.store is not False
@@ -93,10 +93,10 @@ def _stores(service: Service, fields: ResponseFields) -> bool:
 
 
 def _before(service: Service, tenant: str, identity: str | None) -> StoredResponse | None:
-    """The response that this one goes on from.
+    """Return the stored response that this one continues; None where `identity` is None.
 
     Raises:
-        ApiError: There is none of that id.
+        ApiError: The tenant has no stored response of that id.
     """
     if identity is None:
         return None
@@ -109,18 +109,18 @@ def _before(service: Service, tenant: str, identity: str | None) -> StoredRespon
 
 
 def _going_on(service: Service, ask: Ask, fields: ResponseFields, before: StoredResponse) -> Ask:
-    """The same request, which goes on from the ids of the turn before if it only adds to them."""
+    """Return the same request, which continues the token ids of the turn before if it only adds to them."""
     if not before.token_ids:
         return ask
     added = fields.model_copy(update={"instructions": None}).chat()
     messages = parse(ChatFields, added, service.settings).chat()
-    if messages[0]["role"] == "assistant":  # which belongs to the message that the turn before ended with
+    if messages[0]["role"] == "assistant":  # it belongs to the message that ended the turn before
         return ask
     return replace(ask, after=(before.token_ids, messages))
 
 
 def _known(fields: ResponseFields, now: int, stores: bool, defaults: Mapping[str, float]) -> dict[str, Any]:
-    """Return what a response repeats of its request, and what the model recommends where that says nothing."""
+    """Return the fields that a response repeats of its request, with the model's defaults where that has none."""
     tools = [tool.get("function", tool) for tool in fields.tools or ()]
     return {
         "id": f"resp_{secrets.token_hex(16)}",

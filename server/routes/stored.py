@@ -1,4 +1,4 @@
-"""GET and DELETE /v1/responses/{response_id}, and its input items: what is stored; never generates."""
+"""GET and DELETE /v1/responses/{response_id}, and its input items: stored responses; never generates."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DEFAULT_ITEMS = 20
 
 
 async def show_response(request: Request) -> Response:
-    """One stored response."""
+    """Return one stored response."""
     if request.query_params.get("stream", "false") != "false":
         raise ApiError(400, "unsupported_parameter", "stream: a stored response is not streamed again", param="stream")
     return Response(_stored(request).body, media_type="application/json")
 
 
 async def delete_response(request: Request) -> Response:
-    """Forget a stored response."""
+    """Delete a stored response."""
     service: Service = request.app.state.service
     identity: str = request.path_params["response_id"]
     service.responses.delete(request.scope[CALLER].name, identity)
@@ -35,7 +35,7 @@ async def delete_response(request: Request) -> Response:
 
 
 async def list_input_items(request: Request) -> Response:
-    """The items that a stored response was made from, in pages, the last item first unless `order` is asc."""
+    """List the input items of a stored response in pages, the last item first unless `order` is asc."""
     items: list[dict[str, Any]] = orjson.loads(_stored(request).items)
     query = request.query_params
     order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_ITEMS)), query.get("after")
@@ -58,10 +58,10 @@ async def list_input_items(request: Request) -> Response:
 
 
 def _stored(request: Request) -> StoredResponse:
-    """The response that the path names.
+    """Return the response that the path names.
 
     Raises:
-        ApiError: 404, where this caller has none of that id.
+        ApiError: 404 where this caller has no response of that id.
     """
     service: Service = request.app.state.service
     return service.responses.get(request.scope[CALLER].name, request.path_params["response_id"])

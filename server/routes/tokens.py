@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text and chats to token ids and back; GET /tokenizer_info: what does that."""
+"""POST /tokenize and /detokenize: text and chats to token ids and back; GET /tokenizer_info: the tokenizer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DetokenizeFields(BaseModel):
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text or a chat."""
+    """Return the token ids of a text or a chat."""
     service: Service = request.app.state.service
     fields = await _fields(request, TokenizeFields)
     if (fields.prompt is None) == (fields.messages is None):
@@ -64,10 +64,10 @@ async def tokenize(request: Request) -> Response:
 
 
 async def token_ids(request: Request, prompt: Prompt, **options: Unpack[TokenizeOptions]) -> list[int]:
-    """The ids of a prompt, made in a turn of who asks and counted among their requests.
+    """Return the token ids of a prompt, made in the caller's turn and counted among its requests.
 
     Raises:
-        ApiError: The caller is over its limits, too much waits, or it took too long.
+        ApiError: The caller is over its limits, too many requests wait, or tokenising took too long.
         InvalidParams: The prompt is malformed.
     """
     service: Service = request.app.state.service
@@ -83,7 +83,7 @@ async def token_ids(request: Request, prompt: Prompt, **options: Unpack[Tokenize
 
 
 async def detokenize(request: Request) -> Response:
-    """Text of token ids, control tokens included."""
+    """Return the text of token ids, control tokens included."""
     service: Service = request.app.state.service
     fields = await _fields(request, DetokenizeFields)
     most = service.engine.info.max_context
@@ -101,7 +101,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def show_tokenizer(request: Request) -> Response:
-    """What the tokenizer has besides its vocabulary, in the words of vLLM and of Hugging Face's files."""
+    """Describe the tokenizer without its vocabulary, in the words of vLLM and of Hugging Face's files."""
     service: Service = request.app.state.service
     info = service.engine.tokenizer_info
     added = {str(index): {"content": text, "special": True} for index, text in info.control_tokens.items()}

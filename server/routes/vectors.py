@@ -31,15 +31,15 @@ from headrace.server.vectors import VectorAsk, Vectors, Worked
 
 __all__ = ["VectorRoute", "ask_embeddings", "ask_ranks", "ask_scores"]
 
-_FLOAT_BYTES, _BASE64_BYTES, _NUMBER_BYTES = 4, 6, 14  # of an element as it is computed, and as it is shown
-_ENTRY_BYTES = 2048  # of a text that waits in the engine, and of its entry in the answer, besides its vector
+_FLOAT_BYTES, _BASE64_BYTES, _NUMBER_BYTES = 4, 6, 14  # an element in memory, and as it is shown
+_ENTRY_BYTES = 2048  # a text that waits in the engine, with its entry in the answer, but without its vector
 
 
 class VectorRoute:
     """An endpoint that computes without generating, as an ASGI application."""
 
     def __init__(self, ask: Callable[[Service, dict[str, Any]], VectorAsk]) -> None:
-        """Serve what `ask` makes of a body."""
+        """Serve the `VectorAsk` that `ask` makes of a body."""
         self._ask = ask
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +56,7 @@ class VectorRoute:
 
 
 def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
-    """What a request for vectors asks for.
+    """Return the `VectorAsk` of a request for vectors.
 
     Raises:
         ApiError: The body asks for nothing that can be done.
@@ -85,7 +85,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
             one = {"object": "embedding", "index": index, "embedding": shown}
             separator = b"," if index else b""
             parts.append(separator + orjson.dumps(one, option=orjson.OPT_SERIALIZE_NUMPY))
-            await checkpoint()  # thousands of numbers each
+            await checkpoint()  # each vector has thousands of numbers
         used = found.usage.prompt_tokens
         parts.append(b"]," + orjson.dumps({"model": fields.model, "usage": usage_of(used)})[1:])
         return Worked(parts, found.usage)
@@ -106,7 +106,7 @@ def ask_embeddings(service: Service, body: dict[str, Any]) -> VectorAsk:
 
 
 def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
-    """What a request for scores asks for.
+    """Return the `VectorAsk` of a request for scores.
 
     Raises:
         ApiError: The body asks for nothing that can be done.
@@ -137,7 +137,7 @@ def ask_scores(service: Service, body: dict[str, Any]) -> VectorAsk:
 
 
 def ask_ranks(service: Service, body: dict[str, Any]) -> VectorAsk:
-    """What a request to rank documents asks for.
+    """Return the `VectorAsk` of a request to rank documents.
 
     Raises:
         ApiError: The body asks for nothing that can be done.

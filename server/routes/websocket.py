@@ -8,10 +8,10 @@ Frames are JSON objects. From the client:
 
 To the client, always with the request's id: `chunk` with a chat.completion.chunk as `data`, `completion` with a whole
 answer where the request does not stream, then `done`; or `error` with OpenAI's error object, which is the end as well.
-A request with `credit` sends while it has some: each chunk uses up as many as it has tokens, and none has more than
-there is. Without credit the tokens
-stay with the engine, which stops computing when its reader's window is full. An id may be used again after its end; at
-most 64 requests run at once. What breaks these rules closes the socket with 4001, a draining server with 1012.
+A request with `credit` sends while it has some: each chunk uses up one for each of its tokens, and has no more tokens
+than there is credit. Without credit the tokens stay with the engine, which stops computing when its reader's window is
+full. An id may be used again after its end; at most 64 requests run at once. A frame that breaks these rules closes the
+socket with 4001, and a draining server closes it with 1012.
 """
 
 from __future__ import annotations
@@ -211,14 +211,14 @@ def _credit(value: object) -> int:
 
 
 class _Outlet:
-    """One request's way back: chunks as frames with its id, while it has credit."""
+    """The outlet of one request: sends chunks as frames with the request's id, while it has credit."""
 
     def __init__(self, identity: str, credit: int | None, send: Callable[[bytes], Any]) -> None:
         self.identity = identity
         self.started = False
         self.lost = "disconnected"
         self.ended = False
-        """The last frame is about to be sent: nothing may follow it."""
+        """Whether the last frame has been sent or is about to be, so that nothing may follow it."""
         self.scope = anyio.CancelScope()
         self._id = orjson.dumps(identity)
         self._credit = credit
@@ -226,7 +226,7 @@ class _Outlet:
         self._send = send
 
     def grant(self, tokens: int) -> None:
-        """Allow so many more tokens."""
+        """Allow `tokens` more tokens."""
         if self._credit is not None:
             self._credit = min(self._credit + tokens, _MAX_CREDIT)
             self._granted.set()
@@ -238,7 +238,7 @@ class _Outlet:
             await self._chunks(opening)
 
     async def room(self, tokens: int) -> int:
-        """Wait for credit, and return how many of `tokens` it is enough for."""
+        """Wait for credit, and return the number of tokens, at most `tokens`, that it allows."""
         while self._credit is not None and self._credit <= 0:
             self._granted = anyio.Event()
             await self._granted.wait()
@@ -251,17 +251,17 @@ class _Outlet:
         await self._chunks(frames)
 
     async def finish(self, frames: bytes) -> None:
-        """Send the last chunks, and that it is done."""
+        """Send the last chunks and a `done` frame."""
         await self._chunks(frames)
         await self._end(b"done")
 
     async def whole(self, answer: bytes) -> None:
-        """Send a whole answer, and that it is done."""
+        """Send a whole answer and a `done` frame."""
         await self._frame(b"completion", b',"data":' + answer)
         await self._end(b"done")
 
     async def fail(self, error: ApiError, frames: bytes = b"") -> None:
-        """Send the error, as a frame of its own, unless the end has been sent."""
+        """Send the error as a frame of its own, unless the end has been sent."""
         if not self.ended:
             await self._end(b"error", b"," + orjson.dumps(error_body(error))[1:-1])
 
@@ -274,7 +274,7 @@ class _Outlet:
             await self._frame(b"chunk", b',"data":' + event.removeprefix(b"data: "))
 
     async def _end(self, kind: bytes, rest: bytes = b"") -> None:
-        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that came before the end is told as the end
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel before the end is reported as the end
         self.ended = True
         await self._frame(kind, rest)
 
