@@ -1,4 +1,4 @@
-"""What several commands of the command line take in the same way; runs nothing."""
+"""Arguments and options that several commands share; runs nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def _writable(path: str | None) -> str | None:
-    """Refuse what could not be written after minutes of measuring."""
+    """Return `path` with its `~` expanded; refuse a file that could not be written, before minutes of measuring."""
     path = None if path is None else os.path.expanduser(path)
     if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
         raise typer.BadParameter(f"{path}: no file in an existing folder")
@@ -50,14 +50,14 @@ JsonOption = Annotated[
 
 
 def chosen_model(model: str | None) -> str:
-    """The model that was named, or that of the demo."""
+    """Return the model that was named, or else that of the demo."""
     from headrace.server.demo import demo_model
 
     return os.path.expanduser(model) if model else str(demo_model())
 
 
 def sizes_of(batches: str) -> list[int]:
-    """Batch sizes from "1,8,32"."""
+    """Return the batch sizes that `batches`, such as "1,8,32", lists."""
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in batches.split(",")]
     if not all(sizes):
         raise typer.BadParameter(f"--batches {batches!r}: give sizes from 1 up, separated by commas, such as 1,8,32")
@@ -65,7 +65,7 @@ def sizes_of(batches: str) -> list[int]:
 
 
 def shares_of(loads: str) -> list[float]:
-    """Parts of a share from "1,0.87"."""
+    """Return the parts of a share that `loads`, such as "1,0.87", lists."""
     try:
         shares = [float(share) for share in loads.split(",")]
     except ValueError:

@@ -82,7 +82,7 @@ def bench_lora(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """What adapters cost: decode steps beside the floor of their bytes, slots too few for the traffic, loading."""
+    """Measure what adapters cost: steps beside the floor of their bytes, slots too few for the traffic, loading."""
     from headrace.engine.bench.engine.lora import Sizes, run
 
     sizes = Sizes(
@@ -111,9 +111,10 @@ def bench_options(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """What penalties, filters, log-probabilities and a JSON schema in all rows add to a decode step.
+    """Measure what penalties, filters, log-probabilities and a JSON schema in all rows add to a decode step.
 
-    Then what a hook, a grammar or `deterministic` in one row costs it and the others."""
+    Then measure what a hook, a grammar or `deterministic` in one row costs that row and the others.
+    """
     from headrace.engine.bench.engine.options import run
 
     run(
@@ -194,7 +195,7 @@ def bench_startup(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """From starting a Python process to the first token, by phase."""
+    """Measure the time from starting a Python process to the first token, by phase."""
     from headrace.engine.bench.engine.startup import run
 
     target = target_of(model, device, kv_memory, max_rows, load_format, more)
@@ -246,7 +247,7 @@ def bench_scheduler(
 
 @bench.command("policies", short_help="What each scheduling policy does to those who wait.")
 def bench_policies(json_path: JsonOption = None) -> None:
-    """What each scheduling policy does to those who wait, simulated with the steps of an H200; host time of each."""
+    """Simulate what each scheduling policy does to those who wait, with the steps of an H200; measure its host time."""
     from headrace.engine.bench.host.policies import run
 
     run(json_path=json_path)
@@ -342,7 +343,7 @@ def bench_lag(
     streams: Annotated[int, typer.Option(help="Streams that decode meanwhile.", min=1)] = 8,
     json_path: JsonOption = None,
 ) -> None:
-    """How late the host application's own coroutines run while streams decode."""
+    """Measure how late the host application's own coroutines run while streams decode."""
     from headrace.engine.bench.host.lag import run
 
     run(chosen_model(model), streams=streams, json_path=json_path)

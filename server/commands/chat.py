@@ -48,14 +48,14 @@ def run_chat(
     """Read lines and show answers until /exit or the end of input; Ctrl-C stops an answer, never the chat.
 
     Args:
-        model: As `Engine` takes it.
+        model: Model, as `Engine` takes it.
         system: The system message; none where it is empty.
         sampling: Fields of `SamplingParams` to begin with, as `/set` changes them.
         adapters: Folders of the adapters to choose from, by their names.
         options: Further options of `Engine`.
 
     Returns:
-        Whether all lines of a pipe were done; a person at a terminal has seen what was not.
+        False if a line from a pipe was refused; a person at a terminal has seen the refusal.
 
     Raises:
         InvalidParams: A value of `sampling` is beyond the bounds of the API.
@@ -79,7 +79,7 @@ async def _load(engine: Engine, adapters: Mapping[str, str]) -> None:
 
 
 class _Ended(Exception):
-    """The person has had enough."""
+    """The person has ended the chat."""
 
 
 class _Chat:
@@ -94,7 +94,7 @@ class _Chat:
         self._terminal = sys.stdin.isatty() and console.is_terminal
         self._errors = console if self._terminal else Console(stderr=True, highlight=False)
         self.failed = False
-        """A line was refused that nobody sees who could type another."""
+        """Whether a line from a pipe was refused."""
         self._system = system
         self._sampling = sampling
         self._params = _params(sampling)
@@ -111,7 +111,7 @@ class _Chat:
         }
 
     def run(self) -> None:
-        """Take lines until the end."""
+        """Read lines and act on them until the chat ends."""
         if self._terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - gives input() its arrow keys and history
@@ -143,7 +143,7 @@ class _Chat:
         except (Rejected, RequestFailed) as error:
             self._refuse(str(error))
         else:
-            if answer:  # one that was stopped before its first word leaves the question unasked
+            if answer:  # an answer stopped before its first word leaves no trace of the question
                 self._turns += [turn, {"role": "assistant", "content": answer}]
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class _Chat:
             reading.cancel()
             answer.over.wait(5.0)
         except (Rejected, RequestFailed):
-            if answer.pieces:  # why it failed gets a line of its own
+            if answer.pieces:  # the error gets a line of its own
                 self._end_line()
             raise
         self._end_line()
@@ -225,12 +225,12 @@ class _Chat:
     # -- words ------------------------------------------------------------------------------------------------------
 
     def _show(self, text: str) -> None:
-        """Write a piece of an answer as it is; a terminal gets it without commands, and its words whole."""
+        """Write a piece of an answer; for a terminal, drop control characters and keep words whole."""
         self._console.file.write(self._wrap.take(printable(text)) if self._terminal else text)
         self._console.file.flush()
 
     def _end_line(self) -> None:
-        """End an answer, with the word that was held back."""
+        """Write the word that was held back, and end the line."""
         self._console.file.write(f"{self._wrap.end()}\n")
         self._console.file.flush()
 
@@ -243,7 +243,7 @@ class _Chat:
 
 
 class _Answer:
-    """An answer as it comes."""
+    """An answer and its times, collected piece by piece."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -254,14 +254,14 @@ class _Answer:
         self._first = self._last = 0.0
 
     def came(self, text: str, tokens: int) -> None:
-        """Take a piece in."""
+        """Add a piece of text that holds `tokens` tokens."""
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self.pieces.append(text)
         self.tokens += tokens
 
     def summary(self, stopped: bool) -> str:
-        """The answer's figures, in one line."""
+        """Return the answer's figures in one line."""
         parts = ["stopped"] if stopped else []
         parts.append(f"{self.tokens} tokens")
         if self._last > self._first:
@@ -287,7 +287,7 @@ def _params(sampling: Mapping[str, Any]) -> SamplingParams:
 
 
 def _number(text: str) -> Any:
-    """The JSON value that `text` is, else the text, which is then refused by the field."""
+    """Return the JSON value that `text` is, else the text itself, which the field then refuses."""
     try:
         return json.loads(text)
     except ValueError:

@@ -36,7 +36,7 @@ _FLAGS = {
 
 @contextmanager
 def flags_named() -> Iterator[None]:
-    """Note on an error of what was asked for which flag it is about."""
+    """Add to an `InvalidParams` a note that names the flag of its field."""
     try:
         yield
     except InvalidParams as error:
@@ -49,11 +49,11 @@ class AnsweringCommand(TyperCommand):
     """A command that answers flags of other tools with its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args` as any command does; a flag that is none is refused with what stands for it here."""
+        """Parse `args` as any command does; refuse an unknown flag with advice on what stands for it here."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            flag = getattr(error, "option_name", None)  # of an exception that typer does not export
+            flag = getattr(error, "option_name", None)  # set by an exception that typer does not export
             own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
             if flag is None or flag in own or not (advice := _advice_on(flag, own)):
                 raise
@@ -63,7 +63,7 @@ class AnsweringCommand(TyperCommand):
 
 
 def _advice_on(flag: str, own: set[str]) -> str:
-    """Say which of the flags `own`, or which option, stands for `flag`; nothing where no tool has it."""
+    """Return advice on which of the flags `own`, or which option, stands for `flag`; empty where no tool has it."""
     name = flag.lstrip("-").replace("-", "_")
     others = {**all_names(SAMPLING_NAMES), **SYNONYMS, **all_names(ENGINE_NAMES)}
     meant = name if name in EngineConfig.model_fields else others.get(name, name)

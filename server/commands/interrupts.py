@@ -1,4 +1,4 @@
-"""`ending_at_once`: what SIGINT and SIGTERM do while a model is opened, by a thread that cannot be cancelled."""
+"""`ending_at_once`: ends the process at SIGINT or SIGTERM while a thread that cannot be cancelled opens a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.segment import ControlType
 __all__ = ["ending_at_once"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_BY_SIGNAL = 128  # what shells add to a signal's number: 130 is Ctrl-C
+_BY_SIGNAL = 128  # shells add it to a signal's number: 130 is Ctrl-C
 
 
 @contextmanager
@@ -29,8 +29,8 @@ def ending_at_once(doing: str, console: Console) -> Iterator[None]:
     What the process has started, such as compilers of kernels, ends with it.
 
     Args:
-        doing: What is interrupted, such as "opening small.gguf".
-        console: Where a spinner may be drawn, which is removed.
+        doing: The activity that is interrupted, such as "opening small.gguf".
+        console: Console on which a spinner may be drawn; it is removed.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -56,7 +56,7 @@ def _kill_descendants() -> None:
     sys.setswitchinterval(60.0)  # no other thread sees that a compiler has ended and starts the next one
     found, new = set[int](), _started_by({os.getpid()})
     while new:
-        for process in new:  # one that stands still starts nothing while others are looked for
+        for process in new:  # a stopped process starts nothing while others are looked for
             _signal(process, signal.SIGSTOP)
         found |= new
         new = _started_by({os.getpid(), *found}) - found
@@ -68,7 +68,7 @@ def _started_by(parents: set[int]) -> set[int]:
     """Return the ids of the processes whose parent is one of `parents`."""
     found = set[int]()
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             parent = status.read_text(errors="replace").rpartition(")")[2].split()[1]
             if int(parent) in parents:
                 found.add(int(status.parent.name))
@@ -76,5 +76,5 @@ def _started_by(parents: set[int]) -> set[int]:
 
 
 def _signal(process: int, number: signal.Signals) -> None:
-    with suppress(OSError):  # it has ended, or runs as another user
+    with suppress(OSError):  # the process has ended, or runs as another user
         os.kill(process, number)

@@ -1,4 +1,4 @@
-"""Opens an engine for a command that talks to a person; owns the spinner, names the model where that fails or ends.
+"""Opens an engine for a command that talks to a person; owns the spinner, and names the model in errors.
 
 What headrace logs at INFO meanwhile, such as how much of the weights is loaded, stands beside the spinner.
 """
@@ -23,7 +23,7 @@ __all__ = ["opened"]
 
 @asynccontextmanager
 async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[Engine]:
-    """An open engine; closed when the block ends. Ctrl-C ends the process at once while the engine opens.
+    """Open an engine for the block. Ctrl-C ends the process at once while the engine opens.
 
     Raises:
         LoadFailed: The model cannot be opened; a note on the error says which model that was.
@@ -33,7 +33,7 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
         status = console.status(escape(f"{opening} ..."))
         telling = _told_progress(lambda message: status.update(escape(f"{opening}: {message}")), console.is_terminal)
         with status, telling, ending_at_once(opening, console):
-            await checkpoint()  # where Ctrl-C came before it was caught here, nothing is opened
+            await checkpoint()  # nothing is opened if Ctrl-C came before it was caught here
             try:
                 engine = await stack.enter_async_context(Engine(model, **options))
             except LoadFailed as error:
@@ -44,7 +44,7 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
 
 
 class _Teller(logging.Handler):
-    """Hands messages of the level INFO to a function."""
+    """A handler that passes messages of the level INFO to a function."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
@@ -57,7 +57,7 @@ class _Teller(logging.Handler):
 
 @contextmanager
 def _told_progress(tell: Callable[[str], None], wanted: bool) -> Iterator[None]:
-    """Hand what headrace logs at INFO in the block to `tell`, if that is wanted."""
+    """Hand each message that headrace logs at INFO in the block to `tell`, if `wanted`."""
     if not wanted:
         yield
         return

@@ -1,4 +1,4 @@
-"""`printable`: a model's text without what commands a terminal; changes nothing else of it."""
+"""`printable`: removes the characters that control a terminal from a model's text; changes nothing else of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final
 __all__ = ["printable"]
 
 _COMMANDING: Final = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
-"""Control characters: all but tabs and line feeds."""
+"""Control characters other than tabs and line feeds."""
 
 
 def printable(text: str) -> str:
-    """`text` without control characters other than tabs and line feeds."""
+    """Return `text` without control characters other than tabs and line feeds."""
     return text.translate(_COMMANDING)

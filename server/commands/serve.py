@@ -252,7 +252,7 @@ def serve(
 
 
 def _adapters(given: list[str] | None, model: str | None) -> dict[str, str]:
-    """Return the adapters that are named; where not even a model was, those of the examples."""
+    """Return the folders of the named adapters; where no model is named either, of the examples' adapters."""
     from headrace.server.demo import demo_adapters
 
     if given is None and model is None:
@@ -267,7 +267,7 @@ def _adapters(given: list[str] | None, model: str | None) -> dict[str, str]:
 
 
 def _policy(given: str | None, keys: int, background_last: bool) -> str | dict[str, Any]:
-    """The policy that was named; with several keys, one that no tenant can shut the others out of."""
+    """Return the policy that was named; by default, with several keys, one under which tenants share fairly."""
     name = given or ("fair_share" if keys > 1 else "first_come")
     if not background_last:
         return name
@@ -302,7 +302,7 @@ def _log_level(value: str) -> str:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Refuse what cannot be listened to or has too few open files now, not after the model has been opened."""
+    """Refuse an address that cannot be listened to, or too few open files, before the model is opened."""
     from headrace.server.http.running import most_connections
 
     most_connections()
@@ -310,7 +310,7 @@ def _check_address(host: str, port: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         errors = [_binding_error(family, kind, protocol, address) for family, kind, protocol, _, address in found]
         for error in errors:
-            # A name may have addresses that this machine has not, but not those alone.
+            # Some of a name's addresses may be another machine's, but not all.
             if error is not None and (error.errno != errno.EADDRNOTAVAIL or all(errors)):
                 raise error
     except OSError as error:
@@ -355,7 +355,7 @@ async def _serve(
     async with opened(model, Console(stderr=True), **options) as engine:
         app = create_app(engine, settings)
         service: Service = app.state.service
-        await service.load_adapters()  # here, where what is wrong with one can be said in a sentence
+        await service.load_adapters()  # before serving, so that an error is told in one sentence
         info, adapters = engine.info, ",".join(engine.adapters.versions) or None
         fields = {"model": service.model, "adapters": adapters, "device": info.device, "max_context": info.max_context}
         fields["policy"] = options["policy"]
@@ -368,10 +368,10 @@ def _named(values: list[str] | None, prefix: str) -> dict[str, str]:
     keys: dict[str, str] = {}
     for place, value in enumerate(values or (), 1):
         name, _, secret = value.partition("=")
-        if not secret.strip("="):  # nothing, or the padding of a bare secret in base64
+        if not secret.strip("="):  # only the padding of a bare secret in base64
             name, secret = f"{prefix}-{place}", value
         if name in keys:
-            raise typer.BadParameter(f"{prefix} {place}: another one has its name already")  # which may be a secret
+            raise typer.BadParameter(f"{prefix} {place}: another one has its name already")  # which may be secret
         keys[name] = secret
     return keys
 

@@ -13,7 +13,7 @@ _TAB = 8
 
 
 class WordWrap:
-    """One text, piece by piece.
+    """A wrapper of one text that comes piece by piece.
 
     The word at the end of a piece is held back until a later piece, or `end`, shows where it stops. A word that is
     wider than the terminal is left to the terminal to break, and wide characters, such as Chinese ones, are words of
@@ -37,7 +37,7 @@ class WordWrap:
                 out.append(self._placed(width))
                 self._gap += char
                 self._too_wide = False
-            elif cell_len(char) > 1:  # may stand apart from its neighbours
+            elif cell_len(char) > 1:  # a wide character may stand apart from its neighbours
                 out.append(self._placed(width))
                 self._word = char
                 out.append(self._placed(width))
@@ -55,7 +55,7 @@ class WordWrap:
         return held
 
     def _placed(self, width: int) -> str:
-        """The word that was held back, after the space before it or at the start of a line."""
+        """Return the word that was held back, after the space before it or on a new line."""
         if not self._word:
             return ""
         gap, word, self._gap, self._word = self._gap, self._word, "", ""
@@ -67,7 +67,7 @@ class WordWrap:
         return gap + word
 
     def _after(self, gap: str) -> int:
-        """The column after `gap`."""
+        """Return the column after `gap`."""
         column = self._column
         for char in gap:
             column += _TAB - column % _TAB if char == "\t" else cell_len(char)
