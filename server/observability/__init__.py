@@ -1,1 +1,1 @@
-"""headrace.server.observability: metrics, request log, spans and watchdog; what it sees changes nothing it watches."""
+"""headrace.server.observability: metrics, request log, spans and watchdog; changes nothing that it watches."""

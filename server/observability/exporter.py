@@ -42,10 +42,10 @@ VLLM_NAMES: Final = {
     "headrace:request_prompt_tokens": "vllm:request_prompt_tokens",
     "headrace:request_generation_tokens": "vllm:request_generation_tokens",
 }
-"""vLLM's name of what means the same; counters without their `_total`."""
+"""Our name of a metric -> vLLM's name of the same; counters without their `_total`."""
 
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_SHARE = 0.02  # of the event loop's time, at most, for whoever asks without pause
+_SHARE = 0.02  # largest share of the event loop's time for clients that ask without pause
 
 
 class Exporter:
@@ -60,7 +60,7 @@ class Exporter:
         self._fresh_until = 0.0
 
     def text(self) -> bytes:
-        """The metrics, in `MEDIA_TYPE`.
+        """Return the metrics in `MEDIA_TYPE`.
 
         A text is used again for fifty times the processor time that it took to make: asking without pause costs the
         streams little.
@@ -73,7 +73,7 @@ class Exporter:
 
 
 class _Families(Collector):
-    """What Prometheus' registry asks for its metrics."""
+    """The collector that Prometheus' registry asks for metrics."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -83,7 +83,7 @@ class _Families(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, as it is now."""
+        """Yield every metric with its present value."""
         service = self._service
         families = [*_of_server(service), *_of_requests(service)]
         engine = service.engine

@@ -1,4 +1,4 @@
-"""`Figures`: counts and times of one generation request, taken as it goes; never of what was asked or answered."""
+"""`Figures`: counts and times of one generation request, taken as it runs; never holds prompts or answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Arrivals", "Figures", "between"]
 
 
 class Figures:
-    """One request. Its times are of `time.perf_counter`."""
+    """Counts and times of one request; times are in seconds of `time.perf_counter`."""
 
     __slots__ = (
         "adapter",
@@ -36,7 +36,7 @@ class Figures:
     )
 
     def __init__(self, recorder: Recorder, request_id: str, tenant: str, adapter: str = "") -> None:
-        """Begin now; `adapter` is empty where the request wears none."""
+        """Begin now; `adapter` is empty where the request uses none."""
         self.recorder = recorder
         self.request_id = request_id
         self.tenant = tenant
@@ -44,34 +44,34 @@ class Figures:
         self.trace_id: str | None = None
         self.began = time.perf_counter()
         self.queued: float | None = None
-        """When its token ids were known."""
+        """Time at which the prompts were token ids."""
         self.taken_up: float | None = None
-        """When the first step with it was launched."""
+        """Time at which the request's first step was launched."""
         self.first: float | None = None
-        """When its first token was there."""
+        """Time of the first token."""
         self.ended: float | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.counted = 0
-        """Generated tokens that its tenant has been charged with."""
+        """Generated tokens that the tenant has been charged with."""
         self.finish_reasons: list[str] = []
         self.reason: str | None = None
-        """`finished`, or the code of what ended it."""
+        """`finished`, or the code of the error that ended the request."""
         self.refused = False
-        """It ended by the client's own fault, or before anything was done for it."""
+        """Whether the request ended by the client's own fault, with a status below 500."""
 
     def arrivals(self, stream: TokenStream, choices: int) -> Arrivals:
-        """Follow the tokens of one of its streams."""
+        """Return a counter of the tokens of one of the request's streams."""
         return Arrivals(self, stream, choices)
 
     @property
     def account(self) -> TenantTokens:
-        """Where its tokens are counted."""
+        """The counts of the request's tenant."""
         return self.recorder.tenant(self.tenant, self.adapter)
 
     def take(self, streams: Sequence[TokenStream]) -> None:
-        """Take over what the streams know at the end, and charge the tenant with what was not read any more."""
+        """Add the counts of the ended streams, and charge the tenant with tokens that nobody read."""
         for stream in streams:
             usage = stream.usage
             self.prompt_tokens += usage.prompt_tokens
@@ -83,14 +83,14 @@ class Figures:
         self.account.generated += max(self.completion_tokens - self.counted, 0)
 
     def computed(self, usage: Usage) -> None:
-        """Take over what was computed where nothing is generated, and charge the tenant."""
+        """Take the counts of a request that generates nothing, and charge the tenant."""
         tenant = self.account
         self.prompt_tokens, self.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         tenant.prompt += usage.prompt_tokens
         tenant.cached += usage.cached_tokens
 
     def shown(self) -> dict[str, Any]:
-        """Fields of its line in the log; times in seconds."""
+        """Return the fields of the request's line in the log; times are in seconds."""
         fields: dict[str, Any] = {
             "reason": self.reason,
             "finish_reasons": self.finish_reasons,
@@ -106,7 +106,7 @@ class Figures:
 
 
 class Arrivals:
-    """When the tokens of one stream came to its reader."""
+    """A counter of the tokens of one stream and their times, as they come to the reader."""
 
     __slots__ = ("_choices", "_count", "_figures", "_first", "_last", "_stream", "_tenant")
 
@@ -121,7 +121,7 @@ class Arrivals:
         self._count = 0
 
     def came(self, tokens: int) -> None:
-        """So many tokens came at once: once for each wake-up of the reader, not for each token."""
+        """Count `tokens` that came at once; call it once for each wake-up of the reader, not for each token."""
         now = time.perf_counter()
         if self._last:
             gap = (now - self._last) * min(1.0, self._choices / tokens)
@@ -134,7 +134,7 @@ class Arrivals:
         self._tenant.generated += tokens
 
     def end(self) -> None:
-        """The stream has ended well."""
+        """Record the time per token of a stream that ended well."""
         if self._count > self._choices:
             span = (self._last - self._first) * self._choices
             self._figures.recorder.time_per_output_token.add(span / (self._count - self._choices))
@@ -150,5 +150,5 @@ class Arrivals:
 
 
 def between(start: float | None, end: float | None) -> float | None:
-    """Seconds, to the tenth of a millisecond; None where one of them never came."""
+    """Return the seconds from `start` to `end`, to the tenth of a millisecond; None where one is None."""
     return None if start is None or end is None else round(end - start, 4)

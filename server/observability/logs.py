@@ -1,7 +1,7 @@
-"""Lines of the log: fields of one event as `key=value` for people or JSON for machines; never holds what was asked.
+"""Lines of the log: fields of one event as `key=value` for people or JSON for machines; never holds prompts.
 
-Values are ids, names that an operator chose, and numbers. A text that came from a client is never among them, but for
-the request id, which the gate has reduced to harmless characters.
+Values are ids, names that an operator chose, and numbers. The only text of a client among them is the request id, which
+the gate has reduced to harmless characters.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Line:
     __slots__ = ("event", "fields")
 
     def __init__(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Hold what is to be logged; fields that are None are left out."""
+        """Hold an event and its fields; leave out fields that are None."""
         self.event = event
         self.fields = {name: value for name, value in fields.items() if value is not None}
 
     def __str__(self) -> str:
-        """The event, then `key=value`."""
+        """Return the event, and `key=value` for each field."""
         return " ".join([self.event, *(f"{name}={_shown(value)}" for name, value in self.fields.items())])
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, the event and its fields, or the message of what is no event."""
+    """One JSON object a line: time, level, logger, the event and its fields, or the message of a record without one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of one record."""
+        """Return the line of one record."""
         line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -55,12 +55,12 @@ class JsonLines(logging.Formatter):
 
 
 def _clean(text: str) -> str:
-    """Without half surrogates, which are no JSON."""
+    """Return `text` with half surrogates replaced, since JSON allows none."""
     return text.encode("utf-8", "replace").decode()
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at the time: a spinner on the terminal replaces it, so that lines go above it."""
+    """A handler that writes to the present `sys.stderr`, which a spinner replaces so that lines go above it."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -71,9 +71,9 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
 
 
 def set_up_logs(style: LogFormat) -> None:
-    """Send this process' log to stderr; for processes that are servers and nothing else.
+    """Send this process' log to stderr; call it in processes that are servers and nothing else.
 
-    `off` leaves out the line of each request.
+    The style `off` leaves out the line of each request.
     """
     handler = _CurrentStderr()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,7 +1,7 @@
-"""`Recorder`: what a server has counted since it started, as plain numbers; never formats them and never reads a clock.
+"""`Recorder`: the counts of a server since its start, as plain numbers; never formats them and never reads a clock.
 
-All of it but `stalls`, which the watchdog's thread counts, lives on the event loop's thread, so that counting is an
-addition and takes no lock. exporter.py turns it into Prometheus' families when somebody asks.
+The watchdog's thread counts `stalls`; the event loop's thread counts everything else, so that counting is an addition
+and takes no lock. exporter.py turns the counts into Prometheus' families when somebody asks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 __all__ = ["ABORT_REASONS", "OTHER", "Histogram", "Recorder", "TenantTokens"]
 
 OTHER: Final = "other"
-"""The label of everything beyond what labels are bounded to."""
+"""Label for everything beyond the bounded number of labels."""
 
 ABORT_REASONS: Final = frozenset(
     {
@@ -35,7 +35,7 @@ ABORT_REASONS: Final = frozenset(
         "tokenizer_failed",
     }
 )
-"""Why an admitted request may end without its answer."""
+"""Reasons for which an admitted request may end without its answer."""
 
 _FINE = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 _WIDE = (*_FINE, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
@@ -51,19 +51,19 @@ class Histogram:
         """Start empty; a value counts for the first of the rising `bounds` that it does not exceed."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """Number of values for each bound, then of those beyond all bounds."""
+        """Number of values for each bound, followed by the number beyond all bounds."""
         self.total = 0.0
         """Sum of the values."""
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value so many times."""
+        """Count `value` `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
 
 @dataclass(slots=True)
 class TenantTokens:
-    """What one tenant has used."""
+    """Requests of one tenant, and their tokens."""
 
     requests: int = 0
     prompt: int = 0
@@ -96,11 +96,11 @@ class Recorder:
         self.stalls = 0
         """Times that the watchdog found no step ending."""
         self.tenants: dict[tuple[str, str], TenantTokens] = {}
-        """By tenant and adapter; without an adapter it is empty."""
+        """Counts by tenant and adapter; the adapter is empty for requests without one."""
         self._max_tenants = max_tenants
 
     def tenant(self, name: str, adapter: str = "") -> TenantTokens:
-        """Where the tokens of a tenant are counted; there are at most so many places."""
+        """Return the counts of a tenant with an adapter; beyond `max_tenants`, those of the label `other`."""
         key = (name, adapter)
         found = self.tenants.get(key)
         if found is None:

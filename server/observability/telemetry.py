@@ -1,4 +1,4 @@
-"""`Telemetry`: where a server reports its requests as they begin and end; counts and logs them, and nothing else."""
+"""`Telemetry`: counts and logs a server's requests as they begin and end, and does nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("headrace.server.requests")
 EXCHANGE = "headrace.exchange"
 """Key of the scope under which routes find the `Exchange`."""
 PROBES = frozenset({"/health/live", "/health/ready", "/metrics"})
-"""Routes that machines ask every few seconds: logged at level DEBUG where they succeed, as what the page asks is."""
+"""Routes that machines ask every few seconds; successes are logged at DEBUG, like those of the page's files."""
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 _GONE = 499
@@ -43,7 +43,7 @@ class Exchange:
 
 
 class Telemetry:
-    """What a server tells about its requests. All methods run on the event loop's thread."""
+    """Counts and log lines of a server's requests. All methods run on the event loop's thread."""
 
     def __init__(self) -> None:
         """Start with nothing counted."""
@@ -51,26 +51,26 @@ class Telemetry:
         self._routes: dict[Any, str] = {}
 
     def name_routes(self, routes: Iterable[BaseRoute]) -> None:
-        """Take the paths of routes for labels; other paths are `other`."""
+        """Use the paths of `routes` as labels; other paths are `other`."""
         self._routes = {route.endpoint: route.path for route in routes if isinstance(route, Route | WebSocketRoute)}
 
     # -- generations ------------------------------------------------------------------------------------------------
 
     def begin(self, request_id: str, tenant: str, adapter: str = "") -> Figures:
-        """A generation request has come."""
+        """Return the figures of a generation request that has come."""
         return Figures(self.recorder, request_id, tenant, adapter)
 
     def tokenized(self, figures: Figures) -> None:
-        """The prompts are token ids now, and wait for a step."""
+        """Note that the prompts are token ids and wait for a step."""
         figures.queued = time.perf_counter()
         self.recorder.tokenize_time.add(figures.queued - figures.began)
 
     def end(self, figures: Figures, streams: Sequence[TokenStream], *, admitted: bool) -> None:
-        """A generation request has ended, for the reason in `figures`; `admitted` if it was more than refused."""
+        """Count a generation request that has ended for the reason in `figures`; `admitted` if it was not refused."""
         recorder, now = self.recorder, time.perf_counter()
         figures.ended = now
         figures.take(streams)
-        if figures.queued is not None and not figures.refused:  # who waited in vain counts as well
+        if figures.queued is not None and not figures.refused:  # a request that waited in vain counts as well
             until = figures.taken_up or figures.first or now
             recorder.queue_time.add(max(until - figures.queued, 0.0))
         if admitted:
@@ -95,7 +95,7 @@ class Telemetry:
                 recorder.prefill_time.add(max(figures.first - figures.taken_up, 0.0))
 
     def chat_ended(self, figures: Figures, scope: Scope) -> None:
-        """Log a chat of the WebSocket `scope`: it has no HTTP request of its own."""
+        """Log a chat of the WebSocket `scope`, which has no HTTP request of its own."""
         if logger.isEnabledFor(logging.INFO):
             route = self._routes.get(scope.get("endpoint"), OTHER)
             fields = {"request_id": figures.request_id, "tenant": figures.tenant, "method": "WEBSOCKET", "route": route}
@@ -104,7 +104,7 @@ class Telemetry:
     # -- HTTP -------------------------------------------------------------------------------------------------------
 
     def exchanged(self, scope: Scope, exchange: Exchange, request_id: str, tenant: str | None) -> None:
-        """An HTTP request or a WebSocket has ended."""
+        """Count and log an HTTP request or a WebSocket that has ended."""
         route = self._routes.get(scope.get("endpoint"), OTHER)
         method = scope.get("method", "WEBSOCKET")
         method = method if method in _METHODS or method == "WEBSOCKET" else OTHER

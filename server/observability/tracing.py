@@ -1,7 +1,7 @@
 """Spans of OpenTelemetry, where `opentelemetry-api` is installed and the process has set it up; nothing otherwise.
 
-Attributes are those of OpenTelemetry's conventions for generative AI, without any that hold what was asked or answered.
-A span is the child of the caller's current one; where there is none, of the request's `traceparent`.
+Attributes are those of OpenTelemetry's conventions for generative AI, without any that hold prompts or answers. A
+span's parent is the caller's current one, or else the request's `traceparent`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.server.observability.figures import Figures, between
 
 try:
     from opentelemetry import context, propagate, trace
-except ImportError:  # it is optional
+except ImportError:  # an optional library
     _INSTALLED = False
 else:
     _INSTALLED = True
@@ -29,7 +29,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[None]:
-    """Makes the trace that a request's headers name the current one, unless the caller has a span of its own."""
+    """Make the trace that a request's headers name current for the block, unless the caller has a span."""
     if not _set_up() or trace.get_current_span().get_span_context().is_valid:
         return _NOTHING
     carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
@@ -37,7 +37,7 @@ def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[
 
 
 def start_span(figures: Figures, prompts: Sequence[Prompt], params: SamplingParams, model: str) -> Span | None:
-    """Begin the span of a generation request; None where nobody records it."""
+    """Begin the span of a generation request; return None where nobody records it."""
     if not _set_up():
         return None
     operation = "chat" if _is_chat(prompts[0]) else "text_completion"
@@ -61,7 +61,7 @@ def start_span(figures: Figures, prompts: Sequence[Prompt], params: SamplingPara
 
 
 def end_span(span: Span, figures: Figures) -> None:
-    """End the span of a request that has ended."""
+    """End the span of a request, with its counts and its error, if any."""
     told: dict[str, Any] = {
         "gen_ai.usage.input_tokens": figures.prompt_tokens,
         "gen_ai.usage.output_tokens": figures.completion_tokens,
@@ -80,7 +80,7 @@ def end_span(span: Span, figures: Figures) -> None:
 
 
 def _set_up() -> bool:
-    """Whether the process records spans, as far as can be known."""
+    """Return whether the process records spans, as far as can be known."""
     return _INSTALLED and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
@@ -98,7 +98,7 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def _requested(params: SamplingParams) -> dict[str, Any]:
-    given = params.model_fields_set  # what was left out is the model's to choose
+    given = params.model_fields_set  # the model chooses what was left out
     wanted = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature if "temperature" in given else None,

@@ -1,4 +1,4 @@
-"""`Watchdog`: a thread that notices a step or an event loop that hangs, and how late the loop is; mends nothing itself.
+"""`Watchdog`: a thread that notices hanging steps and event loops, and measures the loop's lag; mends nothing itself.
 
 A task of the loop could not tell that the loop is held, so this is a thread. It reads a few numbers, and does the rest
 on the event loop.
@@ -25,14 +25,14 @@ _LOOP_HANGS = 5.0  # seconds: far beyond any slice of work
 
 
 class Watchdog:
-    """Watches one service while it is entered: `with Watchdog(service)`, on the event loop's thread."""
+    """A watch over one service for a block: `with Watchdog(service)`, on the event loop's thread."""
 
     def __init__(self, service: Service) -> None:
-        """Watch nothing yet."""
+        """Prepare to watch `service`; start nothing yet."""
         self._service = service
         self._stop = threading.Event()
         self._asked: float | None = None
-        """When the event loop was asked for a sign of life that it has not given."""
+        """Time of a request to the event loop for a sign of life that it has not given; None where there is none."""
         self._step_hangs = False
         self._loop_hangs = False
 
@@ -68,14 +68,14 @@ class Watchdog:
             self._post(partial(self._service.end_all, stalled))
 
     def _told(self, before: bool, hangs: bool, what: str) -> bool:
-        """Log the beginning of a hang once, with the stacks of all threads; `hangs`."""
+        """Log the beginning of a hang once, with the stacks of all threads; return `hangs`."""
         if hangs and not before:
             self._service.telemetry.recorder.stalls += 1
             logger.error("%s; the stacks of all threads follow\n%s", what, stacks())
         return hangs
 
     def _answer(self) -> None:
-        """On the event loop: a sign of life."""
+        """Give a sign of life, on the event loop, and record how late it comes."""
         asked, self._asked = self._asked, None
         if asked is not None:
             self._service.telemetry.recorder.loop_lag.add(time.monotonic() - asked)
