@@ -21,7 +21,7 @@ _LETTER = FAKE_LETTER.encode()
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server to be loaded."""
+    """A server that a benchmark loads."""
 
     port: int
     model: str
@@ -30,17 +30,17 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Reading:
-    """What one request gave, as it comes. Times are of `time.perf_counter`."""
+    """Figures of one request, filled in as data comes; times are in seconds of `time.perf_counter`."""
 
     began: float = 0.0
     status: int = 0
     arrivals: list[float] = field(default_factory=list)
-    """When data came that held events."""
+    """Times at which data came that held events."""
     events: int = 0
     fake_tokens: int = 0
-    """Tokens, where the device is the fake one: its letter stands nowhere else in an event."""
+    """Tokens from a fake device, whose letter stands nowhere else in an event."""
     done: bool = False
-    """The stream ended as it should."""
+    """Whether the stream ended as it should."""
     ended: float = 0.0
 
 
@@ -55,11 +55,11 @@ async def stream(
     """Send a completion request that streams, and read it to its end.
 
     Args:
-        target: Where.
-        body: Besides `model` and `stream`.
-        reading: Filled as data comes.
+        target: The server to send it to.
+        body: Fields of the body besides `model` and `stream`.
+        reading: Figures to fill in as data comes.
         stop_after: Close the socket after so many seconds, whatever has come.
-        keep_times: Note each arrival, not only the first.
+        keep_times: Whether to note each arrival, not only the first.
     """
     data = json.dumps({"model": target.model, "stream": True, **body}).encode()
     lines = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json")
@@ -95,7 +95,7 @@ async def _read(sock: SocketStream, reading: Reading, keep_times: bool) -> None:
 
 
 async def get(target: Endpoint, path: str) -> float:
-    """Seconds that one GET on a fresh connection took."""
+    """Send one GET on a fresh connection, and return the seconds that it took."""
     began = time.perf_counter()
     async with await anyio.connect_tcp("127.0.0.1", target.port) as sock:
         await sock.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())

@@ -1,4 +1,4 @@
-"""`headrace bench serve --fake-device`: what the server itself can carry, each figure in a run of its own."""
+"""`headrace bench serve --fake-device`: measures the load that the server alone can carry, one run a figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 Figures = dict[str, float | int | str]
 
 _STREAMS = 1000
-_STEP_SECONDS = 5.0  # of idle streams
+_STEP_SECONDS = 5.0  # a step while streams are idle
 _EVERY = 0.1  # seconds between control requests
 _ENDLESS = {"prompt": "a fake prompt", "ignore_eos": True, "max_tokens": 10**6}
 _PACED = 100_000  # events a second: no pacing
@@ -43,7 +43,7 @@ def run(names: list[str], *, seconds: float, scale: float, json_path: str | None
 
 
 def idle(seconds: float, scale: float) -> Figures:
-    """Memory of many open streams that get a token every few seconds, and what a control request costs meanwhile."""
+    """Measure the memory of many open streams with a token every few seconds, and control requests meanwhile."""
     count = int(10_000 * scale)
     device = {"max_rows": count, "max_context": 4096, "num_pages": 4 * count, "step_seconds": _STEP_SECONDS}
     device["max_batched_tokens"] = 16 * count  # prompts find room beside everybody's next token
@@ -69,22 +69,22 @@ def idle(seconds: float, scale: float) -> Figures:
 
 
 def events(seconds: float, scale: float) -> Figures:
-    """20,000 events a second, one token each."""
+    """Measure 20,000 events a second, one token each."""
     return _rate(seconds, 20_000 * scale, max_events_per_second=_PACED)
 
 
 def half_events(seconds: float, scale: float) -> Figures:
-    """Control requests beside half of that rate."""
+    """Measure control requests beside 10,000 events a second."""
     return _rate(seconds, 10_000 * scale, max_events_per_second=_PACED)
 
 
 def tokens(seconds: float, scale: float) -> Figures:
-    """100,000 tokens a second, merged into fewer events."""
+    """Measure 100,000 tokens a second, merged into fewer events."""
     return _rate(seconds, 100_000 * scale)
 
 
 def half_tokens(seconds: float, scale: float) -> Figures:
-    """Control requests beside half of that rate."""
+    """Measure control requests beside 50,000 tokens a second."""
     return _rate(seconds, 50_000 * scale)
 
 
@@ -123,7 +123,7 @@ def _rate(seconds: float, tokens_per_second: float, **settings: Any) -> Figures:
 
 
 def overload(seconds: float, scale: float) -> Figures:
-    """Three times the requests that the device can answer: what is still answered, and how soon the rest is refused."""
+    """Send three times the requests that the device can answer; count the answers and time the refusals."""
     rows, output = max(8, int(64 * scale)), 32
     device = {"max_rows": rows, "step_seconds": 0.02, "max_context": 1024}
     rate = rows / (output * 0.02)
@@ -150,7 +150,7 @@ def overload(seconds: float, scale: float) -> Figures:
 
 
 def disconnects(seconds: float, scale: float) -> Figures:
-    """Clients that go away at a random moment; what is left of them."""
+    """Let clients disconnect at random moments, and count what the server holds of them afterwards."""
     count, at_once = int(10_000 * scale), 200
     generator = random.Random(0)
     device = {"max_rows": 128, "step_seconds": 0.002, "max_context": 1024}
@@ -187,7 +187,7 @@ SCENARIOS: dict[str, Callable[[float, float], Figures]] = {
 async def _open(
     start: Callable[..., object], target: Endpoint, count: int, body: dict[str, Any], at_once: int = 200
 ) -> list[Reading]:
-    """Open streams, `at_once` of them waiting for their headers; returns when each has an event, or after a minute."""
+    """Open streams, `at_once` of them every 20 ms; return when each has had two events, or after two minutes."""
     readings = [Reading() for _ in range(count)]
 
     for place, reading in enumerate(readings):
@@ -201,7 +201,7 @@ async def _open(
 
 
 async def _controls(target: Endpoint, seconds: float) -> list[float]:
-    """Milliseconds of a control request every tenth of a second."""
+    """Send a control request every tenth of a second, and return the milliseconds that each took."""
     found: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -211,7 +211,7 @@ async def _controls(target: Endpoint, seconds: float) -> list[float]:
 
 
 async def _arrivals(target: Endpoint, rate: float, seconds: float, output: int) -> list[Reading]:
-    """Requests at a steady rate, whatever becomes of them."""
+    """Send `rate` requests a second, whatever becomes of them, and return their readings."""
     readings: list[Reading] = []
     body = {"prompt": "a fake prompt", "max_tokens": output, "ignore_eos": True}
 

@@ -1,4 +1,4 @@
-"""Starts and ends the server that a benchmark loads, in a process of its own; measures only its memory."""
+"""Starts and ends the server process that a benchmark loads; measures only its memory and processor time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Server:
     """A running server process."""
 
     def __init__(self, process: subprocess.Popen[str], target: Endpoint) -> None:
-        """Hold a started process."""
+        """Hold a started process that serves `target`."""
         self.target = target
         self._process = process
 
     def stop(self) -> dict[str, Any]:
-        """Tell it to stop; what it still held at its end."""
+        """Stop the process, and return the engine's figures and the live requests at its end."""
         assert self._process.stdout is not None
         self._process.terminate()
         line = self._process.stdout.readline()
@@ -39,7 +39,7 @@ class Server:
         return held
 
     def kill(self) -> None:
-        """End it, if it still runs."""
+        """End the process if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -47,16 +47,16 @@ class Server:
 
 @contextmanager
 def started(engine: dict[str, Any], *, fake: bool, connections: int, **settings: Any) -> Iterator[Server]:
-    """A server process; killed at the end if it was not stopped.
+    """Start a server process, and kill it at the end of the block if it still runs.
 
     Args:
         engine: Options of the engine, with its `model` unless it is a fake one.
-        fake: Over a device that only takes time.
-        connections: That will be open at once; both processes need as many file descriptors.
-        settings: Of `ServerSettings`.
+        fake: Whether to serve over a device that only takes time.
+        connections: Connections that will be open at once; both processes need as many file descriptors.
+        settings: Fields of `ServerSettings`.
 
     Raises:
-        RuntimeError: The system does not allow so many, or the server did not start.
+        RuntimeError: The system does not allow so many file descriptors, or the server did not start.
     """
     _allow_files(connections + _SLACK)
     options = json.dumps({"engine": engine, "fake": fake, "settings": settings})
@@ -77,13 +77,13 @@ def started(engine: dict[str, Any], *, fake: bool, connections: int, **settings:
 
 
 def resident_mb(target: Endpoint) -> float:
-    """Resident memory of the server, in MB."""
+    """Return the resident memory of the server, in MB (10**6 bytes)."""
     pages = int(Path(f"/proc/{target.pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 def cpu_seconds(target: Endpoint) -> float:
-    """Processor time that the server has used, in seconds."""
+    """Return the processor time that the server has used, in seconds."""
     fields = Path(f"/proc/{target.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
