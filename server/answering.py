@@ -1,7 +1,7 @@
 """`Answering`: one generation request from its parsed form to its end; the only place where streams are read.
 
-Each request ends once: with its answer, or with one error. What that looks like is its outlet's to say: sse.py for
-HTTP, websocket.py for sockets. Never parses a body and never knows an endpoint.
+Each request ends once: with its answer, or with one error. Its outlet decides how that is written: sse.py for HTTP,
+websocket.py for sockets. This module never parses a body and knows no endpoint.
 """
 
 from __future__ import annotations
@@ -44,41 +44,41 @@ _PromptLogprobs = list[TokenLogprobs | None] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a request wants, whatever its endpoint."""
+    """A generation request in the engine's terms, the same for every endpoint."""
 
     prompts: list[Prompt]
     params: SamplingParams
-    """Of each prompt."""
+    """Sampling parameters of each prompt."""
     tools: list[dict[str, Any]] | None = None
     ending: TokenizeOptions = field(default_factory=TokenizeOptions)
-    """How the prompt of a chat is written."""
+    """Options for writing the prompt of a chat."""
     after: tuple[Sequence[int], Prompt] | None = None
-    """Ids that the one prompt begins with, and what it adds to them, where those are known."""
+    """Token ids with which the only prompt begins and the prompt that follows them; None where they are not known."""
     several: bool = False
-    """The prompts came in a list: a refusal of one names its place there."""
+    """Whether the prompts came in a list, so that a refusal of one names its place there."""
     limit: int | None = None
-    """`max_tokens` as the client named it: a prompt that does not leave room for it is refused."""
+    """`max_tokens` as the client gave it: a prompt that does not leave room for it is refused."""
     adapter: str | None = None
     cache_salt: str | None = None
     priority: int = 0
     streams: bool = False
     refine: Callable[[SamplingParams, list[list[int]]], SamplingParams] | None = None
-    """What the prompts, once they are token ids, change about `params`."""
+    """Function that returns `params` with the changes that the prompts, given as token ids, call for."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the client called fields that the engine knows by other names."""
+    """Engine's name of a field -> the name that the client used, where they differ."""
     make_answer: Callable[[list[list[int]]], Answer]
-    """Makes the answer, given the prompts as token ids."""
+    """Function that makes the answer, given the prompts as token ids."""
 
 
 class Outlet(Protocol):
-    """Where an answer goes."""
+    """The way by which an answer reaches its client, such as a stream of server-sent events."""
 
     started: bool
-    """Something has been sent."""
+    """Whether something has been sent."""
 
     @property
     def lost(self) -> str:
-        """Why the client can no longer be told anything, where that is so."""
+        """Reason why the answer was cut off, where it was, such as `disconnected`."""
         ...
 
     async def start(self, opening: bytes) -> None:
@@ -90,23 +90,23 @@ class Outlet(Protocol):
         ...
 
     async def push(self, frames: bytes, tokens: int) -> None:
-        """Send events that hold so many tokens; waits while the client is behind."""
+        """Send events that hold `tokens` tokens, waiting while the client is behind."""
         ...
 
     async def finish(self, frames: bytes) -> None:
-        """End a stream well."""
+        """Send the last events of a stream that succeeded."""
         ...
 
     async def whole(self, answer: bytes) -> None:
-        """Send an answer that was not to be streamed."""
+        """Send a whole answer to a request that does not stream."""
         ...
 
     async def fail(self, error: ApiError, frames: bytes) -> None:
-        """Tell the client of the error, which is the end; `frames` are the events that say so in a stream."""
+        """Tell the client of `error` and end the answer; `frames` are the events that say so in a stream."""
         ...
 
     async def ping(self, silent: float) -> None:
-        """Show a sign of life if nothing was sent for long."""
+        """Send a sign of life if the `silent` seconds since the last event are many."""
         ...
 
 
@@ -119,15 +119,15 @@ def _prompt_logprobs(stream: TokenStream) -> _PromptLogprobs:
 
 
 class Answering:
-    """One request that is being answered."""
+    """The course of one request until it is answered."""
 
     def __init__(
         self, service: Service, ask: Ask, outlet: Outlet, caller: Caller, request_id: str, timeout: float | None = None
     ) -> None:
-        """Answer `ask` of `caller` through `outlet`, in `timeout` seconds or what the server allows."""
+        """Prepare to answer `ask` through `outlet` in `timeout` seconds, at most the server's `request_timeout`."""
         longest = service.settings.request_timeout
         self.figures = service.telemetry.begin(request_id, caller.name, ask.adapter or "")
-        """Its counts and times, for the log's line of the request."""
+        """Counts and times of the request, for its line in the log."""
         self._service = service
         self._ask = ask
         self._outlet = outlet
@@ -143,15 +143,15 @@ class Answering:
         self._permit: Permit | None = None
 
     def end(self, error: ApiError) -> None:
-        """End it now; the client is told `error`."""
+        """End the request now and tell the client `error`."""
         if self._ended_by is None:
             self._ended_by = error
         self._scope.cancel()
 
-    # -- its course -------------------------------------------------------------------------------------------------
+    # -- course of the request --------------------------------------------------------------------------------------
 
     async def answer(self) -> None:
-        """Answer; returns when the last byte was sent, and raises nothing."""
+        """Answer the request: return when the last byte was sent, and raise nothing."""
         service, figures = self._service, self.figures
         span = None
         try:
@@ -179,7 +179,7 @@ class Answering:
 
     @property
     def _is_untouched(self) -> bool:
-        """Whether no step has computed anything of it."""
+        """Whether no step has computed anything for this request."""
         return all(stream.queued for stream in self._streams)
 
     def _admit(self) -> Permit:
@@ -202,7 +202,7 @@ class Answering:
                 stream.cancel()
 
     async def _begin(self, permit: Permit) -> Answer:
-        """Tokenise the prompts and start their streams; what only that needed is let go, most of it text."""
+        """Tokenise the prompts and start their streams; release what only this needed, most of it text."""
         ask, engine = self._ask, self._service.engine
         prompts: list[list[int]] = []
         for place, prompt in enumerate(ask.prompts):
@@ -216,7 +216,7 @@ class Answering:
         params = ask.params if ask.refine is None else ask.refine(ask.params, prompts)
         self._opening = answer.opening() if ask.streams else b""
         tenant = self._caller.name
-        salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared with oneself alone
+        salt = None if ask.cache_salt is None else f"{tenant}\n{ask.cache_salt}"  # shared by one tenant only
         for ids in prompts:
             stream = engine.stream(
                 ids,
@@ -235,7 +235,7 @@ class Answering:
         return answer
 
     async def _token_ids(self, prompt: Prompt, permit: Permit) -> list[int]:
-        """Return the ids of a prompt, made of what follows the ids that are known if the chat template allows that."""
+        """Return the token ids of `prompt`; tokenise only what follows known ids if the chat template allows that."""
         ask, engine = self._ask, self._service.engine
         tokenize = partial(engine.tokenize, tools=ask.tools, tenant=self._caller.name, charge=permit.made_tokens)
         if ask.after is not None:
@@ -331,13 +331,13 @@ class Answering:
     def _pieces(self, chunk: Chunk, first: int, prompt: _PromptLogprobs) -> Sequence[Piece]:
         found = pieces(chunk, self._ask.params.n, first, prompt)
         if any(piece.finish_reason == "cancelled" for piece in found):
-            raise self._service.shutting_down()  # the engine closed beneath it
+            raise self._service.shutting_down()  # the engine was closed meanwhile
         return found
 
     async def _fail(self, error: Exception) -> None:
         told = as_api_error(error, self._ask.names).renamed(self._ask.names)
         given = getattr(error, "value", None)
-        if isinstance(given, ResponseFormat) and given != self._ask.params.response_format:  # made here, around calls
+        if isinstance(given, ResponseFormat) and given != self._ask.params.response_format:  # made for tool calls
             told = ApiError(told.status, told.code, told.message.partition(", got ")[0], param=told.param)
         self.figures.reason, self.figures.refused = told.code, told.status < 500
         if told.code == "internal_error":
@@ -348,7 +348,7 @@ class Answering:
     # -- time -------------------------------------------------------------------------------------------------------
 
     async def tick(self, silent: float) -> float:
-        """End what waits too long, begin the answer of what has been taken up, and ping what is silent.
+        """End the request if it waits too long, begin its stream once it runs, and ping a silent connection.
 
         Args:
             silent: Seconds since something was sent.

@@ -46,10 +46,10 @@ _DEFAULTS = ServerSettings()
 
 
 def create_app(engine: Engine, settings: ServerSettings = _DEFAULTS) -> Starlette:
-    """An application that serves `engine`.
+    """Return an application that serves `engine`.
 
     Args:
-        engine: Open, or still to be opened: then the application's lifespan opens and closes it.
+        engine: An engine, open or not; the application's lifespan opens and closes one that is not open.
         settings: Keys, limits and names. By default anybody on this machine may ask.
 
     Returns:
@@ -126,7 +126,7 @@ def _second_paths(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
 
 
 def _for_pages(settings: ServerSettings) -> list[Middleware]:
-    """What lets pages of the allowed origins read answers, refusals too; browsers ask first, without a key."""
+    """Return the middleware by which pages of the allowed origins may read answers, refusals included."""
     if not settings.allowed_origins:
         return []
     origins = [origin.lower().rstrip("/") for origin in settings.allowed_origins]
@@ -170,7 +170,7 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: unknown paths and methods."""
+    """Answer what the router itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     code, message = {
         404: ("not_found", "there is no such endpoint"),

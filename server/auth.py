@@ -1,4 +1,4 @@
-"""`Keyring`: who holds a secret, told in constant time; never sees a request and never limits anybody."""
+"""`Keyring`: finds the holder of a secret in constant time; never sees a request and never limits anybody."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ANYBODY", "Caller", "Keyring"]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks."""
+    """The holder of a key, who makes requests."""
 
     name: str
     """Name of the key; also the tenant, whose prefix pages nobody else shares."""
@@ -22,14 +22,14 @@ class Caller:
 
 
 ANYBODY = Caller("anonymous")
-"""Everybody, where there are no keys."""
+"""Caller of every request where no key is needed."""
 
 
 class Keyring:
     """The keys of a server. Only their hashes are kept."""
 
     def __init__(self, keys: Mapping[str, str], admin_keys: Mapping[str, str]) -> None:
-        """Take secrets by name.
+        """Hold the hashes of secrets, which are given by name.
 
         Raises:
             InvalidParams: Two keys have the same name or the same secret.
@@ -47,7 +47,7 @@ class Keyring:
         return not self._callers
 
     def caller(self, secret: bytes) -> Caller | None:
-        """Who holds `secret`; every key is compared, whichever matches, so that time tells nothing."""
+        """Return the holder of `secret`, if any; compare every key, so that the time taken tells nothing."""
         digest = _digest(secret)
         found = None
         for known, caller in self._callers:

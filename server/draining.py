@@ -1,6 +1,6 @@
 """`Drain`: the end of an application's requests before its server stops; knows no server and installs no handler.
 
-While it lasts, new requests are refused with 503 and a time to come again, and those that run go on. `running.py`
+While a drain lasts, new requests are refused with 503 and a time to come again, and those that run go on. `running.py`
 drives it for uvicorn; `drain` and `drained_at_signal` do for any other server.
 """
 
@@ -21,14 +21,14 @@ _TICK = 0.05  # seconds between two looks at what still runs
 
 
 class Drain:
-    """The end of what runs on an application of `create_app`, for whoever calls `advance` now and then."""
+    """The drain of one application of `create_app`, driven by repeated calls of `advance`."""
 
     def __init__(self, app: Starlette, seconds: float | None = None) -> None:
-        """Begin nothing yet.
+        """Prepare to drain `app`; begin nothing yet.
 
         Args:
-            app: Made by `create_app`.
-            seconds: How long requests may still run; None is `drain_seconds` of its settings.
+            app: Application made by `create_app`.
+            seconds: Seconds for which requests may still run; None means `drain_seconds` of the application's settings.
         """
         self._service: Service = app.state.service
         self._seconds = self._service.settings.drain_seconds if seconds is None else seconds
@@ -42,11 +42,11 @@ class Drain:
         return self._ended_at is not None and bool(self._service.running)
 
     def hurry(self) -> None:
-        """End at the next `advance` what still runs."""
+        """Let the next `advance` end the requests that still run."""
         self._hurried = True
 
     def advance(self, now: float) -> bool:
-        """Go on, at the first call by refusing new requests; whether nothing is left that the server has to wait for.
+        """Advance the drain, at the first call by refusing new requests; return whether the server may stop.
 
         Args:
             now: Seconds on a clock that never goes back.
@@ -72,8 +72,8 @@ async def drain(app: Starlette, seconds: float | None = None) -> None:
     Await it before the server stops: what still runs after `seconds` ends with an error that its client is told.
 
     Args:
-        app: Made by `create_app`, served alone or mounted.
-        seconds: How long requests may still run; None is `drain_seconds` of its settings.
+        app: Application made by `create_app`, served alone or mounted.
+        seconds: Seconds for which requests may still run; None means `drain_seconds` of the application's settings.
     """
     await _finish(Drain(app, seconds))
 
@@ -81,8 +81,8 @@ async def drain(app: Starlette, seconds: float | None = None) -> None:
 async def drained_at_signal(app: Starlette, seconds: float | None = None) -> None:
     """Wait for SIGINT or SIGTERM, then `drain`; a second signal ends at once what still runs.
 
-    For servers that wait for a coroutine before they stop, such as hypercorn with its `shutdown_trigger`. Called in the
-    main thread; arguments as `drain`.
+    It is for servers that wait for a coroutine before they stop, such as hypercorn with its `shutdown_trigger`. Await
+    it in the main thread; the arguments are those of `drain`.
     """
     ending = Drain(app, seconds)
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

@@ -1,6 +1,6 @@
-"""What a client is told when something is refused or fails: one table from errors to statuses; never raises itself.
+"""`ApiError`: a refusal or failure as a client is told of it, and the table from errors to statuses; raises nothing.
 
-Bodies are OpenAI's `{"error": {message, type, param, code}}`, and Anthropic's at the endpoint that is theirs. Messages
+Bodies are OpenAI's `{"error": {message, type, param, code}}`, and Anthropic's at the endpoint of its API. Messages
 of refusals are the engine's own, which name field, value and limit; those of failures are fixed sentences, so that no
 path, address or traceback leaves the process.
 """
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 ERROR_BODY: Final = "headrace.error_body"
-"""Key of the scope under which a path's own shape of errors is found; OpenAI's where there is none."""
+"""Key of the ASGI scope for a path's own function of error bodies; without it, they are OpenAI's."""
 
 _MAX_MESSAGE = 500
 _MAX_SHOWN = 40  # characters of a value
@@ -68,7 +68,7 @@ class ApiError(Exception):
         """Hold what the client is told.
 
         Args:
-            status: Of the answer, where nothing has been sent yet.
+            status: HTTP status of the answer, where nothing has been sent yet.
             code: Machine-readable reason.
             message: One sentence for a person.
             param: The field of the request that is at fault.
@@ -95,11 +95,11 @@ class ApiError(Exception):
 
     @property
     def detail(self) -> str:
-        """What is wrong with the field, after its name."""
+        """The part of the message that speaks of the field."""
         return self.message
 
     def at(self, param: str, detail: str) -> ApiError:
-        """The same of another field."""
+        """Return the same error about the field `param`, with the message `detail`."""
         return ApiError(self.status, self.code, detail, param=param, headers=self.headers)
 
 
@@ -112,14 +112,14 @@ class ContextExceeded(ApiError):
     def __init__(
         self, most: int, prompt: int | None, answer: int, *, param: str, detail: str = "", sized: str | None = None
     ) -> None:
-        """Hold the sizes.
+        """Hold the sizes, and write the sentence about them.
 
         Args:
             most: Tokens that a prompt and its answer may have together.
             prompt: Tokens of the prompt; None where they were not counted.
             answer: Tokens of the answer.
             param: The field that is at fault.
-            detail: What the engine says, for a prompt that was not counted.
+            detail: The engine's message, for a prompt that was not counted.
             sized: The field with the prompt, where another one is at fault.
         """
         self.most, self.prompt, self.answer, self._detail = most, prompt, answer, detail
@@ -136,16 +136,16 @@ class ContextExceeded(ApiError):
 
     @property
     def detail(self) -> str:
-        """What the engine says."""
+        """The engine's message."""
         return self._detail
 
     def at(self, param: str, detail: str) -> ApiError:
-        """The same of another field."""
+        """Return the same error about the field `param`, with `detail` as the engine's message."""
         return ContextExceeded(self.most, self.prompt, self.answer, param=param, detail=detail, sized=self._sized)
 
     @property
     def messages_message(self) -> str:
-        """The sentence by which clients of Anthropic's API know it."""
+        """The sentence by which clients of Anthropic's API know such a refusal."""
         if self.prompt is None:
             return f"prompt is too long: {self.detail}"
         if self._sized is None:
@@ -162,13 +162,13 @@ _NO_RETRY = {"x-should-retry": "false"}
 
 
 class _Row(NamedTuple):
-    """How one class of errors is told."""
+    """One class of errors and the answer that a client gets for it."""
 
     error: type[Exception]
     status: int
     code: str
     message: str | None = None
-    """None passes the error's own message on, which speaks of the request alone."""
+    """Message for the client; None passes on the error's own, which speaks of the request alone."""
     headers: Mapping[str, str] | None = None
 
 
@@ -191,11 +191,11 @@ _TABLE = (
 
 
 def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
-    """What a client is told about `error`; an unknown one is an internal error without detail.
+    """Return what a client is told about `error`; an unknown one is an internal error without detail.
 
     Args:
-        error: What happened.
-        names: What the client calls fields that the engine knows by other names.
+        error: The error that ended the request.
+        names: Engine's name of a field -> the client's name, where they differ.
     """
     if isinstance(error, ApiError):
         return error
@@ -214,16 +214,16 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
 
 
 def shape_error(error: ValidationError) -> ApiError:
-    """The first complaint of pydantic about a body, with the path of the field."""
+    """Return pydantic's first complaint about a body as an error with the path of the field."""
     first = error.errors(include_url=False)[0]
     context, given = first.get("ctx", {}), first["input"]
     param = ""
     for part in first["loc"]:
         if isinstance(part, int):
             param += f"[{part}]"
-        elif not _UNION_ARM.match(part):  # which pydantic names by type, and clients do not know
+        elif not _UNION_ARM.match(part):  # pydantic's own names, which clients do not know
             param += f".{part}" if param else part
-    if "part" in context:  # of what was judged as a whole
+    if "part" in context:  # the part at fault of a value that was judged as a whole
         part = context["part"]
         param, given = param + (f"[{part}]" if isinstance(part, int) else f".{part}"), _part_of(given, part)
     kind = first["type"]
@@ -240,7 +240,7 @@ def shape_error(error: ValidationError) -> ApiError:
 
 
 def _what(kind: str, context: Mapping[str, Any]) -> str | None:
-    """Say what is wrong where pydantic's own words name a class of ours or a type of Python's."""
+    """Return a message where pydantic's own would name a class of ours or a type of Python's; None elsewhere."""
     if kind == "missing":
         return "is required"
     if kind in _OBJECT_TYPES:
@@ -266,7 +266,7 @@ def _part_of(value: Any, part: str | int) -> Any:
 
 
 def _clipped(value: Any) -> str:
-    """`value` in a message; what may be large is cut or counted without being written out first."""
+    """Return `value` for a message; cut or count what may be large without writing it out first."""
     if isinstance(value, str):
         return repr(value) if len(value) <= _MAX_SHOWN else repr(value[:_MAX_SHOWN]) + "..."
     if value is None or isinstance(value, bool):
@@ -281,17 +281,17 @@ _UNION_ARM = re.compile(r"(str|int|float|bool)$|(list|dict|tuple|literal)\[|(con
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that cannot end well; official clients raise at it."""
+    """Return the last event of a stream that failed; official clients raise at it."""
     return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
 def messages_error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """Anthropic's error object, whose `type` follows from the status."""
+    """Return Anthropic's error object, whose `type` follows from the status."""
     kind = _MESSAGES_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.messages_message if isinstance(error, ContextExceeded) else error.message
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
@@ -308,6 +308,6 @@ _MESSAGES_KINDS = {
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """The answer to the request of `scope` where nothing has been sent yet."""
+    """Return the answer to the request of `scope`, for which nothing has been sent yet."""
     body = orjson.dumps(scope.get(ERROR_BODY, error_body)(error))
     return Response(body, status_code=error.status, headers=error.headers, media_type="application/json")

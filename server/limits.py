@@ -1,4 +1,4 @@
-"""`Limits`: how much may wait and how much each key may use; counts, refuses, and never touches a request itself."""
+"""`Limits`: bounds of the queue and of the use by each key; counts, refuses, and never touches a request itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_RETRY = 30.0  # official clients give up where they are told to wait mu
 
 @dataclass(slots=True)
 class _Account:
-    """What one key uses now."""
+    """The limits of one key and its present use."""
 
     limits: KeyLimits
     live: int = 0
@@ -34,7 +34,7 @@ class _Account:
 
 @dataclass(slots=True)
 class Permit:
-    """One admitted request. `started` once it has its first token, `end` in any case."""
+    """One admitted request; call `started` at its first token, and `end` in any case."""
 
     account: _Account
     weight: int
@@ -42,9 +42,9 @@ class Permit:
     tokens: int = 0
     """Tokens of the prompt, once they are known."""
     charged: int = 0
-    """Tokens of the prompt that the key has paid for, and pays for whatever becomes of them from the end on."""
+    """Tokens of the prompt that the key has been charged with."""
     tokenized: int = 0
-    """Tokens that were made of text, which is work done even if no step computes them."""
+    """Tokens that the tokenizer made, which is work done even if no step computes them."""
     waiting: bool = True
     ended: bool = False
 
@@ -57,7 +57,7 @@ class Permit:
         self.limits.add_prompt(self, tokens)
 
     def started(self) -> None:
-        """The first token is there: the request no longer waits."""
+        """Take the request out of the queue, since it has its first token; later calls do nothing."""
         if self.waiting:
             self.waiting = False
             self.limits.left_queue(self)
@@ -67,21 +67,21 @@ class Permit:
         self.account.tokens -= tokens
 
     def made_tokens(self, tokens: int) -> None:
-        """Count tokens that were made of text, before the end of the request or after it."""
+        """Count tokens that the tokenizer made, before the end of the request or after it."""
         self.tokenized += tokens
         if self.ended:
             self.charge_prompt(max(self.charged, self.tokenized))
 
     def charge_prompt(self, tokens: int) -> None:
-        """Charge the key with so many tokens of the prompt in all, instead of what was charged before."""
+        """Charge the key with `tokens` of the prompt in all, instead of those charged before."""
         self.account.tokens -= tokens - self.charged
         self.charged = tokens
 
     def end(self, *, refund: bool = False) -> None:
-        """Give everything back; later calls do nothing.
+        """Give the request's places back; later calls do nothing.
 
         Args:
-            refund: No step has computed anything, so that the key pays for no more than what was tokenised.
+            refund: Whether no step has computed anything, so that the key pays for the tokens made of text alone.
         """
         if not self.ended:
             self.ended = True
@@ -94,7 +94,7 @@ class Permit:
 
 @dataclass(slots=True)
 class _Queue:
-    """What waits for its first token, and how fast that has been leaving."""
+    """Counts of the choices that wait for their first token, and of those that left lately."""
 
     choices: int = 0
     tokens: int = 0
@@ -125,7 +125,7 @@ class Limits:
         return Room(most, one, self.overloaded, key_full)
 
     def set_limits(self, name: str, limits: KeyLimits) -> None:
-        """Change what a key may use from now on; requests that run are left alone."""
+        """Change the limits of a key from now on; requests that run are left alone."""
         self._own[name] = limits
         account = self._accounts.get(name)
         if account is not None:
@@ -136,19 +136,19 @@ class Limits:
             account.limits = limits
 
     def limits_of(self, name: str) -> KeyLimits:
-        """What a key may use."""
+        """Return the limits of the key `name`."""
         return self._own.get(name, self._settings.default_limits)
 
     def admit(self, caller: Caller, weight: int, priority: int = 0) -> Permit:
-        """Take a request in.
+        """Admit a request, or refuse it.
 
         Args:
-            caller: Who asks.
-            weight: Prompts times choices.
-            priority: Lower is served first.
+            caller: Holder of the key.
+            weight: Number of prompts times choices of each.
+            priority: Priority of the request; lower is served first.
 
         Raises:
-            ApiError: 429 where the key has used up what it may, 503 where too much waits, 400 where one request asks
+            ApiError: 429 where the key has reached its limits, 503 where too much waits, 400 where one request asks
                 for more than there may ever be, or to be served before others.
         """
         account = self._account(caller.name)
@@ -178,16 +178,16 @@ class Limits:
                 raise self._too_many(f"this key may use {rate} tokens a minute", pause)
 
     def check_queue(self, weight: int = 1) -> None:
-        """Refuse where so many more choices would be too many to wait.
+        """Refuse `weight` more choices if the queue has no room for them.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503 where too many choices would wait.
         """
         if self._queue.choices + weight > self._settings.max_queue:
             raise self.overloaded()
 
     def upload(self, caller: Caller, size: int) -> AbstractContextManager[None]:
-        """Hold room for a body of `size` bytes while it is read; one key may hold half of all there is.
+        """Hold room for a body of `size` bytes while it is read; one key may hold half of all room.
 
         Raises:
             ApiError: 429 where the key has too little left, 503 where the server has.
@@ -195,11 +195,11 @@ class Limits:
         return self._uploads.hold(caller.name, max(size, _SMALLEST_UPLOAD))
 
     def answer(self, caller: Caller, size: int) -> AbstractContextManager[None]:
-        """Hold room for an answer of `size` bytes until it is sent; as `upload`."""
+        """Hold room for an answer of `size` bytes until it is sent; raise what `upload` raises."""
         return self._answers.hold(caller.name, size)
 
     def add_prompt(self, permit: Permit, tokens: int) -> None:
-        """Count a permit's prompt tokens, as `Permit.add_prompt`.
+        """Count a permit's prompt tokens; raise what `Permit.add_prompt` raises.
 
         Many requests may have been admitted before the first of their prompts was counted: one prompt alone may
         overdraw the account.
@@ -212,7 +212,7 @@ class Limits:
         self._queue.tokens += tokens
 
     def left_queue(self, permit: Permit, departed: bool = True) -> None:
-        """A permit no longer waits; `departed` if that is because it was served."""
+        """Take a permit out of the queue; `departed` says that it was served."""
         self._queue.choices -= permit.weight
         self._queue.tokens -= permit.tokens
         if departed:
@@ -221,22 +221,22 @@ class Limits:
             self._forget_old()
 
     def release(self, permit: Permit) -> None:
-        """A permit has ended."""
+        """Give back the places of a permit that has ended."""
         permit.account.live -= permit.weight
         self.live -= 1
 
     def overloaded(self) -> ApiError:
-        """The refusal where too much waits; says when it will be less."""
+        """Return the refusal for a full queue, which says when to come again."""
         pause = f"{self.retry_after():.0f}"
         return ApiError(503, "server_overloaded", "too many requests wait", headers={"retry-after": pause})
 
     def waited_too_long(self) -> ApiError:
-        """What the client of a request is told that no step took up in time."""
+        """Return the error of a request that no step took up in time."""
         pause = {"retry-after": f"{self.retry_after():.0f}"}
         return ApiError(503, "queue_timeout", "the request waited too long", headers=pause)
 
     def retry_after(self) -> float:
-        """Seconds in which what waits now should have left the queue, as fast as the last seconds went."""
+        """Return the seconds in which the queue should empty at the rate of the last ten seconds."""
         self._forget_old()
         queue = self._queue
         if not queue.departed:
@@ -270,5 +270,5 @@ class Limits:
 
 
 def _clamped(seconds: float) -> float:
-    """Between 1 and 30 seconds, spread a little so that refused clients do not come back all at once."""
+    """Return `seconds` within 1 and 30, spread a little so that refused clients do not return all at once."""
     return min(max(seconds * random.uniform(0.9, 1.3), 1.0), _LONGEST_RETRY)

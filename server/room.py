@@ -12,16 +12,16 @@ __all__ = ["Room"]
 
 
 class Room:
-    """So many bytes for all keys together. A request that needs more than there may be is let in alone."""
+    """A bound of bytes for all keys together. A request that is larger than the bound is let in alone."""
 
     def __init__(self, most: int, one: int, full: Callable[[], ApiError], key_full: Callable[[], ApiError]) -> None:
         """Start empty.
 
         Args:
-            most: Bytes.
-            one: Bytes that a key may have in any case.
-            full: Makes the refusal where there is too little left.
-            key_full: Makes the refusal where the key holds too much.
+            most: Bytes that all keys together may hold.
+            one: Bytes that a key may hold in any case.
+            full: Function that makes the refusal where too little is left.
+            key_full: Function that makes the refusal where the key holds too much.
         """
         self._most = most
         self._one = one

@@ -1,4 +1,4 @@
-"""`Service`: what all requests of one server share: engine, limits, pace, drain; starts and ends no request itself."""
+"""`Service`: the engine, limits, pace and drain that all requests of a server share; starts and ends no request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Running(Protocol):
     """A request that is being answered."""
 
     def end(self, error: ApiError) -> None:
-        """End it now; its client is told `error`."""
+        """End the request now and tell its client `error`."""
         ...
 
 
@@ -37,12 +37,12 @@ class Socket(Protocol):
     """A WebSocket that is open."""
 
     def drain(self) -> None:
-        """Close it once nothing runs on it."""
+        """Close the socket once nothing runs on it."""
         ...
 
 
 class Service:
-    """One engine being served."""
+    """One engine that is served, with the state that its requests share."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         """Serve `engine`, which may still be closed."""
@@ -61,12 +61,12 @@ class Service:
 
     @staticmethod
     def now() -> int:
-        """Seconds since 1970, as answers are dated."""
+        """Return the seconds since 1970, by which answers are dated."""
         return int(time.time())
 
     @property
     def model(self) -> str:
-        """What clients call the model."""
+        """Name of the model for clients."""
         return self.settings.served_model_name or self.engine.info.model
 
     @property
@@ -89,15 +89,15 @@ class Service:
         """Refuse a model that is not served.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404 where the model is not served.
         """
         self.adapter_of(name)
 
     def adapter_of(self, model: str, adapter: str | None = None) -> str | None:
-        """The adapter that a request asks for, by the field of that name or as its model; None for the model's own.
+        """Return the adapter that a request names as `adapter` or as its model; None for the model itself.
 
         Raises:
-            ApiError: 404 where there is no such model or adapter, 400 where it names two.
+            ApiError: 404 where there is no such model or adapter, 400 where the request names two.
         """
         if model != self.model:
             if model not in self.engine.adapters.versions:
@@ -111,11 +111,11 @@ class Service:
         return adapter
 
     async def load_adapters(self) -> None:
-        """Load those that the settings name and that are not there yet.
+        """Load the adapters that the settings name and that are not loaded yet.
 
         Raises:
-            AdapterRejected: One cannot be used.
-            InvalidParams: One has the name of the model, or the engine was opened for none.
+            AdapterRejected: An adapter cannot be used.
+            InvalidParams: An adapter has the name of the model, or the engine was opened without adapters.
         """
         for name, path in self.settings.adapters.items():
             if name == self.model:
@@ -142,7 +142,7 @@ class Service:
             logger.warning(message, name, self.model, " and ".join(missing))
 
     def keeps_special_tokens(self) -> bool:
-        """Whether tool calls can only be read from text with its special tokens."""
+        """Return whether tool calls can only be read from text with its special tokens."""
         return parser_class(self.tool_format).keeps_special_tokens
 
     @property
@@ -152,11 +152,11 @@ class Service:
 
     @property
     def switches(self) -> frozenset[str]:
-        """Which of the values that switch reasoning the chat template reads."""
+        """Names of the values that switch reasoning, as far as the chat template reads them."""
         return self._taught().switches
 
     def reasoning(self, prompt: list[int], begun: str = "") -> ReasoningMode:
-        """Whether the answer to `prompt` may hold reasoning; `begun` is the text that it continues, if any."""
+        """Return how the answer to `prompt` may begin with reasoning; `begun` is the text that it continues, if any."""
         detected = self._taught()
         if not detected.reasoning:
             return "none"
@@ -175,7 +175,7 @@ class Service:
         """Refuse new work while the server drains.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503 while the server drains.
         """
         if self.draining:
             raise self.shutting_down()
@@ -187,17 +187,17 @@ class Service:
             socket.drain()
 
     def end_all(self, error: ApiError | None = None) -> None:
-        """End what still runs; every client is told `error`, by default that the server shuts down."""
+        """End the requests that still run, and tell every client `error`, by default that the server shuts down."""
         for running in list(self.running):
             running.end(error or self.shutting_down())
 
     def shutting_down(self) -> ApiError:
-        """What clients of a draining server are told."""
+        """Return the error for clients of a draining server."""
         headers = {"retry-after": "5", "connection": "close"}
         return ApiError(503, "server_shutting_down", "the server is shutting down", headers=headers)
 
     def trouble(self) -> str | None:
-        """Why the server is not ready; None where it is."""
+        """Return the reason why the server is not ready; None where it is."""
         if self.draining:
             return "draining"
         try:

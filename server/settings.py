@@ -1,4 +1,4 @@
-"""`ServerSettings` and `KeyLimits`: what an operator chooses for a server, checked and frozen; reads no environment."""
+"""`ServerSettings` and `KeyLimits`: an operator's choices for a server, checked and frozen; reads no environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Frozen(BaseModel):
 
 
 class KeyLimits(_Frozen):
-    """What one key may use; None is no limit.
+    """Limits of one key; None is no limit.
 
     Raises:
         InvalidParams: A value is out of its range.
@@ -52,19 +52,19 @@ class ServerSettings(_Frozen):
     """Options of `create_app`.
 
     Raises:
-        InvalidParams: A value is out of its range; names field, value and limit.
+        InvalidParams: A value is out of its range; the error names field, value and limit.
     """
 
     served_model_name: Name | None = None
-    """What clients call the model; None is the model's own name."""
+    """Name of the model for clients; None is the model's own name."""
     api_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
-    """Secrets by the name of who holds them, which is also the tenant. Without any, everybody may ask."""
+    """Secrets by the name of their holder, which is also the tenant. Without any, everybody may ask."""
     admin_keys: dict[Name, Secret] = Field(default_factory=dict, repr=False)
     """Keys that may also change limits and load adapters while the server runs."""
     metrics_key: Secret | None = Field(default=None, repr=False)
-    """Opens /metrics and nothing else; admin keys open it too."""
+    """Secret that opens /metrics and nothing else; admin keys open it too."""
     vllm_metric_names: bool = False
-    """Show metrics under vLLM's names too, where they mean the same."""
+    """Whether metrics appear under vLLM's names too, where they mean the same."""
     key_limits: dict[Name, KeyLimits] = Field(default_factory=dict)
     """Limits of single keys, by name."""
     default_limits: KeyLimits = KeyLimits()
@@ -72,11 +72,11 @@ class ServerSettings(_Frozen):
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
     """Host headers that are served, without ports; `*` is any."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may ask; requests without an Origin are no page's."""
+    """Origins of web pages that may ask; requests without an Origin come from no page."""
     page: bool = True
-    """Serve the playground at `/`, with what it shows of the engine's load."""
+    """Whether to serve the playground at `/`, which shows the engine's load."""
     strict_fields: bool = False
-    """Refuse unknown fields instead of ignoring them."""
+    """Whether to refuse unknown fields instead of ignoring them."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20
     max_upload_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
     """Bytes of all bodies that are being read, as announced; one key may have half of them at once."""
@@ -89,7 +89,7 @@ class ServerSettings(_Frozen):
     max_header_bytes: Annotated[int, Field(ge=1024)] = 32_768
     """Bytes of all header lines of a request together."""
     max_nesting: Annotated[int, Field(ge=8, le=512)] = 64
-    """Arrays and objects inside each other in a body."""
+    """Levels of arrays and objects inside each other in a body."""
     body_timeout: Seconds = 20.0
     """Seconds in which a body must have arrived."""
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16
@@ -109,7 +109,7 @@ class ServerSettings(_Frozen):
     stall_timeout: Seconds = 30.0
     """Seconds for which a client may leave what was sent unread; then its request ends."""
     ping_seconds: Seconds = 10.0
-    """A comment goes to a silent stream this often, so that clients and proxies keep it."""
+    """Seconds of silence after which a stream gets a comment, so that clients and proxies keep it."""
     ready_stall: Seconds = 60.0
     """Seconds without a finished step, while one runs, after which the server is not ready."""
     stall_abort: Seconds = 300.0
@@ -121,6 +121,6 @@ class ServerSettings(_Frozen):
     adapters: dict[str, str] = Field(default_factory=dict)
     """Folders of adapters, by name, that are loaded before anybody is served."""
     adapter_folder: str | None = None
-    """The folder below which admin keys may load adapters while the server runs; None: they may not."""
+    """The folder below which admin keys may load adapters while the server runs; None forbids it."""
     tool_call_parser: str | None = None
-    """Format of the model's tool calls; None is what its chat template teaches."""
+    """Format of the model's tool calls; None is the format that its chat template teaches."""

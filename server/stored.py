@@ -15,26 +15,26 @@ _OVERHEAD = 1024  # bytes of the objects around a response
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response that has ended, with all that the next turn needs."""
+    """A response that has ended, with everything that the next turn needs."""
 
     body: bytes
     """The response as JSON."""
     items: bytes
-    """Input items of the request and, where it went on from another, all input and output before them; a JSON list."""
+    """Input items of the request and, where it continued another, all input and output before them; a JSON list."""
     head: bytes
-    """What of the request besides its items shapes the prompt, as JSON: only a turn with the same goes on from ids."""
+    """Other parts of the request that shape the prompt, as JSON; only a turn with the same parts continues the ids."""
     token_ids: array[int]
-    """Ids of the prompt and the answer; empty where those are not what the items say, as after a stop string."""
+    """Ids of the prompt and the answer; empty where their text differs from the items, as after a stop string."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, roughly."""
+        """Approximate memory, in bytes."""
         ids = len(self.token_ids) * self.token_ids.itemsize
         return len(self.body) + len(self.items) + len(self.head) + ids + _OVERHEAD
 
 
 class ResponseStore:
-    """Responses by tenant and id. Nobody finds those of another tenant."""
+    """Responses by tenant and id. No tenant finds the responses of another."""
 
     def __init__(self, most: int) -> None:
         """Start empty.
@@ -50,7 +50,7 @@ class ResponseStore:
         self._sizes: Counter[str] = Counter()
 
     def put(self, tenant: str, identity: str, response: StoredResponse) -> None:
-        """Keep a response, if it is not larger than all that may be kept."""
+        """Keep a response and drop others to make room, unless it is larger than the whole bound."""
         if response.nbytes > self.most:
             return
         self._of.setdefault(tenant, OrderedDict())[identity] = response
@@ -63,7 +63,7 @@ class ResponseStore:
         """Return a response of the tenant, which has then been used.
 
         Raises:
-            ApiError: 404: there is none, never was, or it had to make room for others.
+            ApiError: 404 where no such response is stored; it may have made room for others.
         """
         own = self._of.get(tenant, OrderedDict())
         if identity not in own:
@@ -76,7 +76,7 @@ class ResponseStore:
         """Forget a response of the tenant.
 
         Raises:
-            ApiError: 404, as `get` raises it.
+            ApiError: 404 where no such response is stored.
         """
         self.get(tenant, identity)
         self._drop(tenant, identity)

@@ -27,7 +27,7 @@ from headrace.engine.tokens.panics import is_failure
 from headrace.server.app import create_app
 from headrace.server.settings import KeyLimits, ServerSettings
 
-if TYPE_CHECKING:  # at run time the client is the one that has it
+if TYPE_CHECKING:  # at run time, the client's own httpx is used
     from httpx2 import AsyncBaseTransport
 else:
     AsyncBaseTransport = object
@@ -46,10 +46,10 @@ _TRUSTED = ServerSettings(
     request_timeout=_DAY,
     stall_timeout=_DAY,
 )
-"""The application asks itself: bounds that keep strangers from using up a server would only get in its way."""
+"""Settings of an application that asks itself: bounds that protect a server from strangers would only hinder it."""
 
 _MOST_UNREAD = 65_536
-"""Bytes that may wait for their reader before the application has to; uvicorn's own bound."""
+"""Bytes that may wait for their reader before the application has to wait; the same bound as uvicorn's."""
 
 
 def openai_transport(engine: Engine, settings: ServerSettings | None = None) -> OpenAITransport:
@@ -59,7 +59,7 @@ def openai_transport(engine: Engine, settings: ServerSettings | None = None) -> 
     on the engine, and so does whatever takes such a client. The host in `base_url` is not looked at.
 
     Args:
-        engine: Opened and closed by the caller, on the event loop that the client runs on.
+        engine: An engine that the caller opens and closes, on the event loop that the client runs on.
         settings: Names, keys and limits, as for `create_app`; `allowed_hosts`, `page` and `adapters` are not looked at.
             By default there are no keys and no limits beyond the engine's own.
     """
@@ -84,7 +84,7 @@ class OpenAITransport(AsyncBaseTransport):
             ReadTimeout: Nothing came for as long as the client's read timeout; httpx's own error.
             RuntimeError: The client does not run on the event loop that the engine was opened on.
         """
-        with suppress(HeadraceError):  # an engine that is closed is the application's to tell
+        with suppress(HeadraceError):  # the application reports an engine that is closed
             self._engine.info  # noqa: B018 - raises on another event loop
         library = import_module(type(request).__module__.partition(".")[0])
         exchange = _Exchange(self._app, _scope_of(request), await request.aread())
@@ -117,7 +117,7 @@ class OpenAITransport(AsyncBaseTransport):
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        """Close it as `aclose` does."""
+        """Do what `aclose` does."""
         await self.aclose()
 
 
@@ -130,9 +130,9 @@ class _Exchange:
         """HTTP status of the answer; 0 before there is one."""
         self.headers: list[tuple[bytes, bytes]] = []
         self.begun = anyio.Event()
-        """Set once status and headers are known, or never will be."""
+        """Event that is set once status and headers are known, or never will be."""
         self.ended = anyio.Event()
-        """Set once the application has returned."""
+        """Event that is set once the application has returned."""
         self._app = app
         self._asked = scope
         self._body: bytes | None = body
@@ -168,9 +168,9 @@ class _Exchange:
             self._tasks.cancel()
 
     async def take(self) -> bytes | None:
-        """Wait until there is something to read, and return all of it: empty at the end, None where that is too early.
+        """Wait for data, and return all of it; return b"" at the end, or None if the application ended too early.
 
-        One task reads at a time.
+        Only one task may read at a time.
         """
         while not (self._unread or self._complete or self.ended.is_set()):
             await self._reader.sleep()
@@ -205,7 +205,7 @@ class _Body:
     """The body of a response, read as it comes; closing it, or dropping it, cancels what still runs."""
 
     def __init__(self, exchange: _Exchange, library: ModuleType, request: Any) -> None:
-        """Read the answer of `exchange`; `library` is the httpx that `request` is of."""
+        """Read the answer of `exchange`; `library` is the httpx of `request`."""
         self._exchange = exchange
         self._library = library
         self._request = request
@@ -213,10 +213,10 @@ class _Body:
         self._post = Poster()
 
     async def wait(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what `call` gives in the client's read timeout.
+        """Return the result of `call` within the client's read timeout.
 
         Raises:
-            ReadTimeout: It takes longer.
+            ReadTimeout: The call takes longer.
         """
         with anyio.move_on_after(self._seconds):
             return await call()

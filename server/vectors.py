@@ -1,6 +1,6 @@
 """`Vectors`: one request that computes without generating, from its parsed form to its end.
 
-It ends once: with its answer, or with one error. Never parses a body and never knows an endpoint.
+Each request ends once: with its answer, or with one error. This module never parses a body and knows no endpoint.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ _TWICE = re.compile(r"(\w+)(\[\d+\]): \1((?:\[\d+\])?): ")
 
 _LOOK = 0.25  # seconds between looks at whether a step has taken the request up
 _TOGETHER = 64  # parts of an answer that are sent at once
-_CHARACTERS = 4  # of a token, until the tokens are known
+_CHARACTERS = 4  # characters of a token, until the tokens are known
 
 
 class Worked(NamedTuple):
-    """What came of a request."""
+    """The result of a request."""
 
     parts: list[bytes]
-    """The answer's body, as JSON; each part is given up once it is sent."""
+    """Parts of the answer's body as JSON; each is released once it is sent."""
     usage: Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorAsk:
-    """What a request wants, whatever its endpoint."""
+    """A request for vectors or scores in the engine's terms, the same for every endpoint."""
 
     texts: Sequence[str | list[int]]
-    """Texts, as text or token ids, that are to be computed."""
+    """Texts to compute, as text or token ids."""
     adapter: str | None
     priority: int
     work: Callable[[str, anyio.Event, Charge], Awaitable[Worked]]
-    """Computes it for a tenant; the event is set when a step takes it up, and the last is told what was tokenised."""
+    """Function that computes the answer for a tenant, sets the event at the first step, and charges tokenised text."""
     size: int = 0
-    """Bytes that its answer may have, with the numbers that it is made of."""
+    """Largest number of bytes of the answer, with the numbers in it."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the client called fields that the engine knows by other names."""
+    """Engine's name of a field -> the name that the client used, where they differ."""
     several: bool = True
-    """The inputs came in a list: a refusal of one names its place there."""
+    """Whether the inputs came in a list, so that a refusal of one names its place there."""
 
 
 class Vectors:
-    """One request that is being answered."""
+    """The course of one request until it is answered."""
 
     def __init__(
         self, service: Service, ask: VectorAsk, connection: Connection, scope: Scope, timeout: float | None
     ) -> None:
-        """Answer `ask` over `connection`, in `timeout` seconds or what the server allows."""
+        """Prepare to answer `ask` over `connection` in `timeout` seconds, at most the server's `request_timeout`."""
         longest = service.settings.request_timeout
         self._service, self._ask, self._connection, self._http = service, ask, connection, scope
         self._timeout = longest if timeout is None else min(timeout, longest)
@@ -80,13 +80,13 @@ class Vectors:
         scope[EXCHANGE].figures = self._figures
 
     def end(self, error: ApiError) -> None:
-        """End it now; the client is told `error`."""
+        """End the request now and tell the client `error`."""
         if self._ended_by is None:
             self._ended_by = error
         self._scope.cancel()
 
     async def tick(self, silent: float) -> float:
-        """End it where it waits too long; seconds after which this is to be called again."""
+        """End the request if it waits too long; return the seconds after which this is to be called again."""
         permit, settings = self._permit, self._service.settings
         if permit is not None and permit.waiting and self._started.is_set():
             permit.started()
@@ -98,10 +98,10 @@ class Vectors:
         return min(_LOOK, max(left, 0.0) + 0.001)
 
     async def answer(self) -> None:
-        """Answer; returns when the last byte was sent, and raises nothing."""
+        """Answer the request: return when the last byte was sent, and raise nothing."""
         service, figures, caller = self._service, self._figures, self._http[CALLER]
         try:
-            service.check_accepting()  # it may have begun to drain while the body was read
+            service.check_accepting()  # the drain may have begun while the body was read
             with service.limits.answer(caller, self._held()):
                 self._permit = service.limits.admit(caller, 1, self._ask.priority)
                 service.running.add(self)
@@ -123,11 +123,11 @@ class Vectors:
             service.telemetry.end(figures, [], admitted=self._permit is not None)
 
     def _held(self) -> int:
-        """Bytes that it holds at most: its texts, or ids, and its answer."""
+        """Return the bytes that the request holds at most: its texts, or ids, and its answer."""
         return self._ask.size + sum(len(text) * (4 if isinstance(text, str) else 36) for text in self._ask.texts)
 
     async def _work(self, permit: Permit) -> list[bytes]:
-        """Charge the key with about as many tokens as there will be, and at the end with as many as there were."""
+        """Compute the answer; charge the key with an estimate of its tokens before, and with their number after."""
         most = self._service.engine.info.max_context
         tokens = sum(min(_tokens(text), most) for text in self._ask.texts)
         permit.add_prompt(tokens)
@@ -155,7 +155,7 @@ class Vectors:
         await self._connection.send(start, body(bytes(response.body), more=False))
 
     def _told(self, error: Exception) -> ApiError:
-        """What the client is told; of an input, `input[1]: input: ...` becomes `input[1]: ...`, in the field too."""
+        """Return the error for the client; `input[1]: input: ...` becomes `input[1]: ...`, in the field too."""
         told = as_api_error(error, self._ask.names).renamed(self._ask.names)
         found = _TWICE.match(told.detail)
         if found is None:
@@ -165,5 +165,5 @@ class Vectors:
 
 
 def _tokens(text: str | list[int]) -> int:
-    """About as many as there are in a text."""
+    """Return the estimated number of tokens of a text, or the number of ids."""
     return -(-len(text) // _CHARACTERS) if isinstance(text, str) else len(text)
