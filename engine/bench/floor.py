@@ -1,4 +1,4 @@
-"""What a model must at least move and compute, and how fast this machine does either; opens no engine.
+"""The least that a model must move and compute, and the speed of this machine at either; opens no engine.
 
 A decode step reads every weight once (the output head too, the embedding table only where it is the head) and the keys
 and values of every position, and writes one position a row. A prompt costs the products' arithmetic and its causal
@@ -30,15 +30,15 @@ _REPEATS = {"cuda": 30, "cpu": 7}
 
 
 class Speed(NamedTuple):
-    """What the machine reached in this run."""
+    """Speeds that the machine reached in this run."""
 
     bytes_per_second: float
-    """Of a large copy, read and write counted."""
+    """Bytes a second of a large copy, read and write counted."""
     flops_per_second: float
-    """Of one large product in the model's type."""
+    """Operations a second of one large product in bfloat16."""
 
     def describe(self) -> dict[str, str]:
-        """For the conditions of a table."""
+        """Return the speeds for the conditions of a table."""
         return {
             "copy": f"{self.bytes_per_second / 1e12:.3f} TB/s",
             "product": f"{self.flops_per_second / 1e12:.2f} TFLOP/s",
@@ -50,32 +50,32 @@ class Cost:
     """Bytes and arithmetic of one model."""
 
     weight_bytes: int
-    """Read by every step."""
+    """Bytes of weights, which every step reads."""
     kv_bytes: float
-    """Of one position, over all layers."""
+    """Bytes of keys and values of one position, over all layers."""
     linear_params: int
     """Weights of the products that every token passes."""
     head_params: int
     """Weights of the output head, which only sampled positions pass."""
     attention_flops: int
-    """Of one token for each position that it attends to, over all layers."""
+    """Operations of one token for each position that it attends to, over all layers."""
     windows: tuple[int | None, ...]
-    """Of each layer."""
+    """Attention window of each layer, in positions; None for all."""
 
     def _seen(self, context: int) -> float:
-        """Positions that a token at the end of `context` attends to, on average over the layers."""
+        """Return the positions that a token at the end of `context` attends to, on average over the layers."""
         seen = [context if window is None else min(context, window) for window in self.windows]
         return sum(seen) / len(seen)
 
     def decode_seconds(self, contexts: Sequence[int], speed: Speed) -> float:
-        """Floor of one decode step with a row of each of `contexts` tokens, the new one included."""
+        """Return the floor of one decode step with a row of each of `contexts` tokens, the new one included."""
         seen = sum(map(self._seen, contexts))
         moved = self.weight_bytes + self.kv_bytes * (seen + len(contexts))
         flops = 2 * (self.linear_params + self.head_params) * len(contexts) + self.attention_flops * seen
         return max(moved / speed.bytes_per_second, flops / speed.flops_per_second)
 
     def prefill_seconds(self, prompts: Sequence[int], speed: Speed) -> float:
-        """Floor of computing prompts of so many tokens, all in one step."""
+        """Return the floor of computing prompts of `prompts` tokens each, all in one step."""
         flops = 0.0
         for tokens in prompts:
             flops += 2 * (self.linear_params * tokens + self.head_params)
@@ -88,13 +88,13 @@ class Cost:
 
     @staticmethod
     def _attended(tokens: int, window: int | None) -> float:
-        """Pairs of positions in the causal attention of a prompt."""
+        """Return the pairs of positions in the causal attention of a prompt."""
         if window is None or window >= tokens:
             return tokens * (tokens + 1) / 2
         return window * (window + 1) / 2 + (tokens - window) * window
 
     def workload_seconds(self, prompts: Sequence[int], outputs: Sequence[int], speed: Speed) -> float:
-        """Floor of requests that start together, each decoding until its output is complete: no order can be faster."""
+        """Return the floor of requests that start together, each decoding to its end: no order can be faster."""
         seconds = self.prefill_seconds(prompts, speed)
         for step in range(1, max(outputs)):
             contexts = [prompt + step for prompt, output in zip(prompts, outputs, strict=True) if output > step]
@@ -103,7 +103,7 @@ class Cost:
 
 
 def cost_of(spec: DecoderSpec, *, weight_size: float, kv_size: float) -> Cost:
-    """The cost of a model of this shape with so many bytes for each weight and each cached element."""
+    """Return the cost of a model with `weight_size` bytes a weight and `kv_size` bytes a cached element."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
     attention = spec.hidden_size * size * (2 * heads + 2 * kv_heads)
     linear = spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
@@ -119,7 +119,7 @@ def cost_of(spec: DecoderSpec, *, weight_size: float, kv_size: float) -> Cost:
 
 
 def model_cost(path: str, info: EngineInfo) -> Cost:
-    """The cost of the model at `path` as the engine opened it; weights of a `.gguf` file count as stored there.
+    """Return the cost of the model at `path` as the engine opened it; weights of a `.gguf` file count as stored.
 
     Raises:
         ModelRejected: The file is gone or not a model.
@@ -168,7 +168,7 @@ def _product_seconds(device: str, kind: str) -> float:
 
 
 def _seconds(work: Callable[[], object], kind: str) -> float:
-    """Median time of `work`, the first calls left out."""
+    """Return the median seconds of `work`, the first calls left out."""
     timed = _timed_on_gpu if kind == "cuda" else _timed_on_host
     for _ in range(3):
         work()
@@ -176,7 +176,7 @@ def _seconds(work: Callable[[], object], kind: str) -> float:
 
 
 def _timed_on_gpu(work: Callable[[], object]) -> float:
-    event: Any = torch.cuda.Event  # whose constructor has no types
+    event: Any = torch.cuda.Event  # its constructor has no types
     start, end = event(enable_timing=True), event(enable_timing=True)
     start.record()
     work()

@@ -1,4 +1,4 @@
-"""What the GPU does in a short window: time by kernel class and the share in which it idles; starts no work itself.
+"""The GPU's time in a short window: by kernel class, and the share in which it idles; starts no work itself.
 
 Tracing slows small kernels a little, so the figures show where time goes, not how fast a step is.
 """
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 __all__ = ["Activity", "GpuWindow", "kernel_class", "summarise", "trace", "warm_up"]
 
 _LONG_GAP = 5e-6  # seconds; within a captured step the gaps are shorter
-_KEPT = (0.4, 0.8)  # of a trace
+_KEPT = (0.4, 0.8)  # part of a trace that counts
 _CLASSES = (
     ("copies", r"memcpy|memset|copy|fillfunctor"),
     ("attention", r"attention|attn|flash|fmha|mha|xqa|fused_decode|paged|prefill|decode|attend|merge_state"),
@@ -41,7 +41,7 @@ class Activity(NamedTuple):
 
 
 class GpuWindow(NamedTuple):
-    """Where a window of GPU time went."""
+    """The division of a window of GPU time."""
 
     seconds: float
     by_class: dict[str, float]
@@ -49,17 +49,17 @@ class GpuWindow(NamedTuple):
     idle: float
     """Share of the window in which nothing ran."""
     idle_between: float
-    """The part of it in gaps of 5 µs and more: between steps, not between the kernels of one."""
+    """Share of the window in gaps of 5 µs and more: between steps, not between the kernels of one."""
 
 
 def kernel_class(name: str) -> str:
-    """The class of a kernel, by its name."""
+    """Return the class of a kernel, by its name."""
     lowered = name.lower()
     return next((title for title, pattern in _CLASSES if re.search(pattern, lowered)), "other")
 
 
 def summarise(activities: Sequence[Activity]) -> GpuWindow | None:
-    """Sum up what ran between the first start and the last end; None if nothing did."""
+    """Sum up the activities between the first start and the last end; return None if there are none."""
     if not activities:
         return None
     ordered = sorted(activities, key=lambda activity: activity.start)
@@ -89,7 +89,7 @@ def warm_up() -> None:
 
 
 async def trace(seconds: float) -> GpuWindow | None:
-    """Record the GPU for so long while others run; None where nothing ran on one."""
+    """Record the GPU for `seconds` while other tasks run; return None where nothing ran on one."""
     recorder: Any = profile(activities=[ProfilerActivity.CUDA])
     recorder.start()
     try:
@@ -105,7 +105,7 @@ async def trace(seconds: float) -> GpuWindow | None:
 
 
 def _middle(activities: Sequence[Activity]) -> list[Activity]:
-    """Those well inside the trace: the host stands still while the tracer starts and stops, and then the GPU does."""
+    """Return the activities well inside the trace: host and GPU stand still while the tracer starts and stops."""
     if not activities:
         return []
     first = min(activity.start for activity in activities)

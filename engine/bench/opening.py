@@ -26,12 +26,12 @@ _BYTE_SHARE = 50  # one id in so many is half a character, as in byte-level voca
 
 
 class BenchmarkFailed(HeadraceError):
-    """The measurement would not mean what its table says."""
+    """The benchmark cannot run, or its figures would not mean what the table says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What to measure: a model and how to open it."""
+    """A model to measure, and the options to open it with."""
 
     model: str
     """A name of `shapes.SHAPES`, a folder or a `.gguf` file."""
@@ -39,12 +39,12 @@ class Target:
     kv_memory: str | None = None
     max_rows: int | None = None
     load_format: str | None = None
-    """None: `random` for a named shape, else `auto`."""
+    """Load format; None is `random` for a named shape, else `auto`."""
     more: Mapping[str, str] = field(default_factory=dict)
     """Other fields of `EngineConfig`, as text."""
 
     def options(self, *, only_shape: bool, rows: int | None = None) -> dict[str, Any]:
-        """The arguments of `Engine` besides the model; `rows` is what the benchmark needs at least."""
+        """Return the arguments of `Engine` besides the model; `rows` are the rows that the benchmark needs."""
         chosen: dict[str, Any] = {"device": self.device, "generation_defaults": "none", **self.more}
         chosen["load_format"] = self.load_format or ("random" if only_shape else "auto")
         if self.kv_memory is not None:
@@ -54,7 +54,7 @@ class Target:
         return chosen
 
     def describe(self) -> dict[str, object]:
-        """For the conditions of a table: what was asked for beyond the defaults."""
+        """Return the options beyond the defaults, for the conditions of a table."""
         asked = {"kv_memory": self.kv_memory, "max_rows": self.max_rows, **self.more}
         return {name: value for name, value in asked.items() if value is not None}
 
@@ -70,7 +70,7 @@ class Subject(NamedTuple):
     """Whether the weights are invented, and with them the text of tokens."""
 
     def conditions(self, target: Target, **more: object) -> dict[str, object]:
-        """What to print below a table."""
+        """Return the conditions to print below a table."""
         info = self.engine.info
         device = torch.cuda.get_device_name(info.device) if info.device.startswith("cuda") else info.device
         asked = target.describe()
@@ -79,7 +79,7 @@ class Subject(NamedTuple):
 
 
 class _SyntheticTokenizer:
-    """Gives a model of random weights text to stream; prompts are token ids."""
+    """A tokenizer that gives random weights text to stream; prompts are token ids."""
 
     eos_ids = ()
     chat_template = ""
@@ -97,11 +97,11 @@ class _SyntheticTokenizer:
     encode_more, encode_reply = encode, encode_chat
 
     def close(self) -> None:
-        """There is nothing to return."""
+        """Do nothing: the tokenizer holds no resources."""
 
 
 def _changed(change: Callable[[Opened], Opened]) -> type[Engine]:
-    """Engines whose open model is changed before it is used."""
+    """Return a class of engines that call `change` on the open model before they use it."""
 
     class ChangedEngine(Engine):
         def _open(self) -> Opened:
@@ -111,7 +111,7 @@ def _changed(change: Callable[[Opened], Opened]) -> type[Engine]:
 
 
 def synthetic_table(size: int) -> TokenTable:
-    """A byte-level vocabulary: words of a few characters, and at times half a character."""
+    """Return a byte-level vocabulary: words of a few characters, and at times half a character."""
     pieces = [_WORDS[index % len(_WORDS)] + b"%d" % (index % 100) for index in range(size)]
     for index in range(0, size, _BYTE_SHARE):
         pieces[index] = bytes([0xC3 if index // _BYTE_SHARE % 2 else 0xA9])
@@ -129,10 +129,10 @@ async def opened(
     """Measure the machine, then open `target`.
 
     Args:
-        target: The model.
-        rows: Rows that are needed at least.
-        tokenizer: Made for random weights, whose tokens have text all the same, so that streaming pays for it.
-        change: What else is done to the open model, given its path.
+        target: The model and its options.
+        rows: Rows that the benchmark needs.
+        tokenizer: Function that makes a tokenizer for random weights, so that their tokens have text to stream too.
+        change: Function that changes the open model, given its path.
 
     Raises:
         BenchmarkFailed: The engine chose another device than the floor was measured on.
@@ -164,7 +164,7 @@ def require_room(engine: Engine, lengths: Sequence[int]) -> None:
     """Check that requests of `lengths` tokens (prompt and output) can all run at once.
 
     Raises:
-        BenchmarkFailed: They cannot; preemption or waiting would be measured instead.
+        BenchmarkFailed: The requests cannot; preemption or waiting would be measured instead.
     """
     info = engine.info
     if len(lengths) > info.max_rows:

@@ -1,7 +1,7 @@
 """Watches an open engine's step loop from outside while a benchmark runs; the one file here that looks inside it.
 
-Replaces methods of the loop, its scheduler and its runner on these instances and puts them back; never changes what
-runs.
+It replaces methods of the loop, its scheduler and its runner on these instances and puts them back; it never changes
+what runs.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Commit(NamedTuple):
     """One committed step."""
 
     at: float
-    """Seconds of the process's clock."""
+    """Time of the commit, in seconds of the process's clock."""
     generated: int
     """Requests that gained a token."""
 
 
 class Watch:
-    """When steps were committed and when each request got its first token."""
+    """Times at which steps were committed and at which requests got their first tokens."""
 
     def __init__(self) -> None:
         """Start with nothing seen."""
         self.commits: list[Commit] = []
         self.first_tokens: dict[int, float] = {}
-        """By request id."""
+        """Request id -> time of its first token, in seconds of `time.perf_counter`."""
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def watching(engine: Engine, requests: int) -> Iterator[Watch]:
 
 
 def steady_intervals(commits: Sequence[Commit], rows: int, skip: int) -> list[float]:
-    """Seconds between successive steps in which all of `rows` decoded, the first `skip` of them left out.
+    """Return the seconds between successive steps in which all `rows` decoded, without the first `skip`.
 
     A step counts only if the one before it was full too, so the step that ends the last prefill does not.
     """
@@ -82,7 +82,7 @@ def steady_intervals(commits: Sequence[Commit], rows: int, skip: int) -> list[fl
 
 
 class HostProfile:
-    """Host time of each step by part, children subtracted."""
+    """Host time of each step by part, without the time of parts inside it."""
 
     def __init__(self) -> None:
         """Start with no step."""
@@ -92,7 +92,7 @@ class HostProfile:
         self._inner = 0.0
 
     def timed(self, part: str, *, ends_step: bool = False) -> Callable[[_Method], _Method]:
-        """A wrapper that books a method's own time on `part`."""
+        """Return a wrapper that counts a method's own time for `part`."""
 
         def wrap(original: _Method) -> _Method:
             def call(*args: Any, **options: Any) -> Any:
@@ -113,7 +113,7 @@ class HostProfile:
         return wrap
 
     def rows(self) -> list[tuple[str, float, float]]:
-        """(part, median, p99) in seconds a step, then all but `deliver`, then all."""
+        """Return (part, median, p99) in seconds a step, followed by the sums of all but `deliver` and of all parts."""
         parts = [part for part in _PARTS if any(part in step for step in self.steps)]
         sums = [(part, [step.get(part, 0.0) for step in self.steps]) for part in parts]
         work = [sum(seconds for part, seconds in step.items() if part != "deliver") for step in self.steps]
@@ -136,7 +136,7 @@ def host_profile(engine: Engine) -> Iterator[HostProfile]:
 
 
 def _places(engine: Engine) -> list[tuple[str, Any, str]]:
-    """(part, object, method): `pack` is what a GPU runner does on the host before it launches, inside `launch`."""
+    """Return (part, object, method); `pack` is a GPU runner's work on the host before it launches, in `launch`."""
     loop: Any = engine._loop
     runner = loop._runner
     places = [

@@ -1,4 +1,4 @@
-"""`--profile`: one more run of a benchmark's work, with host time by part, loop lag and the GPU's time; prints both."""
+"""`--profile`: runs a benchmark's work once more, and prints host time by part, loop lag and the GPU's time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Lags = list[float]
 
 @asynccontextmanager
 async def lag_timer() -> AsyncIterator[Lags]:
-    """A timer of one millisecond on the event loop while the block lasts."""
+    """Run a timer of one millisecond on the event loop while the block lasts, and give the list of its lags."""
     lags: Lags = []
     ticked = anyio.Event()
 
@@ -57,13 +57,13 @@ async def profile_work(
 
     Args:
         subject: The engine.
-        work: What to run.
-        title: Of the tables.
+        work: Function that runs the work.
+        title: Title of the tables.
         rows: Requests of `work`; the GPU is traced when all of them decode.
         traced: A longer `work` for the GPU's trace, which takes `WINDOW` seconds.
 
     Returns:
-        The same for a JSON file; times in microseconds, lag in milliseconds.
+        The printed figures for a JSON file: host times in microseconds, lag in milliseconds, GPU times in seconds.
     """
     with host_profile(subject.engine) as host:
         async with lag_timer() as lags:

@@ -20,7 +20,7 @@ _FILE_WIDTH = 160
 
 
 def conditions(**more: object) -> dict[str, object]:
-    """Versions and machine, to be kept with every figure."""
+    """Return versions and machine, to be kept with every figure, and `more`."""
     return {
         "headrace": version("headrace"),
         "torch": version("torch"),
@@ -33,13 +33,13 @@ def conditions(**more: object) -> dict[str, object]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of `values` lie."""
+    """Return the value below which `share` (0 to 1) of `values` lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def _console() -> Console:
-    """Standard output; wide where it is a file, which no window limits."""
+    """Return standard output as a console, which is wide where it is a file."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
 
@@ -57,7 +57,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Median with the lowest and the highest, each formatted as `form`."""
+    """Return the median with the lowest and the highest value, each formatted as `form`."""
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 

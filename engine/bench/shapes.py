@@ -1,4 +1,4 @@
-"""Named model shapes that need no checkpoint, and what a model folder's own config says; never holds weights."""
+"""Named model shapes that need no checkpoint, and the specs of model folders; never holds weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def located(model: str) -> Iterator[tuple[str, bool]]:
-    """Where `model` is, and whether it has only a shape: a name of `SHAPES` becomes a folder while the block lasts."""
+    """Give the path of `model`, and whether it is only a shape; a name of `SHAPES` is a folder for the block."""
     if model not in SHAPES:
         yield model, False
         return
@@ -73,10 +73,10 @@ def located(model: str) -> Iterator[tuple[str, bool]]:
 
 
 def spec_of(path: str) -> DecoderSpec:
-    """The spec of a model folder or a `.gguf` file.
+    """Return the spec of a model folder or a `.gguf` file.
 
     Raises:
-        ModelRejected: It is not one that headrace computes.
+        ModelRejected: The model is not one that headrace computes.
     """
     if path.endswith(".gguf"):
         with GgufFile(path) as file:

@@ -1,7 +1,7 @@
 """The public workload of the throughput and streaming benchmarks, drawn as nano-vllm draws it; runs nothing.
 
 256 requests; prompts uniform in 100 to 1,024 tokens of ids uniform in 0 to 10,000; then, after all prompts, output
-lengths uniform in 100 to 1,024. All from one generator seeded with 0: 142,827 prompt and 133,966 output tokens.
+lengths uniform in 100 to 1,024. One generator seeded with 0 draws all: 142,827 prompt and 133,966 output tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Workload(NamedTuple):
         return sum(self.outputs)
 
     def params(self) -> list[SamplingParams]:
-        """One for each request: temperature 0.6, end-of-sequence ignored."""
+        """Return parameters for each request: temperature 0.6, end-of-sequence ignored."""
         return [SamplingParams(temperature=_TEMPERATURE, max_tokens=count, ignore_eos=True) for count in self.outputs]
 
 
@@ -44,10 +44,10 @@ def public_workload(*, requests: int = 256, scale: float = 1.0, vocab_size: int,
     """Draw the workload.
 
     Args:
-        requests: How many; 256 is the published one.
+        requests: Number of requests; 256 is the published one.
         scale: Factor on every length, for slow machines; 1 is the published one.
-        vocab_size: Ids are taken modulo it.
-        variant: Moves every id by as much, so that a repeat finds none of its prompts in the prefix cache; the lengths
+        vocab_size: Size of the vocabulary, modulo which ids are taken.
+        variant: Number added to every id, so that a repeat finds none of its prompts in the prefix cache; the lengths
             stay the same.
     """
     generator = random.Random(0)
@@ -63,7 +63,7 @@ def public_workload(*, requests: int = 256, scale: float = 1.0, vocab_size: int,
 
 
 def random_prompts(count: int, tokens: int, *, vocab_size: int, seed: int) -> list[list[int]]:
-    """`count` prompts of `tokens` ids each, all different from those of another seed."""
+    """Return `count` random prompts of `tokens` ids each; another seed gives other prompts."""
     generator = random.Random(seed)
     return [[generator.randrange(vocab_size) for _ in range(tokens)] for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""`headrace bench flood`: what a tenant with ten times its share does to three quiet ones, on the real engine.
+"""`headrace bench flood`: the effect of a tenant with ten times its share on three quiet ones, on the real engine.
 
 Requests come at random at rates that follow from what the engine does in a closed loop just before. The simulated
 counterpart, with more policies, is `headrace bench policies`.
@@ -26,9 +26,9 @@ _QUIET = ("b", "c", "d")
 _PROMPT, _OUTPUT = (300, 700), (100, 200)
 _FLOOD = 10
 _WARMING = 6.0
-"""Seconds of each load before any of it counts: rows start and end evenly by then."""
+"""Seconds of each load before requests count: rows start and end evenly by then."""
 _SETTLING = 1.0
-"""Seconds for what was cancelled to leave the engine."""
+"""Seconds in which cancelled requests leave the engine."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ async def _measure(
     scale: float,
     rate: float | None,
 ) -> tuple[dict[str, object], float, dict[float, Any], dict[float, Any]]:
-    """The conditions, the rate of a closed loop unless one is given, and the figures of the flood and of all alike."""
+    """Return the conditions, the rate (of a closed loop unless `rate` is given), and figures with and without flood."""
     calm: dict[float, Any] = {}
     flood: dict[float, Any] = {}
     console, policy = Console(stderr=True, highlight=False), target.more["policy"]
@@ -128,10 +128,10 @@ class _Load:
         self._words = [self._chance.randrange(vocab) for _ in range(_PROMPT[1])]
         self._vocab = vocab
         self._tokens = dict.fromkeys("abcd", 0)
-        """Of prompts that were answered, and of answers, read so far by each tenant."""
+        """Tokens read so far by each tenant: of answers, and of the prompts that were answered."""
 
     async def closed(self, seconds: float) -> float:
-        """Requests a second with twice as many clients as rows, each asking anew when it is answered."""
+        """Return the requests a second of twice as many clients as rows, each asking anew when it is answered."""
         answered = 0
 
         async def client(number: int) -> None:
@@ -152,7 +152,7 @@ class _Load:
         return rate
 
     async def open(self, loud: float, quiet: float, seconds: float) -> dict[str, Any]:
-        """Figures of the quiet tenants with these rates, in requests a second of each tenant."""
+        """Return the figures of the quiet tenants; `loud` and `quiet` are requests a second of each tenant."""
         asked: list[_Asked] = []
         started = time.perf_counter() + _WARMING
         ended = started + seconds
@@ -200,7 +200,7 @@ class _Load:
 
 
 def _figures(asked: Sequence[_Asked], now: float) -> dict[str, Any]:
-    """Who has no token yet has waited until now."""
+    """Return times to first token of quiet tenants, in seconds; a request without a token has waited until `now`."""
     quiet: dict[str, list[float]] = {name: [] for name in _QUIET}
     for each in asked:
         quiet[each.tenant].append(now - each.at if each.wait is None else each.wait)

@@ -42,10 +42,10 @@ def run(
     json_path: str | None,
     params: str | None = None,
 ) -> None:
-    """Measure and print.
+    """Measure, print and save the figures.
 
     Raises:
-        BenchmarkFailed: Some option is not of its form, or says what a peer is not asked.
+        BenchmarkFailed: An option is malformed, or `params` are given together with a peer.
     """
     shape = parse_prefill(prefill) if prefill else None
     asked = parse_params(params) if params else {}
@@ -55,10 +55,10 @@ def run(
 
 
 def parse_params(text: str) -> dict[str, Any]:
-    """Fields of `SamplingParams` from a JSON object.
+    """Return fields of `SamplingParams` from a JSON object.
 
     Raises:
-        BenchmarkFailed: It is none, or they cannot be asked for.
+        BenchmarkFailed: The text is no JSON object, or the fields are not valid.
     """
     try:
         asked: dict[str, Any] = json.loads(text)
@@ -69,10 +69,10 @@ def parse_params(text: str) -> dict[str, Any]:
 
 
 def parse_prefill(text: str) -> tuple[int, int]:
-    """ "32x2048" as (prompts, tokens of each).
+    """Return (prompts, tokens of each) from a text such as "32x2048".
 
     Raises:
-        BenchmarkFailed: It is not of that form.
+        BenchmarkFailed: The text is not of that form.
     """
     count, separator, tokens = text.partition("x")
     if not (separator and count.isdecimal() and tokens.isdecimal() and int(count) and int(tokens)):
@@ -172,7 +172,7 @@ class _Measure:
         return random_prompts(count, tokens, vocab_size=vocab_size, seed=next(self._seeds))
 
     async def batch(self, batch: int, context: int, steps: int) -> dict[str, Any]:
-        """Figures of one batch size, in milliseconds."""
+        """Return the figures of one batch size, in milliseconds."""
         subject = self._subject
         prompt = _prompt(subject.engine, batch, context, steps)
         ours: list[list[float]] = []
@@ -198,14 +198,14 @@ class _Measure:
         return figure | ({"peer_step_ms": theirs[1:]} if self._other else {})
 
     def _peer_step(self, other: Peer, batch: int, context: int, steps: int) -> float:
-        """Seconds of the peer's decode step: what `steps` more tokens add, shared out."""
+        """Return the seconds of the peer's decode step: the time that `steps` more tokens add, divided by `steps`."""
         short, long = (
             other.run(self._prompts(batch, context), [_params(count)] * batch) for count in (_SKIP, _SKIP + steps)
         )
         return (long - short) / steps
 
     async def prefill(self, count: int, tokens: int) -> list[float]:
-        """Prompt tokens a second, from the first request to the last first token."""
+        """Return the prompt tokens a second of each repeat, from the first request to the last first token."""
         rates = []
         for _ in range(self._repeats + 1):
             prompts = self._prompts(count, tokens)
@@ -217,10 +217,10 @@ class _Measure:
 
 
 async def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, asked: Mapping[str, Any]) -> list[float]:
-    """Seconds of each of `steps` decode steps in which every prompt has a row that wants what is `asked`.
+    """Return the seconds of `steps` decode steps in which all rows decode, with the sampling values `asked`.
 
     Raises:
-        BenchmarkFailed: The rows never decoded together for so long.
+        BenchmarkFailed: All rows decoded together in fewer than half of the steps.
     """
     with watching(engine, 0) as watch:
         tokens = _output(engine, len(prompts), len(prompts[0]), steps)
@@ -232,17 +232,17 @@ async def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, asked
 
 
 def reached_tokens(engine: Engine, batch: int, context: int, steps: int) -> int:
-    """What rows of `context` tokens may have grown to once `steps` steps of all of them were measured."""
+    """Return the tokens that rows of `context` tokens may have once `steps` steps of all rows were measured."""
     return context + _SKIP + steps + _joining(engine, batch, context)
 
 
 def _joining(engine: Engine, batch: int, context: int) -> int:
-    """Steps until every row decodes, at most; the rows that start first decode meanwhile."""
+    """Return the most steps until every row decodes; the rows that start first decode meanwhile."""
     return -(-batch * context // max(1, engine.info.max_batched_tokens - batch))
 
 
 def _growth(engine: Engine, batch: int, context: int, steps: int) -> int:
-    """Tokens that a row has grown by in the middle of the steps that count."""
+    """Return the tokens by which a row has grown in the middle of the steps that count."""
     return _SKIP + steps // 2 + _joining(engine, batch, context) // 2
 
 
@@ -251,7 +251,7 @@ def _prompt(engine: Engine, batch: int, context: int, steps: int) -> int:
 
 
 def _output(engine: Engine, batch: int, context: int, steps: int) -> int:
-    """Tokens that each row must generate so that all decode together for long enough."""
+    """Return the tokens that each row must generate so that all rows decode together for long enough."""
     return _joining(engine, batch, context) + _SKIP + steps
 
 

@@ -1,8 +1,8 @@
-"""`headrace bench lora`: what adapters cost - steps, prompts, slots too few for the traffic, loading meanwhile.
+"""`headrace bench lora`: the cost of adapters: steps, prompts, slots too few for the traffic, loading meanwhile.
 
-Adapters are invented, each with a digest of its own. Those that are loaded while rows decode are read from a file that
-lies in the page cache; the others have none. The floor of a step is the base's own time and that in which the bytes of
-the adapters in it can be read.
+Adapters are invented, each with a digest of its own. Adapters that are loaded while rows decode are read from a file in
+the page cache; the others have no file. The floor of a step is the time of the step without adapters, and the time to
+read the bytes of the adapters in it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SMALL = ("q", "k", "v", "o")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured."""
+    """The sizes of a measurement."""
 
     batches: Sequence[int]
     context: int
@@ -57,16 +57,16 @@ class Sizes:
     """Adapters among which traffic chooses."""
     rank: int
     small: bool
-    """Updates of q, k, v and o alone, not of every module."""
+    """Whether adapters update q, k, v and o alone, and not every module."""
 
     @property
     def adapters(self) -> int:
-        """As many as are registered: no fewer than slots and rows, whatever was asked for."""
+        """Number of adapters that are registered: no fewer than slots and rows."""
         return max(self.registered, self.slots, *self.batches)
 
 
 def run(target: Target, sizes: Sizes, json_path: str | None) -> None:
-    """Measure and print.
+    """Measure, print and save the figures.
 
     Raises:
         BenchmarkFailed: The engine has no room for what was asked.
@@ -84,13 +84,13 @@ async def _run(target: Target, sizes: Sizes, json_path: str | None) -> None:
 
 
 async def _disabled(target: Target, sizes: Sizes) -> dict[int, float]:
-    """Milliseconds of a step of each batch, in an engine that takes no adapters."""
+    """Return the milliseconds of a step of each batch, in an engine that takes no adapters."""
     async with opened(target, rows=max(sizes.batches)) as subject:
         return {batch: (await _medians(subject.engine, sizes, batch, [0]))[0] for batch in sizes.batches}
 
 
 async def _enabled(target: Target, sizes: Sizes) -> dict[str, Any]:
-    """Everything else."""
+    """Return the figures of an engine that takes adapters, and its conditions."""
     most, count = max(sizes.batches), sizes.adapters
     modules = _SMALL if sizes.small else MODULES
     with located(target.model) as (path, _), tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ async def _enabled(target: Target, sizes: Sizes) -> dict[str, Any]:
 
 
 async def _batch(subject: Subject, sizes: Sizes, batch: int, nbytes: int) -> dict[str, Any]:
-    """Steps of one batch with none, one, eight and as many different adapters as rows, in turn."""
+    """Measure steps of one batch with none, one, eight and as many different adapters as rows, in turn."""
     medians = await _medians(subject.engine, sizes, batch, sorted({0, 1, min(8, batch), batch}))
     floors = {count: medians[0] + 1000 * count * nbytes / subject.speed.bytes_per_second for count in medians}
     cases = [{"adapters": count, "ms": ms, "floor_ms": floors[count]} for count, ms in medians.items()]
@@ -139,7 +139,7 @@ async def _batch(subject: Subject, sizes: Sizes, batch: int, nbytes: int) -> dic
 
 
 async def _medians(engine: Engine, sizes: Sizes, batch: int, counts: Sequence[int]) -> dict[int, float]:
-    """Milliseconds of a step with each number of different adapters."""
+    """Return the milliseconds of a step with each number of different adapters."""
     medians: dict[int, list[float]] = {count: [] for count in counts}
     for turn in range(_REPEATS + 1):
         for count in counts:
@@ -151,12 +151,12 @@ async def _medians(engine: Engine, sizes: Sizes, batch: int, counts: Sequence[in
 
 
 def _in_turn(count: int, rows: int) -> list[str | None]:
-    """What rows wear that take so many adapters in turn."""
+    """Return the adapter of each row, if rows use `count` adapters in turn."""
     return [f"a{row % count}" if count else None for row in range(rows)]
 
 
 async def _steps(engine: Engine, prompts: Sequence[list[int]], worn: Sequence[str | None], steps: int) -> list[float]:
-    """Seconds of each step in which all rows decode."""
+    """Return the seconds of each step in which all rows decode; `worn` has the adapter of each row."""
     with watching(engine, 0) as watch:
         joining = -(-sum(map(len, prompts)) // max(1, engine.info.max_batched_tokens - len(prompts)))
         await _generate(engine, prompts, worn, joining + _SKIP + steps)
@@ -181,14 +181,14 @@ async def _generate(
 
 
 async def _traffic(engine: Engine, sizes: Sizes, rows: int) -> dict[str, float]:
-    """Tokens a second where adapters follow Zipf's law, over as many as there are slots and over all.
+    """Return the tokens a second where adapters follow Zipf's law, over as many as there are slots and over all.
 
-    The requests are the same but for what they wear, and of different lengths, so that they end one by one.
+    The requests differ in their adapters, and in their lengths, so that they end one by one.
     """
     rates = {}
     for name, count in (("few", sizes.slots), ("many", sizes.adapters)):
         weights = list(accumulate(1 / (rank + 1) for rank in range(count)))
-        for part, requests in enumerate((2 * rows, _TRAFFIC * rows)):  # the first to have all graphs captured
+        for part, requests in enumerate((2 * rows, _TRAFFIC * rows)):  # the first captures all graphs
             drawn = random.Random(part)
             worn = [f"a{number}" for number in drawn.choices(range(count), cum_weights=weights, k=requests)]
             lengths = [drawn.randint(sizes.steps // 2, 2 * sizes.steps) for _ in worn]
@@ -200,7 +200,7 @@ async def _traffic(engine: Engine, sizes: Sizes, rows: int) -> dict[str, float]:
 
 
 async def _prompts(engine: Engine, sizes: Sizes, rows: int) -> dict[int, float]:
-    """Tokens a second of prompts that wear none, one and as many different adapters as there are prompts."""
+    """Return the tokens a second of prompts with no, one and as many different adapters as there are prompts."""
     rates = {}
     for count in sorted({0, 1, rows}):
         seconds = []
@@ -216,10 +216,10 @@ async def _prompts(engine: Engine, sizes: Sizes, rows: int) -> dict[int, float]:
 
 
 async def _loading(engine: Engine, sizes: Sizes, rows: int) -> dict[str, float]:
-    """99th percentile of a step's milliseconds while rows decode: alone, and while adapters are read and put in place.
+    """Return the 99th percentile of a step's milliseconds: alone, and while adapters are read and put in place.
 
-    "filling" is the first few of them, while host memory still has room. "again" is alone once more, for what two
-    measurements of the same differ by.
+    "filling" is the first few loads, while host memory still has room. "again" repeats "alone", to show how much two
+    measurements of the same differ.
     """
     found: dict[str, float] = {}
     turns, first = 1, 0
@@ -243,15 +243,15 @@ async def _load(engine: Engine, numbers: Sequence[int], loaded: anyio.Event) -> 
     for number in numbers:
         name = f"{FROM_FILE}{number}"
         await engine.adapters.load(name, name)
-        engine.adapters.pin(name)  # which puts it on the device at once
+        engine.adapters.pin(name)  # puts it on the device at once
         engine.adapters.pin(name, False)
     loaded.set()
 
 
 async def _ready(engine: Engine) -> dict[str, float]:
-    """Milliseconds from asking for an adapter that is registered, but on disk, until it is on the device.
+    """Return the milliseconds from asking for an adapter that is registered, but on disk, until it is on the device.
 
-    Nothing where there are slots for all.
+    The result is empty where there are slots for all.
     """
     lately = {f"{FROM_FILE}{number}" for number in range(_FILLING, _FILLING + _LOADS)}  # from a file that had settled
     gone = [info.name for info in engine.adapters.list() if info.where == "disk" and info.name in lately]

@@ -16,12 +16,12 @@ from headrace.adapters.loaded import LoadedAdapter, Stamp
 __all__ = ["FROM_FILE", "invented", "write_adapter"]
 
 FROM_FILE = "file"
-"""How the names of folders begin that stand for the one that was written."""
+"""Beginning of the folder names that stand for the written adapter."""
 _STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def write_adapter(folder: Path, shape: ModelShape, modules: tuple[str, ...], rank: int, dtype: torch.dtype) -> None:
-    """A PEFT folder of random updates of `modules` in all layers."""
+    """Write a PEFT folder of random updates of `modules` in all layers."""
     header: dict[str, object] = {}
     end = 0
     for layer in range(shape.num_layers):
@@ -45,7 +45,7 @@ def write_adapter(folder: Path, shape: ModelShape, modules: tuple[str, ...], ran
 
 
 def invented(device: AdapterDevice, layout: BlockLayout, block: torch.Tensor, written: Path) -> AdapterDevice:
-    """A device for which any path is an adapter, of `block` or, named so, of `written`; each has its own digest."""
+    """Return a device that reads `written` for names that begin with `FROM_FILE`, and `block` for all others."""
 
     def read(path: str, root: Path | None, stamp: Stamp | None) -> LoadedAdapter:
         digest = path.encode()

@@ -1,6 +1,6 @@
-"""`headrace bench memory`: how much of the reserved page memory holds live tokens, and what a shared prompt saves.
+"""`headrace bench memory`: the live share of reserved page memory, and the pages that a shared prompt saves.
 
-Measured on the real engine and model; lengths and prompts are random and seeded.
+The real engine and model are measured; lengths and prompts are random and seeded.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def _mixed(model: str) -> dict[str, Any]:
 
 
 async def _shared(model: str, *, together: bool, prefix_cache: bool = True) -> int:
-    """The most pages held at once by chats that share a system prompt."""
+    """Return the most pages held at once by chats that share a system prompt."""
     generator = random.Random(1)
     params = SamplingParams(temperature=0.0, max_tokens=4 * _OUTPUT, ignore_eos=True)
     held: list[int] = []

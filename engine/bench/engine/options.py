@@ -1,9 +1,9 @@
-"""`headrace bench options`: what each kind of option adds to a decode step in which all rows ask for it.
+"""`headrace bench options`: the time that each kind of option adds to a decode step in which all rows ask for it.
 
-What counts is the time from token to token, as readers see it while all rows decode at temperature 1; kinds take turns
-in each round, and a round warms up first. Then one row or half of them ask for what the host must act on, or for steps
-of their own, beside rows that ask for nothing: what it costs those, and what these get. And one thread finds the masks
-along the text of a schema.
+The time is that from token to token, as readers see it while all rows decode at temperature 1; kinds take turns in each
+round, and a round warms up first. Then one row or half of the rows ask for options that the host must act on, or that
+need steps of their own, and the times of both groups of rows are measured. Last, one thread finds the masks along the
+text of a schema.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FORMAT = ResponseFormat.json_schema(_SCHEMA)
 _PENALTIES = {"frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.05}
 _FILTERS = {"top_k": 50, "top_p": 0.9}
 _IN_FORMAT = {"response_format": _FORMAT, "ignore_eos": False, "stop": "\0"}
-"""The stop string, which never comes, keeps forced tokens from being taken at once: every step has all rows then."""
+"""Options of a row in a schema; the stop string, which never comes, keeps forced tokens from being taken at once."""
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "penalties": _PENALTIES,
@@ -67,12 +67,12 @@ def _as_they_are(tokens: list[int], logits: Any) -> Any:
 
 
 class Beside(NamedTuple):
-    """What some rows ask beside rows that ask for nothing."""
+    """Options of some rows, beside rows that ask for nothing."""
 
     asked: Mapping[str, Any]
     hook: LogitsProcessor | None = None
     by_half: bool = False
-    """Half of the rows ask, and not one alone."""
+    """Whether half of the rows ask, and not one alone."""
 
 
 _AT_ONCE = {"response_format": _FORMAT, "ignore_eos": False}
@@ -88,7 +88,7 @@ BESIDE: Mapping[str, Beside] = {
 
 
 class ByteLevelTokenizer:
-    """Gives a model of random weights a vocabulary that can say any JSON: bytes, then words and signs, then an end."""
+    """A tokenizer for random weights whose vocabulary can say any JSON: bytes, then words and signs, then an end."""
 
     chat_template = ""
     special_tokens: Mapping[str, Any] = {}
@@ -108,11 +108,11 @@ class ByteLevelTokenizer:
         self.eos_ids = (size - 1,)
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
-        """One token a byte."""
+        """Return one token for each byte of `text`."""
         return list(text.encode())
 
     def encode_chat(self, messages: Sequence[Message], *options: Any, **named: Any) -> list[int]:
-        """Refuse.
+        """Refuse any chat.
 
         Raises:
             InvalidParams: Always.
@@ -122,13 +122,13 @@ class ByteLevelTokenizer:
     encode_more, encode_reply = encode, encode_chat
 
     def close(self) -> None:
-        """There is nothing to return."""
+        """Do nothing: the tokenizer holds no resources."""
 
 
 def run(
     target: Target, *, batches: Sequence[int], context: int, steps: int, repeats: int, json_path: str | None
 ) -> None:
-    """Measure and print.
+    """Measure, print and save the figures.
 
     Raises:
         BenchmarkFailed: The rows never decoded together for long enough, or they do not fit.
@@ -203,7 +203,7 @@ def _beside_rows(figure: Mapping[str, Any]) -> list[list[str]]:
 
 
 async def _beside(engine: Engine, batch: int, context: int, steps: int, some: Beside, seed: int) -> dict[str, float]:
-    """Milliseconds between tokens of rows that ask for nothing, while others ask; mean ones of these."""
+    """Return milliseconds between tokens of rows that ask for nothing, and as `own` the mean of the asking rows."""
     asking = max(1, batch // 2) if some.by_half else 1
     spans = await _spans(engine, (batch, asking), context, steps, some, seed)
     theirs, own = list(itertools.chain(*spans[asking:])), list(itertools.chain(*spans[:asking]))
@@ -211,7 +211,7 @@ async def _beside(engine: Engine, batch: int, context: int, steps: int, some: Be
 
 
 async def _alike(engine: Engine, batch: int, context: int, steps: int, asked: Mapping[str, Any], seed: int) -> Any:
-    """Milliseconds between tokens of rows that all ask for the same: the mean one tells of rows that were left out."""
+    """Return milliseconds between tokens of rows that all ask for the same; the mean shows steps without some rows."""
     spans = list(itertools.chain(*await _spans(engine, (batch, batch), context, steps, Beside(asked), seed)))
     return {"p50": median(spans), "p99": percentile(spans, 0.99), "mean": mean(spans)}
 
@@ -219,7 +219,7 @@ async def _alike(engine: Engine, batch: int, context: int, steps: int, asked: Ma
 async def _spans(
     engine: Engine, rows: tuple[int, int], context: int, steps: int, some: Beside, seed: int
 ) -> list[list[float]]:
-    """Milliseconds between the tokens of each row, of the first of which so many ask, while all of them decode."""
+    """Return milliseconds between the tokens of each row while all decode; `rows` is the count and how many ask."""
     batch, asking = rows
     prompts = random_prompts(batch, context, vocab_size=engine.info.vocab_size, seed=seed)
     usual = {"temperature": 1.0, "ignore_eos": True, "max_tokens": steps}
@@ -242,7 +242,7 @@ async def _spans(
 
 
 def _mask_seconds(engine: Engine) -> list[float]:
-    """How long it took to go on with a token and find the next mask, along random text of the schema just used."""
+    """Return the seconds to advance by a token and find the next mask, along random text of the schema just used."""
     grammars: Any = engine._grammars
     state, chance = grammars._kept[_FORMAT].begin([]), random.Random(0)
     mask, seconds = state.allowed(), []

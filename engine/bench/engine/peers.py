@@ -1,7 +1,7 @@
 """Other engines to run in turn with headrace, each behind one method; imports a peer only when it is asked for.
 
-Both engines stay open together, so on a GPU headrace's own cache must be bounded (`--kv-memory`); the peer takes what
-it wants of the rest.
+Both engines stay open together, so on a GPU headrace's own cache must be bounded (`--kv-memory`); the peer takes its
+share of the rest.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Peer(Protocol):
     version: str
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> float:
-        """Generate all at once, end-of-sequence ignored; the seconds it took, its warm-up left out.
+        """Generate all at once, end-of-sequence ignored, and return the seconds that it took without its warm-up.
 
         Raises:
-            BenchmarkFailed: It did not generate what was asked for.
+            BenchmarkFailed: The peer did not generate the tokens that were asked for.
         """
         ...
 
     def close(self) -> None:
-        """Return its memory."""
+        """Return the peer's memory."""
         ...
 
 
@@ -63,7 +63,7 @@ class _Transformers:
 
     @torch.no_grad()
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> float:
-        transformers: Any = import_module("transformers")  # whose classes have no types
+        transformers: Any = import_module("transformers")  # its classes have no types
         outputs = [each.max_tokens or 1 for each in params]
         temperature = params[0].temperature
         choosing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
@@ -139,7 +139,7 @@ def open_peer(name: str | None, subject: Subject, target: Target) -> Iterator[Pe
     """Open the peer of that name with the subject's model; None for no name.
 
     Raises:
-        BenchmarkFailed: It is not known, not installed, or cannot share the device.
+        BenchmarkFailed: The peer is not known, not installed, or cannot share the device.
     """
     if name is None:
         yield None

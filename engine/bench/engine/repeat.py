@@ -1,7 +1,7 @@
 """`headrace bench repeat`: the same chats asked alone, asked again behind the prefix cache, and asked all at once.
 
-Greedy answers that change tell how far results depend on how a step was put together. The margin of a change is how
-far apart, in log-probability, the two likeliest tokens were where the answers part: near ties change first.
+Greedy answers that change show how far results depend on how a step was put together. The margin of a change is the
+difference in log-probability of the two likeliest tokens where the answers part: near ties change first.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _QUESTIONS = (
     "Give me a title for a short story about {}, and then its first line.",
 )
 CHATS = tuple(question.format(thing) for thing, question in itertools.product(_THINGS, _QUESTIONS))
-"""What the users ask: one message a chat."""
+"""Messages of the users, one for each chat."""
 
 
 class Changes(NamedTuple):
-    """How the answers of one way of asking differ from those of the chats alone."""
+    """Differences between the answers of one way of asking and those of the chats alone."""
 
     changed: int
     """Chats whose answers differ."""
     margins: list[float]
-    """For each of them, by how much the likelier of the two likeliest tokens led where the answers part, rising."""
+    """Difference in log-probability of the two likeliest tokens where each pair of answers parts, in rising order."""
 
 
 def run(target: Target, *, tokens: int, json_path: str | None) -> None:
@@ -44,8 +44,8 @@ def run(target: Target, *, tokens: int, json_path: str | None) -> None:
 
     Args:
         target: The model, which must have a tokenizer and a chat template.
-        tokens: Length of an answer at most.
-        json_path: Where to write the figures as well; None for nowhere.
+        tokens: Largest number of tokens of an answer.
+        json_path: File to which the figures are written as well; None for no file.
 
     Raises:
         HeadraceError: The engine does not open, or a request fails.
@@ -94,7 +94,7 @@ def compare(alone: Sequence[Choice], other: Sequence[Choice]) -> Changes:
 
 
 async def _answer(engine: Engine, chat: str, params: SamplingParams, *, salt: str) -> Choice:
-    """Ask one chat; only those asked with the same salt share keys and values."""
+    """Ask one chat; only chats with the same salt share keys and values."""
     return (await engine.generate([{"role": "user", "content": chat}], params, cache_salt=salt)).choices[0]
 
 

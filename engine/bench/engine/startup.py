@@ -1,4 +1,4 @@
-"""`headrace bench startup`: from starting a Python process to its first token, by phase; never measures in this one."""
+"""`headrace bench startup`: times a new Python process from its start to its first token, by phase."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def run(target: Target, *, prompt_tokens: int, repeats: int, json_path: str | No
 
 
 def measure_once(path: str, options: dict[str, Any], prompt_tokens: int) -> tuple[list[float], str, str]:
-    """Seconds of each phase in a new process, the device and the model's name.
+    """Return the seconds of each phase in a new process, the device and the model's name.
 
     Raises:
-        BenchmarkFailed: The process failed; carries the last line that it wrote.
+        BenchmarkFailed: The process failed; the message has the last line that it wrote.
     """
     command = [sys.executable, "-c", _CHILD, json.dumps([path, options, prompt_tokens])]
     started = time.monotonic()

@@ -1,7 +1,7 @@
 """`headrace bench stream`: the public workload as one `async for` a request, text included, beside the same offline.
 
 Runs alternate within one engine, so the loss from streaming is that of this machine, this minute. A timer on the event
-loop tells how late the application's own coroutines run meanwhile.
+loop measures how late the application's own coroutines run meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StreamRun(NamedTuple):
 
 
 def run(target: Target, *, requests: int, scale: float, repeats: int, profile: bool, json_path: str | None) -> None:
-    """Measure and print."""
+    """Measure, print and save the figures."""
     anyio.run(_run, target, requests, scale, repeats, profile, json_path)
 
 
@@ -92,7 +92,7 @@ def _text(subject: Subject, streamed: Sequence[StreamRun]) -> str:
 
 
 def _figures(data: dict[str, Any], streamed: Sequence[StreamRun]) -> dict[str, str]:
-    """The table's cells; the figures behind them join `data`."""
+    """Return the table's cells, and add the figures behind them to `data`."""
     offline, rates = data["offline_tokens_per_second"], data["tokens_per_second"]
     data["loss"] = losses = [1 - rate / beside for rate, beside in zip(rates, offline, strict=True)]
     data["ttft_p50_ms"] = firsts = [1000 * median(each.first_tokens) for each in streamed]
@@ -113,10 +113,10 @@ def _figures(data: dict[str, Any], streamed: Sequence[StreamRun]) -> dict[str, s
 
 
 async def run_streams(engine: Engine, workload: Workload) -> StreamRun:
-    """Read every request with an `async for` of its own, a timer beside them.
+    """Read every request with an `async for` of its own, while a timer runs beside them.
 
     Raises:
-        BenchmarkFailed: Not as many tokens came as were asked for.
+        BenchmarkFailed: The number of tokens is not that of the workload.
     """
     arrivals: list[list[float]] = []
     characters = 0

@@ -1,6 +1,6 @@
 """`headrace bench swap`: requests that do not all fit the pages, preempted by computing again and by swapping.
 
-Measured on the real engine and its device; prompts are random ids and seeded, weights may be random.
+The real engine and its device are measured; prompts are random ids and seeded, weights may be random.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class _Run(NamedTuple):
     stats: EngineStats
     page_seconds: float
     token_seconds: float
-    """Of a prefilled token."""
+    """Seconds of a prefilled token."""
 
 
 def run(*, model: str, requests: int, prompt: int, output: int, swap_memory: str, json_path: str | None) -> None:
-    """Measure `requests` on pages for all prompts, and a quarter of the answers."""
+    """Measure `requests` requests on pages for all prompts and a quarter of the answers."""
     rows = []
     data: dict[str, object] = {"conditions": conditions(model=model, requests=requests, prompt=prompt, output=output)}
     outputs = []

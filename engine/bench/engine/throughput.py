@@ -45,7 +45,7 @@ def run(
     profile: bool,
     json_path: str | None,
 ) -> None:
-    """Measure and print."""
+    """Measure, print and save the figures."""
     anyio.run(_run, target, requests, scale, repeats, peer, profile, json_path)
 
 
@@ -105,7 +105,7 @@ def _rows(runs: Sequence[OfflineRun], rates: Sequence[float], floor: float) -> l
 
 
 def floor_rate(subject: Subject, workload: Workload) -> float:
-    """Output tokens a second that no engine on this machine can exceed."""
+    """Return the output tokens a second that no engine on this machine can exceed."""
     prompts = [len(prompt) for prompt in workload.prompts]
     return workload.output_tokens / subject.cost.workload_seconds(prompts, workload.outputs, subject.speed)
 
@@ -113,7 +113,7 @@ def floor_rate(subject: Subject, workload: Workload) -> float:
 async def _measure(
     engine: Engine, draw: Callable[[int], Workload], repeats: int, other: Peer | None
 ) -> tuple[list[OfflineRun], list[float]]:
-    """Runs of ours, and seconds of the peer's; the first round, which warms up, is left out."""
+    """Return headrace's runs and the seconds of the peer's, without the first round, which warms up."""
     runs: list[OfflineRun] = []
     theirs: list[float] = []
     with Progress(transient=True) as progress:
@@ -140,7 +140,7 @@ async def run_offline(engine: Engine, workload: Workload) -> OfflineRun:
     """Generate everything at once and wait for it all.
 
     Raises:
-        BenchmarkFailed: Not as many tokens came as were asked for.
+        BenchmarkFailed: The number of tokens is not that of the workload.
     """
     counts: list[int] = []
 

@@ -1,7 +1,7 @@
 """`headrace bench transformers`: both engines in one process, on the same prompts, in turn; reports medians and ratios.
 
-Greedy, fixed lengths, end-of-sequence ignored, everything warmed up. Each repeat has fresh random prompts, so that no
-prefix is cached, and both engines get the same ones.
+Decoding is greedy to fixed lengths, end-of-sequence ignored, everything warmed up. Each repeat has fresh random
+prompts, so that no prefix is cached, and both engines get the same ones.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ async def _time_headrace(engine: Engine, prompts: Sequence[list[int]], output_to
 
 
 def _load_peer(path: Path) -> Any:
-    """The model as plain bfloat16: transformers at its usual, whatever the file holds."""
+    """Load the model in plain bfloat16, as transformers usually runs it, whatever the file holds."""
     import transformers
 
     if path.suffix != ".gguf":

@@ -1,7 +1,7 @@
-"""`FakeEngine`: all of headrace over a device that only takes time; measures what is around a model, never a model.
+"""`FakeEngine`: all of headrace over a device that only takes time; measures the code around a model, never a model.
 
-Where tokens must be right, headrace.engine.testing has a scripted device. This one gives every request the same letter,
-at the pace that it was made for, and costs next to nothing.
+headrace.engine.testing has a scripted device for tests where tokens must be right. The fake one gives every request the
+same letter, at the pace that it was made for, and costs next to nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAGE = 16
 
 
 class _FakeStep:
-    """A step that ends at a moment that was known when it was launched."""
+    """A step whose end is known when it is launched."""
 
     def __init__(self, ends: float, works: int, closed: threading.Event) -> None:
         self._ends = ends
@@ -33,7 +33,7 @@ class _FakeStep:
         self._closed = closed
 
     def wait(self) -> Sequence[int]:
-        """Sleep until the step's end; every work gets the same letter."""
+        """Sleep until the step's end, and return the same letter for every work."""
         pause = self._ends - time.monotonic()
         if pause > 0:
             self._closed.wait(pause)
@@ -41,7 +41,7 @@ class _FakeStep:
 
 
 class _FakeRunner:
-    """Takes `step_seconds` for a step and `token_seconds` more for each token in it, one step after the other."""
+    """A runner that takes `step_seconds` for a step and `token_seconds` more for each token, one step at a time."""
 
     def __init__(self, step_seconds: float, token_seconds: float) -> None:
         self._step_seconds = step_seconds
@@ -50,18 +50,18 @@ class _FakeRunner:
         self._closed = threading.Event()
 
     def launch(self, plan: StepPlan) -> _FakeStep:
-        """Queue a step behind those that were launched before."""
+        """Queue a step behind the steps that were launched before."""
         seconds = self._step_seconds + self._token_seconds * plan.tokens
         self._free_at = max(self._free_at, time.monotonic()) + seconds
         return _FakeStep(self._free_at, plan.size, self._closed)
 
     def close(self) -> None:
-        """End whatever still sleeps."""
+        """Wake all steps that still sleep."""
         self._closed.set()
 
 
 class FakeEngine(Engine):
-    """An engine without a model whose steps take as long as it is told; prompts are bytes."""
+    """An engine without a model, with steps of a chosen length; prompts are bytes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`headrace bench lag`: how late the host application's own coroutines run while streams decode."""
+"""`headrace bench lag`: measures how late the host application's own coroutines run while streams decode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def _run(model: str, streams: int, json_path: str | None) -> None:
 
 
 async def _lags(engine: Engine, prompts: list[list[int]]) -> Lags:
-    """Milliseconds by which a timer was late while `prompts` were answered, or for two seconds."""
+    """Return the milliseconds by which a timer was late while `prompts` were answered, or for two seconds."""
     async with lag_timer() as lags:
         if not prompts:
             await anyio.sleep(2.0)

@@ -1,7 +1,7 @@
-"""`headrace bench policies`: what each policy does to those who wait, on a simulated clock with the steps of an H200.
+"""`headrace bench policies`: waiting times under each policy, on a simulated clock with the steps of an H200.
 
-The real scheduler and the real policies over a device that only takes time: that of Llama-3.1-8B as
-docs/performance.md has it. Nothing here is measured on a clock but the host time of plan and commit.
+The real scheduler and the real policies run over a device that only takes time: that of Llama-3.1-8B as
+docs/performance.md has it. Only the host time of plan and commit is measured on a real clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHAPE = {"page_size": 16, "max_context": 8192, "vocab_size": 1000}
 
 @dataclass
 class Arrival:
-    """A request that is to come."""
+    """A request that is to come; `at` and `deadline` are in seconds, `prompt` and `output` in tokens."""
 
     at: float
     prompt: int
@@ -59,7 +59,7 @@ class Arrival:
 
 @dataclass
 class Outcome:
-    """What became of one, in seconds of the simulated clock."""
+    """The result of one request, in seconds of the simulated clock from its arrival."""
 
     arrival: Arrival
     first: float | None = None
@@ -68,25 +68,25 @@ class Outcome:
 
     @property
     def in_time(self) -> bool:
-        """It ended by itself."""
+        """Whether the request ended with its whole answer."""
         return self.reason == "length"
 
 
 @dataclass
 class Simulation:
-    """A scheduler on its clock, and what became of what it was asked."""
+    """A scheduler on its clock, and the results of its requests."""
 
     scheduler: Scheduler
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     now: float = 0.0
     late_tokens: int = 0
-    """Planned for requests whose deadline had passed."""
+    """Tokens planned for requests whose deadline had passed."""
     tokens: int = 0
-    """Of prompts that were answered, and generated; what is computed again does not count."""
+    """Tokens of answered prompts, and generated ones; tokens that are computed again do not count."""
 
 
 def step_seconds(plan: StepPlan) -> float:
-    """What a step takes: its decodes between the measured batches, and its prompts by the token."""
+    """Return the seconds of a step: decodes interpolated between measured batches, and prompts by the token."""
     rows = sum(1 for work in plan.works if work.num_tokens == 1)
     prefilled = plan.tokens - rows
     place = min(max(1, bisect_left(_DECODE_ROWS, rows)), len(_DECODE_ROWS) - 1)
@@ -96,7 +96,7 @@ def step_seconds(plan: StepPlan) -> float:
 
 
 def simulate(policy: Any, arrivals: Sequence[Arrival], itl_target: float | None = None) -> Simulation:
-    """Serve `arrivals` for `_SECONDS`; what runs or waits then is left."""
+    """Serve `arrivals` for `_SECONDS`; leave unfinished what runs or waits then."""
     until = _SECONDS
     capacity = Capacity(num_pages=_ROWS * 512, max_rows=_ROWS, max_batched_tokens=2048, **_SHAPE)
     made = Simulation(Scheduler(capacity, secret=b"bench", policy=policy_of(policy), itl_target=itl_target))
@@ -159,7 +159,7 @@ def _take(made: Simulation, emissions: Iterable[Emission]) -> None:
 
 
 def poisson(rate: float, make: Callable[[random.Random, float], Arrival], seed: str) -> list[Arrival]:
-    """Requests that come at random, so many a second."""
+    """Return requests that come at random, `rate` a second."""
     chance = random.Random(seed)
     found, now = [], 0.0
     while (now := now + chance.expovariate(rate)) < _SECONDS:
@@ -175,7 +175,7 @@ TENANTS = ("a", "b", "c", "d")
 _FAIR = 9.2  # requests a second of each tenant: together what the device can do
 _LESS = 8.0
 DEVICE = 36.0
-"""Requests a second, of those that `_chat` draws, that the device can do."""
+"""Requests a second that the device can serve, if `_chat` draws them."""
 
 
 def _chat(tenant: str) -> Callable[[random.Random, float], Arrival]:
@@ -183,22 +183,22 @@ def _chat(tenant: str) -> Callable[[random.Random, float], Arrival]:
 
 
 def quiet_load(rate: float) -> list[Arrival]:
-    """Three tenants with so many requests a second each."""
+    """Return the requests of three tenants with `rate` requests a second each."""
     return [arrival for tenant in TENANTS[1:] for arrival in poisson(rate, _chat(tenant), tenant)]
 
 
 def loud_load(rate: float) -> list[Arrival]:
-    """The fourth."""
+    """Return the requests of the fourth tenant, `rate` a second."""
     return poisson(rate, _chat("a"), f"a {rate}")
 
 
 def greedy_load(rate: float) -> list[Arrival]:
-    """Four that ask for 2, 5, 8 and 11 times `rate`."""
+    """Return the requests of four tenants that ask for 2, 5, 8 and 11 times `rate`."""
     return [a for number, t in enumerate(TENANTS) for a in poisson((2 + 3 * number) * rate, _chat(t), t)]
 
 
 def fairness(rate: float = _FAIR) -> dict[str, Any]:
-    """A tenant at ten times the `rate`, in requests a second, to which three others keep."""
+    """Simulate a tenant at ten times the `rate`, in requests a second, to which three others keep."""
     quiet, greedy = quiet_load(rate), greedy_load(rate)
     flood = [*quiet, *loud_load(10 * rate)]
     calm = simulate("fair_share", [*quiet, *loud_load(rate)])
@@ -216,13 +216,13 @@ def fairness(rate: float = _FAIR) -> dict[str, Any]:
 
 
 def _ttft(made: Simulation) -> float:
-    """The 99th percentile of the quiet tenants; who has no token yet has waited until now."""
+    """Return the quiet tenants' p99 time to first token; a request without a token has waited until now."""
     outcomes = [outcome for outcome in made.outcomes.values() if outcome.arrival.tenant in TENANTS[1:]]
     return percentile([made.now - each.arrival.at if each.first is None else each.first for each in outcomes], 0.99)
 
 
 def served(made: Simulation) -> dict[str, float]:
-    """Tokens that each tenant was given, those generated counted twice."""
+    """Return the tokens that each tenant was given, with generated tokens counted twice."""
     found = dict.fromkeys(TENANTS, 0.0)
     for outcome in made.outcomes.values():
         if outcome.first is not None:
@@ -232,14 +232,14 @@ def served(made: Simulation) -> dict[str, float]:
 
 
 def mixed_load(output: int) -> list[Arrival]:
-    """Short questions with so many tokens of answer beside long documents, at the limit of the device."""
+    """Return short questions with `output` tokens of answer beside long documents, at the limit of the device."""
     short = poisson(60.0, lambda chance, now: Arrival(now, chance.randint(20, 120), output, "short"), "short")
     long = poisson(6.0, lambda chance, now: Arrival(now, chance.randint(3000, 7000), 100, "long"), "long")
     return [*short, *long]
 
 
 def sizes(output: int = 10, itl_target: float | None = None) -> dict[str, Any]:
-    """What `mixed_load` sees at the 99th percentile."""
+    """Simulate `mixed_load`, and return the 99th percentile of times from arrival to end, in seconds."""
     found = {}
     for policy in ("first_come", "size_classes"):
         made = simulate(policy, mixed_load(output), itl_target)
@@ -253,7 +253,7 @@ def _latency(made: Simulation, kind: str) -> float:
 
 
 def hurried_load(rate: float) -> list[Arrival]:
-    """So many requests a second, each to be done within a few seconds."""
+    """Return `rate` requests a second, each to be done within a few seconds."""
 
     def make(chance: random.Random, now: float) -> Arrival:
         arrival = _chat(chance.choice(TENANTS))(chance, now)
@@ -264,7 +264,7 @@ def hurried_load(rate: float) -> list[Arrival]:
 
 
 def deadlines() -> dict[str, Any]:
-    """Half as much again as the device can do."""
+    """Simulate half as much again as the device can do, with deadlines."""
     arrivals = hurried_load(1.5 * DEVICE)
     found = {}
     for name in ("first_come", "deadlines"):
@@ -274,12 +274,12 @@ def deadlines() -> dict[str, Any]:
 
 
 def goodput(made: Simulation) -> float:
-    """Answers a second that ended in time."""
+    """Return the answers a second that ended in time."""
     return sum(outcome.in_time for outcome in made.outcomes.values()) / made.now
 
 
 def host_time() -> dict[str, float]:
-    """Median microseconds of plan and commit, 256 rows decoding and 1,000 waiting, under each policy."""
+    """Measure the median microseconds of plan and commit, 256 rows decoding and 1,000 waiting, under each policy."""
     return {name: _host_time(name) for name in POLICIES}
 
 

@@ -1,7 +1,7 @@
 """`python -m headrace.engine.bench.kernels`: CUDA kernels against the memory bandwidth measured in the same run.
 
-Times graph replays of each operation alone, and of whole decoder layers in a chain, on random data with weights and
-caches that do not fit in L2; loads no model and keeps no engine.
+It times graph replays of each operation alone, and of whole decoder layers in a chain, on random data with weights and
+caches that do not fit in L2; it loads no model and keeps no engine.
 """
 
 # ruff: noqa: B023 - every lambda here is called before its loop goes on
@@ -33,7 +33,7 @@ __all__ = ["main"]
 
 
 def floor(bench: Bench) -> None:
-    """A large device-to-device copy, and a chain of nearly empty kernels."""
+    """Time a large device-to-device copy, and a chain of nearly empty kernels."""
     source = torch.randn(512 << 20, device="cuda")
     target = torch.empty_like(source)
     bench.add("copy 2 GiB (kernel)", bench.time(lambda: [torch.add(source, 1.0, out=target)]), 8 * source.numel())
@@ -47,7 +47,7 @@ def floor(bench: Bench) -> None:
 
 
 def elementwise(bench: Bench) -> None:
-    """Norms and activation, each alone in a chain of 50, against FlashInfer's."""
+    """Time norms and activation, each alone in a chain of 50, against FlashInfer's."""
     from flashinfer import fused_add_rmsnorm, silu_and_mul
 
     for rows in (1, 64, 256, 8192):
@@ -90,7 +90,7 @@ def elementwise(bench: Bench) -> None:
 
 
 def rotary(bench: Bench) -> None:
-    """Norm, rotary and KV write, in a chain of 50."""
+    """Time norm, rotary and KV write, in a chain of 50."""
     for rows in (1, 64, 256, 8192):
         for name in ("0.6b", "8b"):
             s = SHAPES[name]
@@ -129,7 +129,7 @@ def rotary(bench: Bench) -> None:
 
 
 def sampling(bench: Bench) -> None:
-    """The sampler over a large vocabulary, with logits cold in L2 where they do not fit."""
+    """Time the sampler over a large vocabulary, with logits cold in L2 where they do not fit."""
     vocabulary = 151936
     for rows in (1, 64, 256):
         many = copies(rows * vocabulary * 2)
@@ -164,7 +164,7 @@ def sampling(bench: Bench) -> None:
 
 
 def decoding(bench: Bench) -> None:
-    """Decode attention: XQA, equal shares and FA2, over contexts of equal length."""
+    """Time decode attention with XQA, equal shares and FA2, over contexts of equal length."""
     for name in ("8b", "0.6b"):
         s = SHAPES[name]
         shape = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
@@ -217,7 +217,7 @@ def decoding(bench: Bench) -> None:
 
 
 def fused_decoding(bench: Bench) -> None:
-    """Norm, rotary, KV write and attention in one kernel, against `norm_rope_write` and XQA."""
+    """Time norm, rotary, KV write and attention in one kernel, against `norm_rope_write` and XQA."""
     for name, s in SHAPES.items():
         shape = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
         table, norm = torch.rand(131072, s.head_dim, device="cuda"), random(s.head_dim) if s.qk_norm else None
@@ -270,7 +270,7 @@ def fused_decoding(bench: Bench) -> None:
 
 
 def host(bench: Bench) -> None:
-    """What a call costs the host outside a graph: median microseconds of calls that are not waited for."""
+    """Time calls on the host outside a graph, in microseconds, without waiting for the device."""
     x, residual, weight, out = random(64, 1024), random(64, 1024), random(1024), random(64, 1024)
     product, scratch = random(1024, 1024), LinearScratch("cuda")
     shape = HeadShape(heads=32, kv_heads=8, head_dim=128)
@@ -303,7 +303,7 @@ def host(bench: Bench) -> None:
 
 
 def uneven(bench: Bench) -> None:
-    """Decode attention where one row is long: what an even split per row costs."""
+    """Time decode attention where one row is long, which shows the cost of an even split per row."""
     s = SHAPES["8b"]
     shape = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
     rows, columns = 32, 2048
@@ -337,7 +337,7 @@ def uneven(bench: Bench) -> None:
 
 
 def prefilling(bench: Bench) -> None:
-    """Prefill attention: FA2, FA3 and our own for chunks over prefixes, in TFLOP/s of the causal half."""
+    """Time prefill attention of chunks over prefixes with FA2, FA3 and our own, in TFLOP/s of the causal half."""
     for name in ("0.6b", "8b"):
         s = SHAPES[name]
         shape = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)

@@ -1,4 +1,4 @@
-"""All layers of a model in one CUDA graph, with each choice of kernels: what a choice costs where it matters."""
+"""All layers of a model in one CUDA graph with each choice of kernels, timed where the choice matters."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class _Chain:
         """Enqueue all layers."""
         if isinstance(self.decode, EvenDecode):
             self.decode.deal(self.inputs)
-            self.second.copy_(self.residual)  # not launched dependently, as an embedding is not
+            self.second.copy_(self.residual)  # launched without PDL, like an embedding
         for layer in self.layers:
             if choice.startswith("vector"):
                 self._vector(layer, choice)
@@ -132,7 +132,7 @@ class _Chain:
 
 
 def chain(bench: Bench) -> None:
-    """Decode layers of 1,000-token contexts, without embedding, head and sampler."""
+    """Time decode layers of 1,000-token contexts, without embedding, head and sampler."""
     for name, shape in SHAPES.items():
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             layers = _Chain(bench, shape, rows)
@@ -151,6 +151,6 @@ def _choices(rows: int) -> list[str]:
     plain = [choice for choice in choices if "fused" not in choice]
     if rows == 1:
         choices += ["vector, fused decode", "vector, norm apart, fused decode"]
-    if rows >= 4:  # last: what attends stays once chosen
+    if rows >= 4:  # last, since the attention stays as it was chosen
         choices += [f"{choice}, fa2" for choice in plain]
     return [*choices, *(f"{choice}, even" for choice in plain)]

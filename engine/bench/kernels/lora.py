@@ -61,7 +61,7 @@ class _Adapters:
         self.sites = sites_of(shape)
 
     def batch(self, rows: int, group: int) -> LoraBatch:
-        """Room for a batch in entries of up to `group` rows."""
+        """Return an empty batch with entries of up to `group` rows."""
         entries = torch.zeros(rows, 4, dtype=torch.int32, device="cuda")
         order, slots = (torch.zeros(rows, dtype=torch.int32, device="cuda") for _ in range(2))
         counts = torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -104,7 +104,7 @@ class _Layers:
         self.batch_B = torch.arange(rows, dtype=torch.int32, device="cuda")
 
     def adapter_ops(self, adapters: _Adapters, batch: LoraBatch) -> AdapterOps:
-        """What a step's products are computed with."""
+        """Return the operations that compute a step's products with adapters."""
         if batch.rows == ALIKE:
             return CudaWornOps(self.ops, self.even, batch, adapters.own, adapters.sites, feeds=adapters.feeds)
         return CudaAdapterOps(
@@ -136,13 +136,13 @@ class _Layers:
 
 
 def _read_speed(bench: Bench) -> float:
-    """Bytes a second of a large read."""
+    """Return the bytes a second of a large read."""
     source = torch.randn(512 << 20, device="cuda")
     return 4 * source.numel() / bench.time(lambda: torch.sum(source))[1] * 1e6
 
 
 def lora(bench: Bench) -> None:
-    """Decode layers of 1,000-token contexts with adapters, without embedding, head and sampler."""
+    """Time decode layers of 1,000-token contexts with adapters, without embedding, head and sampler."""
     speed = _read_speed(bench)
     for rows in (1, 64, 256):
         layers = _Layers(bench, SHAPES["8b"], rows)
@@ -154,7 +154,7 @@ def lora(bench: Bench) -> None:
 
 
 def _worn(bench: Bench, layers: _Layers, adapters: _Adapters, what: str, known: tuple[float, float]) -> None:
-    """A step whose rows wear `adapters` in turn, in entries of one row and of several, against one of none."""
+    """Time a step whose rows use `adapters` in turn, in entries of one row and of several, against one without."""
     (base, speed), rows, count = known, layers.rows, len(adapters.table)
     slots = torch.arange(rows, dtype=torch.int32, device="cuda") % count
     for group in _groups(rows, count):
@@ -174,7 +174,7 @@ def _worn(bench: Bench, layers: _Layers, adapters: _Adapters, what: str, known: 
 
 
 def _groups(rows: int, count: int) -> list[int]:
-    """The ways in which rows may share what they wear."""
+    """Return the sizes of entries in which rows may share adapters."""
     if rows == 1:
         return [1]
     return [1, GROUP] if count > 1 or rows > MAX_ROWS else [1, ALIKE]
@@ -184,7 +184,7 @@ _SWEPT: dict[str, list[tuple[int, ...]]] = {
     "shrink": [(16, 256, 4), (16, 256, 4, 2), (16, 256, 4, 4), (16, 128, 2, 4), (16, 512, 4, 2)],
     "expand": [(8, 256, 1), (8, 512, 2), (8, 512, 2, 2), (8, 512, 2, 4), (8, 256, 1, 4), (8, 1024, 4, 2)],
 }
-"""Of rows that wear different adapters; and of rows that wear the same:"""
+"""Tilings for rows with different adapters; `_SWEPT_GROUPS` has those for rows with the same one."""
 _SWEPT_GROUPS: dict[str, list[tuple[int, ...]]] = {
     "shrink": [(16, 128, 4, 2), (16, 256, 4), (16, 256, 4, 2), (16, 256, 4, 4), (16, 256, 8, 2)],
     "expand": [(16, 64, 4), (16, 128, 4), (16, 128, 8), (16, 256, 8)],
@@ -192,7 +192,7 @@ _SWEPT_GROUPS: dict[str, list[tuple[int, ...]]] = {
 
 
 def lora_sweep(bench: Bench) -> None:
-    """Tilings of each kernel, every adapter cold, in a chain over all layers."""
+    """Time tilings of each kernel, every adapter cold, in a chain over all layers."""
     speed, s = _read_speed(bench), SHAPES["8b"]
     for kind, (rows, count, group) in itertools.product(
         _KINDS, ((1, 1, 1), (64, 64, 1), (64, 1, GROUP), (256, 256, 1))

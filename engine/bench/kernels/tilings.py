@@ -50,7 +50,7 @@ GATED_SWEEP = [
 
 
 def products(bench: Bench, best_of: Sequence[Tiling] | None = None) -> None:
-    """Small-batch products against cuBLAS, every weight read cold."""
+    """Time small-batch products against cuBLAS, every weight read cold."""
     for name, out_size, in_size in (
         ("8b qkv", 6144, 4096),
         ("8b o", 4096, 4096),
@@ -90,12 +90,12 @@ def products(bench: Bench, best_of: Sequence[Tiling] | None = None) -> None:
 
 
 def linear_sweep(bench: Bench) -> None:
-    """`products` at every tiling; prints the best three."""
+    """Time `products` at every tiling, and print the best three."""
     products(bench, SWEEP)
 
 
 def gated_sweep(bench: Bench) -> None:
-    """Gate, up and activation in one product at several tilings, against the product and the activation apart."""
+    """Time gate, up and activation in one product at several tilings, against product and activation apart."""
     for name, ffn, in_size in (("8b", 14336, 4096), ("0.6b", 3072, 1024)):
         weights = [random(2 * ffn, in_size) / in_size**0.5 for _ in range(copies(2 * ffn * in_size * 2))]
         scratch = LinearScratch("cuda")
@@ -120,7 +120,7 @@ def gated_sweep(bench: Bench) -> None:
 
 
 def vector_sweep(bench: Bench) -> None:
-    """One-row products at several program sizes."""
+    """Time products of 1, 4 and 8 rows at several program sizes."""
     for name, out_size, in_size, gated in (
         ("8b qkv", 6144, 4096, False),
         ("8b o", 4096, 4096, False),

@@ -18,7 +18,7 @@ COLD_BYTES = 400 << 20
 
 
 class Shape(NamedTuple):
-    """One model's layer."""
+    """The shape of one model."""
 
     hidden: int
     heads: int
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 class Bench:
-    """Times captured work and collects rows."""
+    """A stopwatch for captured work that collects the rows of a table."""
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
@@ -45,7 +45,7 @@ class Bench:
         self.device = torch.device("cuda")
 
     def time(self, work: Callable[[], object], calls: int = 1) -> tuple[float, float, float]:
-        """Microseconds a call (p10, p50, p90) of graph replays of `work`, which makes `calls` calls."""
+        """Return microseconds a call (p10, p50, p90) of graph replays of `work`, which makes `calls` calls."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -75,17 +75,17 @@ class Bench:
 
 
 def random(*shape: int) -> Tensor:
-    """Normal bf16 numbers on the GPU."""
+    """Return normally distributed bf16 numbers on the GPU."""
     return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
 
 
 def copies(size: int) -> int:
-    """How many buffers of `size` bytes to rotate among so that L2 holds none of them when its turn comes."""
+    """Return the number of buffers of `size` bytes to rotate among so that L2 holds none when its turn comes."""
     return max(2, min(64, -(-COLD_BYTES // size)))
 
 
 def decode_inputs(rows: int, context: int, pages: int, columns: int) -> DecodeInputs:
-    """Rows of one context length whose pages are scattered among `pages`, padded with the page of that number."""
+    """Return rows of one context length, with pages scattered among `pages` and padded with the page `pages`."""
     table = torch.full((rows, columns), pages, dtype=torch.int32, device="cuda")
     used = -(-context // PAGE)
     table[:, :used] = torch.randperm(pages, device="cuda")[: rows * used].view(rows, used).int()
