@@ -118,6 +118,7 @@ DOUBLING = "{% set ns = namespace(x=['aaaaaaaa']) %}{% for i in range(22) %}{% s
         "{{ " + "1+" * 30_000 + "1 }}",
         "{% if a %}" * 5_000 + "{% endif %}" * 5_000,
     ],
+    ids=lambda source: source[:40],
 )
 def test_no_template_passes_its_limits(source: str) -> None:
     with pytest.raises(TemplateTooCostly):

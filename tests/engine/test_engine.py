@@ -245,7 +245,7 @@ async def test_a_prompt_too_long_to_tokenise_here_is_refused_when_it_is_known() 
 async def test_a_tokenizer_that_fails_is_one_requests_matter(length: int) -> None:
     async with serving() as engine:
 
-        def encode(text: str) -> list[int]:
+        def encode(text: str, *, framed: bool = True) -> list[int]:
             raise LookupError("no such thing")
 
         assert engine._opened is not None

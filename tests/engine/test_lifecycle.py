@@ -234,7 +234,7 @@ class SlowTexts:
         self.go_on = threading.Event()
         encode = ByteTokenizer.encode
 
-        def slowly(tokenizer: ByteTokenizer, text: str) -> list[int]:
+        def slowly(tokenizer: ByteTokenizer, text: str, *, framed: bool = True) -> list[int]:
             self.encoded.append(len(text))
             self.go_on.wait(20)
             return encode(tokenizer, text)

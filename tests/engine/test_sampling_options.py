@@ -296,7 +296,7 @@ def test_bad_words_are_not_completed_even_where_the_prompt_begins_them(folder: P
 class Framing(ByteTokenizer):
     """Begins and ends every text, as many do: 254, the bytes, 255."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return [254, *text.encode(), 255]
 
 

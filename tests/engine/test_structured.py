@@ -162,7 +162,7 @@ class Pieces(ByteTokenizer):
         pieces = [bytes([byte]) for byte in range(256)] + [b"</s>"] + [word.encode() for word in words] + [b""]
         self.table = TokenTable(pieces, special_ids=frozenset({256}), byte_ids=frozenset(range(256)))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         return [254, *(" " + text).encode()] if text else [254]
 
 
@@ -236,7 +236,7 @@ def test_a_forced_text_is_cut_as_the_tokenizer_cuts_it(smollm2: Path, monkeypatc
 class Failing(ByteTokenizer):
     """A tokenizer that cannot handle any text."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         raise TokenizerFailed("no text")
 
 
@@ -273,7 +273,7 @@ class Controls(ByteTokenizer):
         pieces = [bytes([byte]) for byte in range(256)] + [b"</s>", b"<call>"]
         self.table = TokenTable(pieces, special_ids=frozenset({256, 257}))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         before, *rest = text.split("<call>")
         return [*before.encode(), *(token for part in rest for token in (257, *part.encode()))]
 
@@ -283,7 +283,7 @@ def test_masks_of_many_rows_are_those_of_each_and_found_without_python() -> None
     threads = set[int]()
 
     class Recorded(Pieces):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, framed: bool = True) -> list[int]:
             threads.add(threading.get_ident())
             return super().encode(text)
 

@@ -61,7 +61,7 @@ class Watched(ByteTokenizer):
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, framed: bool = True) -> list[int]:
         self.threads.append(threading.current_thread().name)
         assert self.go_on.wait(30)
         return super().encode(text)

