@@ -8,9 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("adapters", "engine", "ops", "server")
+from source_files import PACKAGES, ROOT
 
 
 def modules(root: Path) -> dict[str, Path]:

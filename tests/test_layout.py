@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from source_files import PACKAGES, ROOT, name_of, repository_files, sources, tree_of
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("adapters", "engine", "ops", "server")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 18
@@ -68,33 +66,6 @@ OPTIONAL = {"httpx2", "opentelemetry-api"}
 @cache
 def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-
-
-@cache
-def repository_files() -> tuple[Path, ...]:
-    """Tracked files and those about to be; without git, all but hidden and built ones."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False) if (ROOT / ".git").exists() else None
-    if found and found.returncode == 0:
-        names = [name for name in found.stdout.split("\0") if name]
-    else:
-        paths = (path.relative_to(ROOT) for path in ROOT.rglob("*"))
-        skipped = re.compile(r"^\.(?!ci|git)|__pycache__|\.egg-info|^build|^dist")
-        names = [str(path) for path in paths if not skipped.search(str(path))]
-    return tuple(path for path in (ROOT / name for name in sorted(names)) if path.is_file())
-
-
-def sources(*folders: str) -> list[Path]:
-    return [path for path in repository_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders]
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def sizes() -> dict[str, tuple[int, int]]:

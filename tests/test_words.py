@@ -6,21 +6,17 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("adapters", "engine", "ops", "server")
+from source_files import PACKAGES, ROOT, name_of, sources, tree_of
+
 # A docstring that begins so lacks its noun or its verb, which stand in another line.
 FRAGMENTS = frozenset({"As", "Its", "Of", "That", "Theirs", "Those"})
 HOST = ("engine/scheduling", "engine/tools")
 DEVICE = ("engine/model", "ops")
 
 
-@cache
 def parsed() -> dict[str, ast.Module]:
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {name_of(path): tree_of(path) for path in sources(*PACKAGES)}
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -79,6 +75,6 @@ def test_the_glossary_names_what_exists() -> None:
     assert len(rows) >= 40 and len({row[0] for row in rows}) == len(rows)
     for word, _, place in rows:
         if named := re.fullmatch(r"`([\w.]+)` in (\S+)", place.strip()):
-            assert named[1] in names_of(parsed()[named[2]]), (word, place)
+            assert named[1] in names_of(tree_of(ROOT / named[2])), (word, place)
         else:
             assert (ROOT / place.strip()).exists(), (word, place)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from headrace.engine.grammar.schema_walk import ANNOTATIONS
+from headrace.engine.grammar.schema_walk import UNBINDING
 
 __all__ = ["VALUE", "VALUES", "described"]
 
@@ -28,7 +28,6 @@ VALUES: Final[dict[str, Any]] = {
 
 _TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
 _TYPED: Final = frozenset(("type", "const", "enum", "anyOf", "$ref"))
-_UNBOUND: Final = ANNOTATIONS | {"$defs", "definitions", "x-guidance"}
 
 
 def described(schema: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def described(schema: dict[str, Any]) -> dict[str, Any]:
     Args:
         schema: One schema of a whole in which no value has to satisfy two.
     """
-    if not schema.keys() - _UNBOUND:
+    if not schema.keys() - UNBINDING:
         return schema | _ANY
     if _TYPED.isdisjoint(schema):
         schema = schema | {"type": list(_TYPES)}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["ANNOTATIONS", "CONSTANTS", "combines", "mapped_schemas"]
+__all__ = ["CONSTANTS", "UNBINDING", "combines", "mapped_schemas"]
 
-ANNOTATIONS: Final = frozenset(
+_ANNOTATIONS: Final = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
 )
-"""Keywords that admit every value."""
+UNBINDING: Final = _ANNOTATIONS | {"$defs", "definitions", "x-guidance"}
+"""Keywords beside which a schema admits every value."""
 CONSTANTS: Final = frozenset(("const", "enum"))
 """Keywords that hold values instead of schemas."""
 
@@ -21,7 +22,6 @@ _COMBINING: Final = frozenset(
 )
 _ELSEWHERE: Final = frozenset(("$id", "id", "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef"))
 _ALONE: Final = frozenset(("anyOf", "$ref"))
-_BESIDE: Final = ANNOTATIONS | {"$defs", "definitions", "x-guidance"}
 
 
 def mapped_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -47,13 +47,13 @@ def combines(schema: Any) -> bool:
     return any(
         not _COMBINING.isdisjoint(each)
         or any(isinstance(each.get(key), str) for key in _ELSEWHERE)
-        or (not _ALONE.isdisjoint(each) and len(each.keys() - _BESIDE) > 1)
+        or (not _ALONE.isdisjoint(each) and len(each.keys() - UNBINDING) > 1)
         for each in _schemas(schema)
     )
 
 
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield every schema in a schema."""
+def _schemas(schema: Any) -> list[dict[str, Any]]:
+    """Return every schema in a schema."""
     found: list[dict[str, Any]] = []
 
     def seen(each: dict[str, Any]) -> dict[str, Any]:
@@ -61,4 +61,4 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
         return each
 
     mapped_schemas(schema, seen)
-    yield from found
+    return found
