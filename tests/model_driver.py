@@ -13,7 +13,7 @@ from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.rows import CpuRows
-from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
@@ -44,7 +44,7 @@ def request(ids: Sequence[int], count: int, sampling: Sampling | None = None) ->
 class ModelUnderTest:
     """A decoder with a cache and a row table of its own, fed with tokens that are known beforehand."""
 
-    def __init__(self, decoder: Decoder, ops: Mapping[int | None, CpuOps], kv: CpuKv, size: Capacity) -> None:
+    def __init__(self, decoder: CpuDecoder, ops: Mapping[int | None, CpuOps], kv: CpuKv, size: Capacity) -> None:
         """Use `kv`, whose pages it takes in an order that no address could be guessed from."""
         self.bank: CpuBank | None = None
         """What sequences may wear."""
@@ -116,10 +116,11 @@ class ModelUnderTest:
         batch = rows.batch(works)
         with torch.inference_mode():
             steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
-            any_ops = next(iter(self._ops.values()))
-            adapters = CpuAdapterOps(any_ops, batch.wearers) if batch.wearers else None
-            hidden_NE = self._decoder.hidden(batch.tokens_N, steps, self._kv, None, adapters)
-            logits_NV = self._decoder.logits(hidden_NE, adapters).float()
+            wearers, adapted = batch.wearers, None
+            if wearers:
+                adapted = {window: CpuAdapterOps(ops, wearers) for window, ops in self._ops.items()}
+            hidden_NE = self._decoder.hidden(batch.tokens_N, steps, self._kv, None, adapted)
+            logits_NV = self._decoder.logits(hidden_NE, adapted).float()
         for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):
             work = works[index]
             found[work.row].append(logits_NV[last + 1 - work.num_tokens : last + 1])

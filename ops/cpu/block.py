@@ -22,6 +22,7 @@ from headrace.ops.cpu.linear import CpuLinear, linear
 from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece
 from headrace.ops.quantised import GroupQuantised
 from headrace.ops.sizes import padded_size
+from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+    from headrace.ops.stream import HeadNorms
 
 __all__ = ["CpuKv", "CpuOps"]
 
@@ -205,55 +207,55 @@ class CpuOps:
         """Pack a weight and its bias for `product`."""
         return linear(weight, bias_O, dtype=self.dtype)
 
-    def product(self, x_NI: Tensor, packed: CpuLinear) -> Tensor:
-        """Return x W^T + b."""
-        return packed(x_NI)
-
     def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CpuHead:
         """Pack the output head's weight for `logits`."""
         return CpuHead(weight_VE, dtype=self.dtype)
 
-    def logits(self, x_SE: Tensor, packed: CpuHead) -> Tensor:
+    def logits(self, x_SE: Tensor, head: CpuLinear) -> Tensor:
         """Return the output head's product, in float32."""
-        return packed(x_SE)
+        return head(x_SE)
 
-    def add_product(
-        self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, norm_E: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the product and the residual, which the next norm adds."""
-        return packed(x_NI), residual_NE
-
-    def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
-        """Return the RMS norm of the sum."""
-        return self.normed_sum(x_NE, residual_NE, weight_E)[0]
-
-    def norm_product(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
-    ) -> tuple[Tensor, Tensor]:
-        """Return (product of the norm of the sum, the sum)."""
-        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
-        return packed(normed_NE), total_NE
-
-    def norm_feed(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear
-    ) -> tuple[Tensor, Tensor]:
-        """Return (silu(gate) * up of the norm of the sum, the sum)."""
-        gate_up_N2F, total_NE = self.norm_product(x_NE, residual_NE, weight_E, packed)
-        return self.silu_mul(gate_up_N2F), total_NE
+    def embed(self, x_NE: Tensor, _tokens_N: Tensor) -> Tensor:
+        """Return the embeddings unchanged."""
+        return x_NE
 
     def attend(
-        self, qkv_NX: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, step: CpuStep, kv: CpuKv, layer: int
-    ) -> Tensor:
+        self,
+        stream: Stream,
+        norm_E: Tensor,
+        qkv: CpuLinear,
+        head_norms: HeadNorms | None,
+        step: CpuStep,
+        kv: CpuKv,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Norm, multiply by `qkv`, rotate, store and attend; return (the result, the sum of the stream)."""
+        normed_NE, total_NE = self.normed(stream, norm_E)
+        return self.attend_with(qkv(normed_NE), head_norms, step, kv, layer), total_NE
+
+    def feed(self, stream: Stream, norm_E: Tensor, gate_up: CpuLinear, _layer: int) -> tuple[Tensor, Tensor]:
+        """Return (silu(gate) * up of the norm's product, the sum of the stream)."""
+        normed_NE, total_NE = self.normed(stream, norm_E)
+        return self.silu_mul(gate_up(normed_NE)), total_NE
+
+    def add(
+        self, x_NI: Tensor, packed: CpuLinear, total_NE: Tensor, _norm_E: Tensor | None, _layer: int, _site: str
+    ) -> Stream:
+        """Return the product and the sum so far, which the next norm adds."""
+        return Stream(packed(x_NI), total_NE)
+
+    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (RMS norm of the sum, the sum). Sums are float32: bfloat16 would lose more bits than a product."""
+        x_NE, total_NE, _ = stream
+        total_NE = x_NE.float() if total_NE is None else total_NE.add_(x_NE)
+        return self.rms_norm(total_NE, norm_E), total_NE
+
+    def attend_with(self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CpuStep, kv: CpuKv, layer: int) -> Tensor:
         """Rotate, store and attend: `rope_and_write`, then `attention`; rows behind the step's tokens give zeros."""
         tokens = len(step.cos_N1D)
-        q_NHD = self.rope_and_write(qkv_NX[:tokens], step, kv, layer, q_norm_D, k_norm_D)
+        q_NHD = self.rope_and_write(qkv_NX[:tokens], step, kv, layer, *(head_norms or (None, None)))
         o_NX = self.attention(q_NHD, step, kv, layer)
         return o_NX if len(qkv_NX) == tokens else functional.pad(o_NX, (0, 0, 0, len(qkv_NX) - tokens))
-
-    def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (RMS norm of the sum, the sum). Sums are float32: bfloat16 would lose more bits than a product."""
-        total_NE = x_NE.float() if residual_NE is None else residual_NE.add_(x_NE)
-        return self.rms_norm(total_NE, weight_E), total_NE
 
     # --- inside
 

@@ -34,7 +34,7 @@ _STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of the
 class CpuLinear(Protocol):
     """A linear layer ready to multiply: takes `x_NI`, returns `y_NO`, both in the layer's dtype."""
 
-    def __call__(self, x_NI: Tensor) -> Tensor: ...
+    def __call__(self, x_NI: Tensor, /) -> Tensor: ...
 
 
 def linear(weight: Tensor | GroupQuantised, bias_O: Tensor | None, *, dtype: torch.dtype) -> CpuLinear:

@@ -10,11 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from headrace.ops.stream import Stream
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cpu.block import CpuOps
+    from headrace.ops.cpu.block import CpuKv, CpuOps
     from headrace.ops.cpu.linear import CpuLinear
+    from headrace.ops.cpu.step import CpuStep
+    from headrace.ops.stream import HeadNorms
 
 __all__ = ["CpuAdapterOps", "CpuUpdates", "Place", "SiteUpdate", "UpdatePart", "Wearers", "add_update"]
 
@@ -98,6 +102,40 @@ class CpuAdapterOps:
                 x_NE[tokens] = worn_ME
         return x_NE
 
+    def attend(
+        self,
+        stream: Stream,
+        norm_E: Tensor,
+        qkv: CpuLinear,
+        head_norms: HeadNorms | None,
+        step: CpuStep,
+        kv: CpuKv,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Do what `CpuOps.attend` does, with the updates of queries, keys and values."""
+        normed_NE, total_NE = self._ops.normed(stream, norm_E)
+        qkv_NX = self._product(normed_NE, qkv, layer, "qkv")
+        return self._ops.attend_with(qkv_NX, head_norms, step, kv, layer), total_NE
+
+    def feed(self, stream: Stream, norm_E: Tensor, gate_up: CpuLinear, layer: int) -> tuple[Tensor, Tensor]:
+        """Do what `CpuOps.feed` does, with the updates added before silu."""
+        normed_NE, total_NE = self._ops.normed(stream, norm_E)
+        return self._ops.silu_mul(self._product(normed_NE, gate_up, layer, "gate_up")), total_NE
+
+    def add(
+        self, x_NI: Tensor, packed: CpuLinear, total_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
+    ) -> Stream:
+        """Return the product with the site's updates and the sum so far, which the next norm adds."""
+        return Stream(self._product(x_NI, packed, layer, site), total_NE)
+
+    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `CpuOps.normed` does."""
+        return self._ops.normed(stream, norm_E)
+
+    def logits(self, x_SE: Tensor, head: CpuLinear) -> Tensor:
+        """Return the head's product with its updates, float32; the tokens of the wearers must index these S rows."""
+        return self._product(x_SE, head, -1, "head")
+
     def _product(self, x_NI: Tensor, packed: CpuLinear, layer: int, site: str) -> Tensor:
         """Return the product with the site's updates."""
         y_NO = packed(x_NI)
@@ -106,31 +144,3 @@ class CpuAdapterOps:
             if update is not None:
                 add_update(y_NO, x_NI, tokens, update)
         return y_NO
-
-    def add_product(
-        self, x_NI: Tensor, packed: CpuLinear, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
-    ) -> tuple[Tensor, Tensor]:
-        """Return (the product with the site's updates, the residual), for the next norm to add."""
-        return self._product(x_NI, packed, layer, site), residual_NE
-
-    def norm_product(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear, layer: int, site: str
-    ) -> tuple[Tensor, Tensor]:
-        """Return (product of the norm of the sum with the site's updates, the sum)."""
-        normed_NE, total_NE = self._ops.normed_sum(x_NE, residual_NE, weight_E)
-        return self._product(normed_NE, packed, layer, site), total_NE
-
-    def norm_feed(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CpuLinear, layer: int, site: str
-    ) -> tuple[Tensor, Tensor]:
-        """Return (silu(gate) * up of the norm of the sum, the sum), with the updates added before silu."""
-        gate_up_N2F, total_NE = self.norm_product(x_NE, residual_NE, weight_E, packed, layer, site)
-        return self._ops.silu_mul(gate_up_N2F), total_NE
-
-    def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
-        """Add the head's updates to the logits and return them; the tokens of the wearers must index these S."""
-        for updates, tokens, _ in self._wearers:
-            update = updates.sites.get((-1, "head"))
-            if update is not None:
-                add_update(logits_SV, hidden_SE, tokens, update)
-        return logits_SV

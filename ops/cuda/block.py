@@ -27,6 +27,7 @@ from headrace.ops.cuda.products.tile_linear import TileLinear
 from headrace.ops.cuda.products.vector import AddNorm, vector_linear
 from headrace.ops.paged import UNSCALED, KvScales
 from headrace.ops.quantised import GroupQuantised
+from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.adapters.rows import WornSite
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.fused import DecodeInputs
+    from headrace.ops.stream import HeadNorms
 
 __all__ = ["CudaOps", "CudaProduct", "DecodeStep", "GivenRows", "PrefillStep"]
 
@@ -49,16 +51,6 @@ class CudaProduct(NamedTuple):
 
     weight_OI: Tensor
     bias_O: Tensor | None
-
-
-class Postponed(NamedTuple):
-    """Product of a norm without its factors, for `attend` to compute: a kernel may also store its keys and values."""
-
-    even: EvenLinear
-    x_NE: Tensor
-    packed: CudaProduct
-    squares: Squares | None
-    worn: WornSite | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +157,81 @@ class CudaOps:
             weight = weight.dense(self.shape.dtype)
         return CudaProduct(weight.contiguous(), bias_O)
 
+    def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CudaProduct:
+        """Pack the output head's weight for `logits`."""
+        return self.pack(weight_VE, None)
+
+    def logits(self, x_SE: Tensor, head: CudaProduct) -> Tensor:
+        """Return the product with the output head in float32, the dtype of its sums.
+
+        From 16 on, bfloat16 has steps of 0.125, so that near ties would depend on the shape of the step.
+        """
+        return self._product(x_SE, head.weight_OI, torch.float32)
+
+    def embed(self, x_NE: Tensor, _tokens_N: Tensor) -> Tensor:
+        """Return the embeddings unchanged."""
+        return x_NE
+
+    def attend(
+        self,
+        stream: Stream,
+        norm_E: Tensor,
+        qkv: CudaProduct,
+        head_norms: HeadNorms | None,
+        step: DecodeStep | PrefillStep,
+        kv: Tensor,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Norm, multiply by `qkv`, norm and rotate heads, store k and v, attend; return ([N, H * D], the sum)."""
+        x_NE, total_NE, pending = stream
+        if isinstance(pending, Squares) and self._even is not None and _is_whole(qkv):
+            assert total_NE is not None
+            if self._can_make_heads(x_NE, qkv, step):
+                return self.attend_inside(x_NE, pending, qkv, head_norms, step, kv, layer), total_NE
+            qkv_NX = self._even_product(self._even, x_NE, qkv, pending)
+        elif pending is None and x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
+            qkv_NX, total_NE = self._vector(x_NE, total_NE, norm_E, qkv.weight_OI, gated=False)
+            qkv_NX = qkv_NX if qkv.bias_O is None else qkv_NX.add_(qkv.bias_O)
+        else:
+            normed_NE, total_NE = self.normed(stream, norm_E)
+            qkv_NX = self.product(normed_NE, qkv)
+        return self.attend_with(qkv_NX, head_norms, step, kv, layer), total_NE
+
+    def feed(self, stream: Stream, norm_E: Tensor, gate_up: CudaProduct, _layer: int) -> tuple[Tensor, Tensor]:
+        """Return (silu(gate) * up of the norm's product, the sum of the stream)."""
+        x_NE, total_NE, pending = stream
+        if isinstance(pending, Squares) and self._even is not None and _is_whole(gate_up):
+            assert total_NE is not None
+            return self._even_feed(self._even, x_NE, gate_up, pending), total_NE
+        if pending is None and gate_up.bias_O is None and len(x_NE) == 1 and x_NE.shape[1] <= _NORM_FEATURES:
+            return self._vector(x_NE, total_NE, norm_E, gate_up.weight_OI, gated=True)
+        normed_NE, total_NE = self.normed(stream, norm_E)
+        return self.gated(normed_NE, gate_up), total_NE
+
+    def add(
+        self, x_NI: Tensor, packed: CudaProduct, total_NE: Tensor, norm_E: Tensor | None, _layer: int, _site: str
+    ) -> Stream:
+        """Return the stream with the product added, and times the norm's weight where a kernel does all at once."""
+        even = self._even_for(len(x_NI), packed.weight_OI)
+        if even is None or norm_E is None or packed.bias_O is not None:
+            return Stream(self.product(x_NI, packed), total_NE)
+        out_NE = torch.empty_like(total_NE)
+        return Stream(out_NE, total_NE, even.add(x_NI, packed.weight_OI, total_NE, norm_E, out_NE))
+
+    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (RMS norm of the sum, the sum)."""
+        x_NE, total_NE, pending = stream
+        if total_NE is None:
+            normed_NE = torch.empty_like(x_NE)
+            fused.rms_norm(x_NE, norm_E, self.eps, normed_NE, pdl=self.pdl)
+            return normed_NE, x_NE
+        if pending is not None:
+            return pending.normed(x_NE, total_NE, norm_E, self.eps), total_NE
+        fused.add_rms_norm(x_NE, total_NE, norm_E, self.eps, pdl=self.pdl)
+        return x_NE, total_NE
+
+    # --- for operations with adapters, too
+
     def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
         """Return x W^T + b."""
         weight_OI, bias_O = packed
@@ -176,57 +243,7 @@ class CudaOps:
             even.product(x_NI, weight_OI, out_NO)
         return out_NO if bias_O is None else out_NO.add_(bias_O)
 
-    def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CudaProduct:
-        """Pack the output head's weight for `logits`."""
-        return self.pack(weight_VE, None)
-
-    def logits(self, x_SE: Tensor, packed: CudaProduct) -> Tensor:
-        """Return the product with the output head in float32, the dtype of its sums.
-
-        From 16 on, bfloat16 has steps of 0.125, so that near ties would depend on the shape of the step.
-        """
-        return self._product(x_SE, packed.weight_OI, torch.float32)
-
-    def add_product(
-        self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, norm_E: Tensor | None
-    ) -> tuple[Tensor, Tensor | Squares]:
-        """Return (the sum times the norm's weight, without its factors; its squares), or the arguments for `norm`."""
-        even = self._even_for(len(x_NI), packed.weight_OI)
-        if even is None or norm_E is None or packed.bias_O is not None:
-            return self.product(x_NI, packed), residual_NE
-        out_NE = torch.empty_like(residual_NE)
-        return out_NE, even.add(x_NI, packed.weight_OI, residual_NE, norm_E, out_NE)
-
-    def norm(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> Tensor:
-        """Return the RMS norm of the sum."""
-        return self.normed_sum(x_NE, residual_NE, weight_E)[0]
-
-    def norm_product(
-        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
-    ) -> tuple[Tensor | Postponed, Tensor]:
-        """Return (product of the norm of the sum, the sum)."""
-        if isinstance(residual_NE, Squares):
-            if self._even is not None and _is_whole(packed):
-                return Postponed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
-        elif x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
-            out_NO, total_NE = self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=False)
-            return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O), total_NE
-        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
-        return self.product(normed_NE, packed), total_NE
-
-    def norm_feed(
-        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct
-    ) -> tuple[Tensor, Tensor]:
-        """Return (silu(gate) * up of the norm of the sum, the sum)."""
-        if isinstance(residual_NE, Squares):
-            if self._even is not None and _is_whole(packed):
-                return self._even_feed(self._even, x_NE, packed, residual_NE), residual_NE.total_NE
-        elif packed.bias_O is None and len(x_NE) == 1 and x_NE.shape[1] <= _NORM_FEATURES:
-            return self._vector(x_NE, residual_NE, weight_E, packed.weight_OI, gated=True)
-        normed_NE, total_NE = self.normed_sum(x_NE, residual_NE, weight_E)
-        return self.feed(normed_NE, packed), total_NE
-
-    def feed(self, x_NE: Tensor, packed: CudaProduct) -> Tensor:
+    def gated(self, x_NE: Tensor, packed: CudaProduct) -> Tensor:
         """Return silu(gate) * up of the product."""
         weight_2FI, (rows, size_in) = packed.weight_OI, x_NE.shape
         out_NF = torch.empty(rows, weight_2FI.shape[0] // 2, dtype=x_NE.dtype, device=x_NE.device)
@@ -245,25 +262,17 @@ class CudaOps:
             fused.silu_mul(self.product(x_NE, packed), out_NF, pdl=self.pdl)
         return out_NF
 
-    def attend(
+    def attend_with(
         self,
-        qkv_NX: Tensor | Postponed,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
+        qkv_NX: Tensor,
+        head_norms: HeadNorms | None,
         step: DecodeStep | PrefillStep,
         kv: Tensor,
         layer: int,
     ) -> Tensor:
         """Norm and rotate q and k, store k and v, attend; return [N, H * D]."""
         shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
-        if isinstance(qkv_NX, Postponed):
-            if isinstance(step, DecodeStep) and (heads := self._heads_for(qkv_NX, step)) is not None:
-                at, slots_B = step.inputs.positions_B, step.inputs.slots_B
-                to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
-                q_NX = heads.run(qkv_NX.x_NE, qkv_NX.packed.weight_OI, qkv_NX.squares, to, qkv_NX.worn)
-                return self._decode(q_NX, step, kv_layer, scales)
-            assert qkv_NX.worn is None, "nothing else adds updates to what is postponed"
-            qkv_NX = self._even_product(*qkv_NX[:4])
+        q_norm_D, k_norm_D = head_norms or (None, None)
         rows, width = qkv_NX.shape[0], shape.heads * shape.head_dim
         out_NX = torch.empty(rows, width, dtype=qkv_NX.dtype, device=qkv_NX.device)
         if isinstance(step, PrefillStep):
@@ -285,17 +294,25 @@ class CudaOps:
             return self._decode(out_NX, step, kv_layer, scales)
         return out_NX
 
-    def normed_sum(self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (RMS norm of the sum, the sum)."""
-        if isinstance(residual_NE, Squares):
-            squares_N1 = residual_NE.parts_EN.sum(0)[:, None]
-            return (x_NE * torch.rsqrt(squares_N1 / x_NE.shape[1] + self.eps)).to(x_NE.dtype), residual_NE.total_NE
-        if residual_NE is None:
-            normed_NE = torch.empty_like(x_NE)
-            fused.rms_norm(x_NE, weight_E, self.eps, normed_NE, pdl=self.pdl)
-            return normed_NE, x_NE
-        fused.add_rms_norm(x_NE, residual_NE, weight_E, self.eps, pdl=self.pdl)
-        return x_NE, residual_NE
+    def attend_inside(
+        self,
+        x_NE: Tensor,
+        squares: Squares | None,
+        qkv: CudaProduct,
+        head_norms: HeadNorms | None,
+        step: DecodeStep | PrefillStep,
+        kv: Tensor,
+        layer: int,
+        worn: WornSite | None = None,
+    ) -> Tensor:
+        """Attend with a product that norms and rotates q and k, stores k and v, and adds updates itself."""
+        assert self._even_heads is not None and isinstance(step, DecodeStep)
+        kv_layer, scales = kv[layer], self._kv_scales.get(layer, UNSCALED)
+        q_norm_D, k_norm_D = head_norms or (None, None)
+        at, slots_B = step.inputs.positions_B, step.inputs.slots_B
+        to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
+        q_NX = self._even_heads.run(x_NE, qkv.weight_OI, squares, to, worn)
+        return self._decode(q_NX, step, kv_layer, scales)
 
     # --- inside
 
@@ -316,11 +333,11 @@ class CudaOps:
     def _even_for(self, rows: int, weight_OI: Tensor) -> EvenLinear | None:
         return self._even if EvenLinear.fits(rows, *weight_OI.shape) else None
 
-    def _heads_for(self, qkv: Postponed, step: DecodeStep) -> EvenHeads | None:
-        """Return the kernel that makes queries, keys and values at once, or None where it cannot be used."""
-        if isinstance(step.attention, FusedDecode) or qkv.packed.bias_O is not None:
-            return None
-        return self._even_heads if EvenHeads.fits(*qkv.x_NE.shape) else None
+    def _can_make_heads(self, x_NE: Tensor, qkv: CudaProduct, step: DecodeStep | PrefillStep) -> bool:
+        """Return whether one kernel can make queries, keys and values of the step, rotate and store them."""
+        if not isinstance(step, DecodeStep) or isinstance(step.attention, FusedDecode) or qkv.bias_O is not None:
+            return False
+        return self._even_heads is not None and EvenHeads.fits(*x_NE.shape)
 
     def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales) -> Tensor:
         """Attend with rotated queries, whose keys and values are already stored."""
@@ -331,7 +348,7 @@ class CudaOps:
         return out_NX
 
     @staticmethod
-    def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares | None) -> Tensor:
+    def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
         """Return the product of a norm, of which `squares` holds the missing factors."""
         out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
         even.product(x_NI, packed.weight_OI, out_NO, squares)

@@ -18,6 +18,7 @@ from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.linear import linear
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
 from headrace.ops.quantised import GROUP, GroupQuantised
+from headrace.ops.stream import Stream
 
 POSITIONS = 700
 DTYPES = [torch.float32, torch.bfloat16]
@@ -245,7 +246,7 @@ def test_norms_and_gates_match(dtype: torch.dtype, tolerance: float, tokens: int
         expected = reference.rms_norm(values, weight, 1e-5)
         torch.testing.assert_close(ops.rms_norm(values, weight).float(), expected, rtol=tolerance, atol=tolerance)
     expected_total = x.float() + residual.float()
-    normed, total = ops.normed_sum(x, residual.float(), weight)
+    normed, total = ops.normed(Stream(x, residual.float()), weight)
     assert total.dtype is torch.float32 and torch.equal(total, expected_total)
     expected = reference.rms_norm(expected_total, weight, 1e-5)
     torch.testing.assert_close(normed.float(), expected, rtol=tolerance, atol=tolerance)

@@ -86,7 +86,7 @@ def test_a_norm_before_costs_no_precision(rows: int) -> None:
     to = targets(rows, 4, normed=True)
     q, kv = truth_of(reference.rms_norm(total, norm, EPS), weight, to)
     parts = total.float().square().view(rows, 16, 64).sum(2).T.contiguous()
-    out = EvenHeads(eps=EPS, pdl=True).run(total * norm, weight, Squares(total, parts), to)
+    out = EvenHeads(eps=EPS, pdl=True).run(total * norm, weight, Squares(parts), to)
     assert error(out.view_as(q), q) < 8e-3 and error(stored(to)[to.slots_N[1:]], kv[1:]) < 8e-3
 
 

@@ -147,9 +147,7 @@ def test_silu_mul_of_a_norm(rows: int, size_out: int, size_in: int, ranks: list[
     truth = reference.silu_mul(adapter.add(reference.linear(normed, weight, None).double(), normed, wears))
     parts = total.float().square().view(rows, size_in // 64, 64).sum(2).T.contiguous()
     out = poison(rows, size_out)
-    EvenLinear(SCRATCH, eps=EPS, pdl=True).silu_mul(
-        total * norm, weight, out, Squares(total, parts), adapter.worn(wears)
-    )
+    EvenLinear(SCRATCH, eps=EPS, pdl=True).silu_mul(total * norm, weight, out, Squares(parts), adapter.worn(wears))
     assert error(out, truth) < 8e-3
 
 
@@ -175,7 +173,7 @@ def test_heads(rows: int, size_in: int, heads: int, kv_heads: int, ranks: list[i
     worn, outs = adapter.worn(wears), []
     for pdl in (False, True, True):
         to.kv_layer.zero_()
-        out = EvenHeads(eps=EPS, pdl=pdl).run(total * norm, weight, Squares(total, parts), to, worn)
+        out = EvenHeads(eps=EPS, pdl=pdl).run(total * norm, weight, Squares(parts), to, worn)
         outs.append((out, to.kv_layer.clone()))
     assert error(outs[0][0].view_as(q), q) < 8e-3
     stored = to.kv_layer.float().transpose(1, 2).flatten(0, 1)[to.slots_N]

@@ -20,6 +20,8 @@ import pytest
 import torch
 from compiled_kernels import Launch, compiling_for
 
+from headrace.ops.stream import HeadNorms, Stream
+
 pytest.importorskip("triton", reason="needs triton, which `make test` installs")
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -78,7 +80,8 @@ class Chip:
         )  # fmt: skip
         self.kv = empty(1, PAGES, 2, 16, model.kv_heads, model.head_dim, dtype=shape.kv_dtype)
         width = (model.heads + 2 * model.kv_heads) * model.head_dim
-        self.norm, self.head_norm = empty(model.hidden), empty(model.head_dim) if model.has_head_norms else None
+        self.norm = empty(model.hidden)
+        self.head_norms = HeadNorms(empty(model.head_dim), empty(model.head_dim)) if model.has_head_norms else None
         self.qkv = self.ops.pack(empty(width, model.hidden), None)
         self.out = self.ops.pack(empty(model.hidden, model.heads * model.head_dim), None)
         self.gate_up = self.ops.pack(empty(2 * model.ffn, model.hidden), None)
@@ -103,33 +106,33 @@ def decode(chip: Chip, rows: int) -> None:
     state = words(rows), words(9, POSITIONS), words(9), words(9, PAGES)
     prepare_decode(*state, inputs, page_size=16)
     step = DecodeStep(inputs, FusedDecode(ops.shape, torch.device("meta"), max_rows=rows))
-    x, total = ops.norm_product(empty(rows, chip.model.hidden), None, chip.norm, chip.qkv)
-    x = ops.attend(x, chip.head_norm, chip.head_norm, step, chip.kv, 0)
-    layer(chip, x, total)
+    layer(chip, ops, step, empty(rows, chip.model.hidden))
 
 
-def layer(chip: Chip, x: torch.Tensor, total: torch.Tensor) -> None:
-    """What follows attention, and the head."""
-    ops = chip.ops
-    x, residual = ops.add_product(x, chip.out, total, chip.norm)
-    x, residual = ops.norm_feed(x, residual, chip.norm, chip.gate_up)
-    x, residual = ops.add_product(x, chip.down, residual, chip.norm)
-    x, residual = ops.norm_product(x, residual, chip.norm, chip.qkv)
-    ops.product(ops.norm(empty(len(x), chip.model.hidden), empty(len(x), chip.model.hidden), chip.norm), chip.head)
+def layer(chip: Chip, ops: Any, step: Any, x: torch.Tensor) -> None:
+    """A layer, the attention of the next one, and the head."""
+    x, total = ops.attend(Stream(x), chip.norm, chip.qkv, chip.head_norms, step, chip.kv, 0)
+    stream = ops.add(x, chip.out, total, chip.norm, 0, "o")
+    x, total = ops.feed(stream, chip.norm, chip.gate_up, 0)
+    stream = ops.add(x, chip.down, total, chip.norm, 0, "down")
+    ops.attend(stream, chip.norm, chip.qkv, chip.head_norms, step, chip.kv, 0)
+    hidden, _ = ops.normed(Stream(empty(len(x), chip.model.hidden), empty(len(x), chip.model.hidden)), chip.norm)
+    chip.ops.product(hidden, chip.head)
+    ops.logits(hidden, chip.head)
+
+
+class NoAttention:
+    def run(self, *given: Any) -> None:
+        pass
 
 
 def prefill(chip: Chip, tokens: int) -> None:
     """A layer of a prefill but its attention, which FlashInfer compiles, or csrc/."""
     from headrace.ops.cuda.block import PrefillStep
 
-    class Attention:
-        def run(self, *given: Any) -> None:
-            pass
-
-    ops, attention = chip.ops, Attention()
-    step = PrefillStep(empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.int64), attention)
-    x, total = ops.norm_product(empty(tokens, chip.model.hidden), None, chip.norm, chip.qkv)
-    layer(chip, ops.attend(x, chip.head_norm, chip.head_norm, step, chip.kv, 0), total)
+    ops = chip.ops
+    step = PrefillStep(empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.int64), NoAttention())
+    layer(chip, ops, step, empty(tokens, chip.model.hidden))
 
 
 def choose(chip: Chip, rows: int) -> None:
@@ -172,6 +175,7 @@ def adapted(chip: Chip, rows: int) -> None:
     """A layer whose rows use adapters: each its own, few among many, one for all, and in a prefill."""
     from headrace.ops.cuda.adapters.products import CudaAdapterOps
     from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, SEGMENT, LoraBatch, LoraSite, group_rows, pick
+    from headrace.ops.cuda.block import PrefillStep
 
     model = chip.model
     width, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -203,14 +207,10 @@ def adapted(chip: Chip, rows: int) -> None:
         if group == ALIKE:
             pick(batch, words(9, 4))
         side = None if group == SEGMENT else torch.cuda.current_stream()
-        ops = CudaAdapterOps(chip.ops, batch, sites, 2, ends=group != ALIKE, side=side)
-        x = ops.embed(empty(rows, model.hidden), words(rows))
-        x, total = ops.norm_product(x, None, chip.norm, chip.qkv, 0, "qkv")
-        x, residual = ops.add_product(empty(rows, width), chip.out, total, chip.norm, 0, "o")
-        x, residual = ops.norm_feed(x, residual, chip.norm, chip.gate_up, 0, "gate_up")
-        x, residual = ops.add_product(x, chip.down, residual, chip.norm, 0, "down")
-        x, residual = ops.norm_product(x, residual, chip.norm, chip.qkv, 0, "qkv")
-        ops.head(empty(rows, model.vocabulary), empty(rows, model.hidden))
+        ops = CudaAdapterOps(chip.ops, batch, sites, ends=group != ALIKE, side=side)
+        places = empty(rows, dtype=torch.int64)
+        step = PrefillStep(places, places, NoAttention())
+        layer(chip, ops, step, ops.embed(empty(rows, model.hidden), words(rows)))
 
 
 def unpack(chip: Chip, rows: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
 from headrace.engine.bench.kernels.timing import PAGE, SHAPES, Bench, Shape, decode_inputs, random
 from headrace.engine.model.cuda.adapters import sites_of, table_lines
-from headrace.engine.model.network.decoder import AdapterOps, PlainProducts
 from headrace.ops.cuda.adapters.expand import expand, expand_add_norm, expand_silu_mul
 from headrace.ops.cuda.adapters.inside import CudaWornOps
 from headrace.ops.cuda.adapters.products import CudaAdapterOps
@@ -27,12 +26,16 @@ from headrace.ops.cuda.block import CudaOps, DecodeStep
 from headrace.ops.cuda.products.even_heads import EvenHeads
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.linear import MAX_ROWS, LinearScratch
+from headrace.ops.stream import Stream
 
 __all__ = ["lora", "lora_sweep"]
 
 _CONTEXT = 1000
 _EPS = 1e-6
 _KINDS = {"r8 q k v o": (8, MODULES[:4]), "r16 all": (16, MODULES)}
+
+
+_Ops: TypeAlias = CudaOps | CudaAdapterOps | CudaWornOps
 
 
 class _Layer(NamedTuple):
@@ -103,36 +106,26 @@ class _Layers:
         self.tokens = torch.arange(rows, device="cuda")
         self.batch_B = torch.arange(rows, dtype=torch.int32, device="cuda")
 
-    def adapter_ops(self, adapters: _Adapters, batch: LoraBatch) -> AdapterOps:
+    def adapter_ops(self, adapters: _Adapters, batch: LoraBatch) -> _Ops:
         """Return the operations that compute a step's products with adapters."""
         if batch.rows == ALIKE:
             return CudaWornOps(self.ops, self.even, batch, adapters.own, adapters.sites, feeds=adapters.feeds)
-        return CudaAdapterOps(
-            self.ops, batch, adapters.sites, self.shape.layers, feeds=adapters.feeds, side=torch.cuda.Stream()
-        )
+        return CudaAdapterOps(self.ops, batch, adapters.sites, feeds=adapters.feeds, side=torch.cuda.Stream())
 
-    def run(self, adapters: AdapterOps | None, prepare: Callable[[], None]) -> Tensor:
+    def run(self, ops: _Ops, prepare: Callable[[], None]) -> Tensor:
         """Enqueue a step's layers."""
         prepare()
         if isinstance(self.step.attention, EvenDecode):
             self.step.attention.deal(self.step.inputs)
-        x, residual = self._blocks(
-            self.embedding[self.tokens], PlainProducts(self.ops) if adapters is None else adapters
-        )
-        return self.ops.norm(x, residual, self.norm)
-
-    def _blocks(self, x: Tensor, products: AdapterOps | PlainProducts) -> tuple[Tensor, Any]:
-        ops, norm = self.ops, self.norm
-        residual: Any = None
+        norm, stream = self.norm, Stream(self.embedding[self.tokens])
         for number, layer in enumerate(self.layers):
-            qkv, o, gate_up, down = (ops.pack(weight, None) for weight in layer)
+            qkv, o, gate_up, down = (self.ops.pack(weight, None) for weight in layer)
             after = norm if number + 1 < len(self.layers) else None
-            heads, total = products.norm_product(x, residual, norm, qkv, number, "qkv")
-            x = ops.attend(heads, None, None, self.step, self.kv, number)
-            x, residual = products.add_product(x, o, total, norm, number, "o")
-            x, total = products.norm_feed(x, residual, norm, gate_up, number, "gate_up")
-            x, residual = products.add_product(x, down, total, after, number, "down")
-        return x, residual
+            x, total = ops.attend(stream, norm, qkv, None, self.step, self.kv, number)
+            stream = ops.add(x, o, total, norm, number, "o")
+            x, total = ops.feed(stream, norm, gate_up, number)
+            stream = ops.add(x, down, total, after, number, "down")
+        return ops.normed(stream, norm)[0]
 
 
 def _read_speed(bench: Bench) -> float:
@@ -146,7 +139,7 @@ def lora(bench: Bench) -> None:
     speed = _read_speed(bench)
     for rows in (1, 64, 256):
         layers = _Layers(bench, SHAPES["8b"], rows)
-        base = bench.time(lambda: layers.run(None, lambda: None))
+        base = bench.time(lambda: layers.run(layers.ops, lambda: None))
         bench.add(f"lora 8b B={rows} none", base)
         for kind, count in itertools.product(_KINDS, (1, 8, 64, 256)):
             if count <= rows:

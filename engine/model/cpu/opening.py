@@ -14,7 +14,7 @@ from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import Source, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.model.cpu.runner import CpuRunner, cpu_ops
+from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, cpu_ops
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.shared.adapter_device import adapter_device
 from headrace.engine.model.shared.device import Device, Limits, fit
@@ -117,7 +117,7 @@ def _make_runner(
 
     threads = config.cpu_threads or default_threads()
 
-    def load() -> Decoder:
+    def load() -> CpuDecoder:
         packed = config.dtype == "auto"
         read_from = next(sources, None) or again()
         progress = LoggedProgress(weights_read)
@@ -127,7 +127,7 @@ def _make_runner(
                 read_from, spec, dtype=dtype, keep_packed=packed, seed=config.seed, progress=progress
             ) as weights,
         ):
-            decoder = Decoder(spec, weights, ops, each)
+            decoder: CpuDecoder = Decoder(spec, weights, ops, each)
         del weights  # packed by now; loading passed through more than it keeps
         return_freed_memory()
         return decoder

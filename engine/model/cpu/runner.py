@@ -7,7 +7,7 @@ step can be launched before this one is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,10 +24,14 @@ from headrace.engine.model.shared.pools import settle
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import CHOSEN_LATER, Ability, Capacity, StepPlan
 from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
-from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.block import CpuKv, CpuOps
+from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.lora import CpuAdapterOps, Wearers
+from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["CpuRunner", "cpu_ops"]
+__all__ = ["CpuDecoder", "CpuRunner", "cpu_ops"]
+
+CpuDecoder: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
 
 # Measured with oneDNN 3.12 on a CPU with AMX: bfloat16 products of more than 32 rows all sum in one order, and those of
 # fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).
@@ -62,7 +66,7 @@ class CpuRunner:
 
     def __init__(
         self,
-        load: Callable[[], Decoder],
+        load: Callable[[], CpuDecoder],
         ops: Mapping[int | None, CpuOps],
         capacity: Capacity,
         threads: int,
@@ -78,8 +82,8 @@ class CpuRunner:
             bank: The adapters that rows may use; None without adapters.
         """
         decoder = load()
-        self._load: Callable[[], Decoder] | None = load
-        self._decoder: Decoder | None = decoder
+        self._load: Callable[[], CpuDecoder] | None = load
+        self._decoder: CpuDecoder | None = decoder
         self._ops = ops
         self._any = ops[decoder.spec.windows[0]]  # all share one cache layout
         self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
@@ -148,7 +152,7 @@ class CpuRunner:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
         if batch.pooled:
             last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
-        hidden_SE = decoder.hidden(self._padded(batch), steps, self._kv, last_S, self._adapters(batch.wearers))
+        hidden_SE = decoder.hidden(self._padded(batch), steps, self._kv, last_S, self._adapted(batch.wearers))
         reports: dict[int, Report] = {}
         choices: dict[int, Choice] = {}
         forced: dict[int, Sequence[int]] = {}
@@ -156,7 +160,7 @@ class CpuRunner:
         count = len(batch.samplers)
         if count:
             sampling = [plan.works[index] for index in batch.samplers]
-            logits_SV = decoder.logits(hidden_SE[:count], self._adapters(batch.wearing_samplers))
+            logits_SV = decoder.logits(hidden_SE[:count], self._adapted(batch.wearing_samplers))
             chosen, found, runs = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
             self._rows.append(plan.works, batch.samplers, chosen)
             for place, (index, token) in enumerate(zip(batch.samplers, chosen, strict=True)):
@@ -173,14 +177,17 @@ class CpuRunner:
 
         def logits(hidden_PE: Tensor, work: int) -> Tensor:
             wearers = self._rows.row_wearers(plan.works[work].row, len(hidden_PE))
-            return decoder.logits(hidden_PE, self._adapters(wearers))
+            return decoder.logits(hidden_PE, self._adapted(wearers))
 
         prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], logits)
         pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
         return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens), choices, forced)
 
-    def _adapters(self, wearers: Sequence[Wearers]) -> CpuAdapterOps | None:
-        return CpuAdapterOps(self._any, wearers) if wearers else None
+    def _adapted(self, wearers: Sequence[Wearers]) -> Mapping[int | None, CpuAdapterOps] | None:
+        """Return the operations of a step in which tokens use adapters; None if no token does."""
+        if not wearers:
+            return None
+        return {window: CpuAdapterOps(ops, wearers) for window, ops in self._ops.items()}
 
     def _padded(self, batch: StepBatch) -> Tensor:
         """Return the step's tokens, padded with zeros up to `_ALIKE_ROWS` where a prompt is so long.

@@ -6,9 +6,9 @@ steps; never assigns slots to rows, and never reads a file. Next to read: ops/cu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, M
 from headrace.adapters.loaded import LoadedAdapter
 from headrace.adapters.stored import DTYPES, PIECE_BYTES, Stored
 from headrace.engine.model.cuda.compiling import compiles
-from headrace.engine.model.network.decoder import AdapterOps
 from headrace.engine.model.shared.memory import borrow_stream, return_stream
 from headrace.engine.scheduling.plan import Work
 from headrace.ops.cuda.adapters.inside import CudaWornOps
@@ -33,13 +32,17 @@ from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.linear import MAX_ROWS
 from headrace.ops.host_memory import PiecePool
 
-__all__ = ["BARE", "CudaBank", "Worn", "sites_of", "table_lines"]
+__all__ = ["BARE", "Adapted", "CudaBank", "Worn", "sites_of", "table_lines"]
 
 # Measured on an H200: reading an adapter once for several rows pays where many rows use few adapters, or all use one.
 _MANY_ROWS = 128
 _SHARED = 16
 _RANKS = (16, 64, 256)
 _FEED = MODULES.index("gate")
+
+
+Adapted: TypeAlias = Mapping[int | None, CudaAdapterOps] | Mapping[int | None, CudaWornOps]
+"""Operations of a step in which tokens use adapters, by attention window."""
 
 
 class Worn(NamedTuple):
@@ -68,7 +71,7 @@ class CudaBank:
     def __init__(
         self,
         shape: ModelShape,
-        ops: CudaOps,
+        ops: Mapping[int | None, CudaOps],
         *,
         slots: int,
         granules: int,
@@ -81,7 +84,7 @@ class CudaBank:
 
         Args:
             shape: The model's sizes.
-            ops: The operations of any attention window.
+            ops: The model's operations, by attention window.
             slots: Number of adapters that the device holds at a time.
             granules: Memory for low-rank updates, in units of `granule_bytes`.
             max_rows: Most rows of a step.
@@ -89,16 +92,16 @@ class CudaBank:
             host: Pinned memory, in pieces of `PIECE_BYTES`, that adapters are read into.
             biased: Whether any product of a layer has a bias.
         """
-        dtype = ops.shape.dtype
-        self._ops, self._layers = ops, shape.num_layers
+        any_ops = next(iter(ops.values()))
+        dtype, device = any_ops.shape.dtype, any_ops.device
+        self._ops, self._device, self._shared_bytes = ops, device, any_ops.arch.shared_bytes
         self._elements = self.granule_bytes // dtype.itemsize
-        device = self._device = ops.device
         self._stream: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None
         self._arena = torch.empty(granules * self._elements, dtype=dtype, device=device)
         self._table = torch.zeros(slots, len(MODULES) * shape.num_layers + 2, 4, dtype=torch.int32, device=device)
         self._sites = sites_of(shape)
-        self._even = None if biased else _products(shape, ops)
+        self._even = None if biased else _products(shape, any_ops)
         self._own = torch.zeros_like(self._table[0])
         self._virtual: list[Tensor | None] = [None] * slots
         self._prefixes: list[Tensor | None] = [None] * slots
@@ -168,8 +171,8 @@ class CudaBank:
             group = GROUP
         return Worn(group, rank, feeds, ends)
 
-    def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn, *, rotated: bool) -> AdapterOps | None:
-        """Enqueue what a decode step's products need of adapters, and return these products; None if no row uses any.
+    def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn, *, rotated: bool) -> Adapted | None:
+        """Enqueue what a decode step's products need of adapters; return its operations, None if no row uses adapters.
 
         A graph can capture the launches.
 
@@ -190,7 +193,10 @@ class CudaBank:
         inside = rotated and worn.group == ALIKE and worn.rank <= WORN_RANK and 1 < rows <= MAX_ROWS
         if inside and self._even is not None:
             pick(batch, self._own)
-            return CudaWornOps(self._ops, self._even, batch, self._own, self._sites, feeds=worn.feeds)
+            return {
+                window: CudaWornOps(ops, self._even, batch, self._own, self._sites, feeds=worn.feeds)
+                for window, ops in self._ops.items()
+            }
         return self._wear(batch, worn, side=self._side)
 
     def prefill_words(self, slots_W: NDArray[np.int32], counts_W: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -210,8 +216,8 @@ class CudaBank:
 
     def prefill(
         self, words: Tensor, tokens: int, worn: Worn, works: Sequence[Work], slots_W: NDArray[np.int32]
-    ) -> CudaAdapterOps:
-        """Return the products of a prefill of `tokens` tokens; `words` are its `prefill_words`, on the device."""
+    ) -> Adapted:
+        """Return the operations of a prefill of `tokens` tokens; `words` are its `prefill_words`, on the device."""
         slots_N, entries = words[:tokens].int(), words[tokens:].int().view(-1, 4)
         virtual = []
         for first, count, work, slot in _beginnings(works, slots_W):
@@ -231,8 +237,8 @@ class CudaBank:
                 found.append(GivenRows(first, given_LPX[:, work.start : work.start + count]))
         return tuple(found)
 
-    def single(self, slots_S: Tensor, worn: Worn) -> CudaAdapterOps:
-        """Return the products of single tokens that use the adapters in `slots_S`: int32, on the device."""
+    def single(self, slots_S: Tensor, worn: Worn) -> Adapted:
+        """Return the operations of single tokens that use the adapters in `slots_S`: int32, on the device."""
         count = self._count[: len(slots_S)]
         entries = torch.stack((slots_S, count, torch.ones_like(count), count), 1)
         return self._wear(self._batch(entries, self._counts, count, slots_S, 1, worn.rank), worn)
@@ -242,8 +248,7 @@ class CudaBank:
     def _batch(
         self, entries: Tensor, counts: Tensor, order: Tensor, slots: Tensor, rows: int, max_rank: int
     ) -> LoraBatch:
-        shared_bytes = self._ops.arch.shared_bytes
-        return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, max_rank, shared_bytes)
+        return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, max_rank, self._shared_bytes)
 
     def _wear(
         self,
@@ -251,11 +256,13 @@ class CudaBank:
         worn: Worn,
         virtual: Sequence[VirtualRows] = (),
         side: torch.cuda.Stream | None = None,
-    ) -> CudaAdapterOps:
-        return CudaAdapterOps(
-            self._ops, batch, self._sites, self._layers,
-            feeds=worn.feeds, ends=worn.ends, virtual=virtual, side=side,
-        )  # fmt: skip
+    ) -> Adapted:
+        return {
+            window: CudaAdapterOps(
+                ops, batch, self._sites, feeds=worn.feeds, ends=worn.ends, virtual=virtual, side=side
+            )
+            for window, ops in self._ops.items()
+        }
 
     def _placed(self, start: int, given: Tensor | None) -> Tensor | None:
         """Copy `given` into the arena from element `start` on, and return the copy; adapters have one such tensor."""

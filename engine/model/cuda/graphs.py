@@ -22,10 +22,10 @@ from headrace.engine.concurrency.garbage import not_collected
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda.adapters import BARE, CudaBank, Worn
 from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.decoder import CudaDecoder
 from headrace.engine.model.cuda.decodes import Decodes
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
-from headrace.engine.model.network.decoder import Decoder
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.decode import FusedDecode
 from headrace.ops.cuda.attention.even import EvenDecode
@@ -96,7 +96,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CudaDecoder,
         ops: Mapping[int | None, CudaOps],
         rows: DeviceRows,
         sampler: RowSampler,
@@ -266,9 +266,9 @@ class DecodeGraphs:
             if isinstance(step.attention, EvenDecode):
                 step.attention.deal(inputs)
         rotated = not any(isinstance(step.attention, FusedDecode) for step in steps.values())
-        adapters = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, worn, rotated=rotated)
-        hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapters=adapters)
-        return self._decoder.logits(hidden_BE, adapters)
+        adapted = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, worn, rotated=rotated)
+        hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted)
+        return self._decoder.logits(hidden_BE, adapted)
 
     def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:
         """Return the inputs of each bucket, all views of the largest one's."""

@@ -24,6 +24,7 @@ from headrace.engine.scheduling.plan import Capacity
 
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
+    from headrace.engine.model.cuda.decoder import CudaDecoder
     from headrace.engine.model.cuda.runner import CudaRunner, cuda_ops, head_shape
     from headrace.engine.model.cuda.sleep import Weights
     from headrace.ops.cuda.arch import Arch
@@ -109,8 +110,8 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
         device=device,
         arch=arch,
     )
-    decoder = Decoder(spec, weights, ops)
-    bank = _make_bank(config, spec, ops[spec.windows[0]], limits)
+    decoder: CudaDecoder = Decoder(spec, weights, ops)
+    bank = _make_bank(config, spec, ops, limits)
     page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
@@ -132,11 +133,13 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters)
 
 
-def _make_bank(config: EngineConfig, spec: DecoderSpec, ops: CudaOps, limits: Limits) -> CudaBank | None:
+def _make_bank(
+    config: EngineConfig, spec: DecoderSpec, ops: Mapping[int | None, CudaOps], limits: Limits
+) -> CudaBank | None:
     """Allocate room for adapters, if the engine takes any."""
     if not config.adapter_slots:
         return None
-    granules, most = adapter_granules(config, spec, ops.shape.dtype, CudaBank.granule_bytes), CudaBank.most_granules
+    granules, most = adapter_granules(config, spec, _DTYPE, CudaBank.granule_bytes), CudaBank.most_granules
     if granules > most:
         memory = granules * CudaBank.granule_bytes
         raise InvalidParams(
@@ -233,7 +236,7 @@ def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> Non
 
 
 def _free_for_pages(
-    config: EngineConfig, decoder: Decoder, ops: Mapping[int | None, CudaOps], limits: Limits, device: torch.device
+    config: EngineConfig, decoder: CudaDecoder, ops: Mapping[int | None, CudaOps], limits: Limits, device: torch.device
 ) -> int:
     """Return the bytes left for pages beside weights, graphs and the largest prefill, which runs once to measure it."""
     small = Capacity(

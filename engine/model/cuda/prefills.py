@@ -15,15 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.model.cuda.adapters import BARE, CudaBank, Worn
+from headrace.engine.model.cuda.adapters import BARE, Adapted, CudaBank, Worn
 from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.decoder import CudaDecoder
 from headrace.engine.model.cuda.reports import MOST_POSITIONS, Lines
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler
-from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.shared.pools import Pools, PoolSpan
 from headrace.engine.scheduling.plan import Capacity, Work
-from headrace.ops.cuda.adapters.products import CudaAdapterOps
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.paged import HeadShape, PrefillAttention
 from headrace.ops.cuda.attention.tile import TileAttention
@@ -66,11 +65,11 @@ class _Wearing(NamedTuple):
         worn = bank.worn(slots_W)
         return None if worn == BARE else cls(bank, slots_W, worn)
 
-    def ops(self, batch: _Batch, works: Sequence[Work]) -> CudaAdapterOps:
-        """Return the products of all tokens."""
+    def ops(self, batch: _Batch, works: Sequence[Work]) -> Adapted:
+        """Return the operations of all tokens."""
         return self.bank.prefill(batch.worn_words, len(batch.positions_N), self.worn, works, self.slots_W)
 
-    def singles(self, slots_R: Tensor, rows_S: Tensor) -> CudaAdapterOps | None:
+    def singles(self, slots_R: Tensor, rows_S: Tensor) -> Adapted | None:
         """Return the output head for some tokens of these rows; None where no adapter updates it."""
         return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.ends else None
 
@@ -89,7 +88,7 @@ class Prefills:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CudaDecoder,
         ops: Mapping[int | None, CudaOps],
         rows: DeviceRows,
         sampler: RowSampler,

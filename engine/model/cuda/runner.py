@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.engine.model.cuda.adapters import CudaBank
 from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.decoder import CudaDecoder
 from headrace.engine.model.cuda.decodes import Decodes, Ordering
 from headrace.engine.model.cuda.graphs import DecodeGraphs, Key
 from headrace.engine.model.cuda.moves import PageMoves
@@ -35,7 +36,6 @@ from headrace.engine.model.cuda.steps import (
     places_of,
     split,
 )
-from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.shared.memory import borrow_stream, return_device_memory, return_stream, returned_if_short
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOptions, StepPlan, Work
@@ -120,7 +120,7 @@ class CudaRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CudaDecoder,
         ops: Mapping[int | None, CudaOps],
         capacity: Capacity,
         *,

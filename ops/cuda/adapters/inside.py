@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.ops.cuda.adapters.rows import LoraBatch, LoraSite, WornSite
-from headrace.ops.cuda.block import CudaOps, CudaProduct, Postponed
+from headrace.ops.cuda.block import CudaOps, CudaProduct
 from headrace.ops.cuda.products.even_linear import EvenLinear, Squares
+from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from headrace.ops.cuda.block import DecodeStep, PrefillStep
+    from headrace.ops.stream import HeadNorms
 
 __all__ = ["CudaWornOps"]
 
 
 class CudaWornOps:
-    """The products of one step of 2 to 64 rows that use one adapter or none."""
+    """The operations of one step of 2 to 64 rows that use one adapter or none."""
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class CudaWornOps:
         """Compute with `ops`.
 
         Args:
-            ops: The operations of any attention window, as all have the same products.
+            ops: The operations of the layers' attention window.
             even: The products of few rows that belong to `ops`.
             batch: The rows that use the adapter.
             own_M4: The adapter's lines of the table, which `pick` copied.
@@ -51,37 +55,45 @@ class CudaWornOps:
         """Return the embeddings unchanged."""
         return x_NE
 
-    def head(self, logits_SV: Tensor, _hidden_SE: Tensor) -> Tensor:
-        """Return the logits unchanged."""
-        return logits_SV
+    def attend(
+        self,
+        stream: Stream,
+        norm_E: Tensor,
+        qkv: CudaProduct,
+        head_norms: HeadNorms | None,
+        step: DecodeStep | PrefillStep,
+        kv: Tensor,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Do what `CudaOps.attend` does, with the updates of queries, keys and values."""
+        x_NE, squares, total_NE = self._scaled(stream, norm_E)
+        worn = self._worn(layer, "qkv")
+        return self._ops.attend_inside(x_NE, squares, qkv, head_norms, step, kv, layer, worn), total_NE
 
-    def add_product(
-        self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
-    ) -> tuple[Tensor, Tensor | Squares]:
-        """Do what `CudaOps.add_product` does, with the site's update."""
-        out_NE, worn = torch.empty_like(residual_NE), self._worn(layer, site)
+    def feed(self, stream: Stream, norm_E: Tensor, gate_up: CudaProduct, layer: int) -> tuple[Tensor, Tensor]:
+        """Do what `CudaOps.feed` does, with the updates of gate and up."""
+        x_NE, squares, total_NE = self._scaled(stream, norm_E)
+        out_NF = torch.empty(len(x_NE), len(gate_up.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
+        self._even.silu_mul(x_NE, gate_up.weight_OI, out_NF, squares, self._worn(layer, "gate_up"))
+        return out_NF, total_NE
+
+    def add(
+        self, x_NI: Tensor, packed: CudaProduct, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
+    ) -> Stream:
+        """Do what `CudaOps.add` does, with the site's update."""
+        out_NE, worn = torch.empty_like(total_NE), self._worn(layer, site)
         if norm_E is None:
             self._even.product(x_NI, packed.weight_OI, out_NE, worn=worn)
-            return out_NE, residual_NE
-        return out_NE, self._even.add(x_NI, packed.weight_OI, residual_NE, norm_E, out_NE, worn)
+            return Stream(out_NE, total_NE)
+        return Stream(out_NE, total_NE, self._even.add(x_NI, packed.weight_OI, total_NE, norm_E, out_NE, worn))
 
-    def norm_product(
-        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct,
-        layer: int, site: str,
-    ) -> tuple[Postponed, Tensor]:  # fmt: skip
-        """Do what `CudaOps.norm_product` does; `attend` will add the updates."""
-        x_NE, squares, total_NE = self._normed(x_NE, residual_NE, weight_E)
-        return Postponed(self._even, x_NE, packed, squares, self._worn(layer, site)), total_NE
+    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `CudaOps.normed` does."""
+        return self._ops.normed(stream, norm_E)
 
-    def norm_feed(
-        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor, packed: CudaProduct,
-        layer: int, site: str,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Do what `CudaOps.norm_feed` does, with the updates of gate and up."""
-        x_NE, squares, total_NE = self._normed(x_NE, residual_NE, weight_E)
-        out_NF = torch.empty(len(x_NE), len(packed.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
-        self._even.silu_mul(x_NE, packed.weight_OI, out_NF, squares, self._worn(layer, site))
-        return out_NF, total_NE
+    def logits(self, x_SE: Tensor, head: CudaProduct) -> Tensor:
+        """Do what `CudaOps.logits` does: no adapter here updates the head."""
+        return self._ops.logits(x_SE, head)
 
     def _worn(self, layer: int, site: str) -> WornSite | None:
         if site in ("gate_up", "down") and not self._feeds:
@@ -90,11 +102,11 @@ class CudaWornOps:
         own_M4 = self._own_M4[place.line : place.line + len(place.sizes_out)]
         return WornSite(self._batch.arena, own_M4, self._batch.slots_N)
 
-    def _normed(
-        self, x_NE: Tensor, residual_NE: Tensor | Squares | None, weight_E: Tensor
-    ) -> tuple[Tensor, Squares | None, Tensor]:
-        """Return (the input of a product, the squares that it lacks or None, the sum)."""
-        if isinstance(residual_NE, Squares):
-            return x_NE, residual_NE, residual_NE.total_NE
-        normed_NE, total_NE = self._ops.normed_sum(x_NE, residual_NE, weight_E)
+    def _scaled(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Squares | None, Tensor]:
+        """Return (the input of a product, the squares whose factors it lacks or None, the sum)."""
+        x_NE, total_NE, pending = stream
+        if isinstance(pending, Squares):
+            assert total_NE is not None
+            return x_NE, pending, total_NE
+        normed_NE, total_NE = self._ops.normed(stream, norm_E)
         return normed_NE, None, total_NE

@@ -19,11 +19,13 @@ from headrace.ops.cuda.adapters.shrink import look_up, shrink
 from headrace.ops.cuda.adapters.vector_expand import Waiting, norm_shrink, vector_linear_expand
 from headrace.ops.cuda.adapters.vector_shrink import vector_linear_shrink
 from headrace.ops.cuda.products.linear import MAX_ROWS
+from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.block import CudaOps, CudaProduct
+    from headrace.ops.cuda.block import CudaOps, CudaProduct, DecodeStep, PrefillStep
+    from headrace.ops.stream import HeadNorms
 
 __all__ = ["CudaAdapterOps", "VirtualRows"]
 
@@ -38,15 +40,28 @@ class VirtualRows(NamedTuple):
     given_ME: Tensor
 
 
+class LateUpdate(NamedTuple):
+    """Update of the product that made `Stream.x_NE`, which a kernel adds beside the next norm."""
+
+    waiting: Waiting
+    batch: LoraBatch
+    pdl: bool
+
+    def normed(self, x_NE: Tensor, total_NE: Tensor, norm_E: Tensor, eps: float) -> Tensor:
+        """Add x and its update to `total_NE`, and write the norm of the sum into `x_NE`."""
+        low, site = self.waiting
+        expand_add_norm(low, x_NE, total_NE, norm_E, eps, self.batch, site, pdl=self.pdl)
+        return x_NE
+
+
 class CudaAdapterOps:
-    """The products of one step in which tokens use adapters; an update may be added by the norm after its product."""
+    """The operations of one step in which tokens use adapters; an update may be added by the norm after its product."""
 
     def __init__(
         self,
         ops: CudaOps,
         batch: LoraBatch,
         sites: Mapping[tuple[int, str], LoraSite],
-        layers: int,
         *,
         feeds: bool = True,
         ends: bool = False,
@@ -56,21 +71,19 @@ class CudaAdapterOps:
         """Compute with `ops`.
 
         Args:
-            ops: The operations of any attention window, as all have the same products.
+            ops: The operations of the layers' attention window.
             batch: The adapter of each token.
             sites: The sites by (layer, name), with (-1, "embed") and (-1, "head").
-            layers: Layers of the model; no norm of a layer follows the last product, whose update is added at once.
             feeds: Whether an adapter in use updates gate, up or down.
             ends: Whether an adapter in use updates the embeddings or the output head.
             virtual: Embeddings that are given for tokens of the step.
             side: Stream that computes x A^T beside products of few rows; None to compute it before them.
         """
-        self._ops, self._batch, self._sites, self._last = ops, batch, sites, layers - 1
+        self._ops, self._batch, self._sites = ops, batch, sites
         self._feeds, self._ends, self._virtual = feeds, ends, virtual
         self._side = side
         self._alike = batch.rows == ALIKE
         self._waits = len(batch.slots_N) <= _NORM_ROWS and batch.rows != SEGMENT
-        self._waiting: Waiting | None = None
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
         """Add the embeddings' updates to `x_NE`, put in the embeddings of virtual tokens, and return it."""
@@ -81,46 +94,39 @@ class CudaAdapterOps:
             x_NE[first : first + len(given_ME)] = given_ME
         return x_NE
 
-    def add_product(
-        self, x_NI: Tensor, packed: CudaProduct, residual_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
+    def attend(
+        self,
+        stream: Stream,
+        norm_E: Tensor,
+        qkv: CudaProduct,
+        head_norms: HeadNorms | None,
+        step: DecodeStep | PrefillStep,
+        kv: Tensor,
+        layer: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return (x W^T + b with the site's updates, unless the next norm adds them, the residual)."""
-        if site == "down" and not self._feeds:
-            return self._ops.product(x_NI, packed), residual_NE
-        place = self._sites[layer, site]
-        y_NO, low = self._with_low(x_NI, packed, place)
-        if self._waits and not (layer == self._last and site == "down"):
-            self._waiting = Waiting(low, place)
+        """Do what `CudaOps.attend` does, with the updates of queries, keys and values."""
+        place = self._sites[layer, "qkv"]
+        if self._is_one(stream.x_NE):
+            qkv_NX, total_NE = self._one(stream, norm_E, qkv, place, gated=False)
+            qkv_NX = qkv_NX if qkv.bias_O is None else qkv_NX.add_(qkv.bias_O)
         else:
-            self._expand(low, y_NO, place)
-        return y_NO, residual_NE
+            normed_NE, total_NE = self.normed(stream, norm_E)
+            qkv_NX, low = self._with_low(normed_NE, qkv, place)
+            self._expand(low, qkv_NX, place)
+        return self._ops.attend_with(qkv_NX, head_norms, step, kv, layer), total_NE
 
-    def norm_product(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
-    ) -> tuple[Tensor, Tensor]:
-        """Return (product of the norm of the sum with the site's updates, the sum)."""
-        place = self._sites[layer, site]
-        if self._is_one(x_NE):
-            y_1O, total_1E = self._one(x_NE, residual_NE, weight_E, packed, place, gated=False)
-            return y_1O if packed.bias_O is None else y_1O.add_(packed.bias_O), total_1E
-        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
-        y_NO, low = self._with_low(normed_NE, packed, place)
-        self._expand(low, y_NO, place)
-        return y_NO, total_NE
-
-    def norm_feed(
-        self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor, packed: CudaProduct, layer: int, site: str
-    ) -> tuple[Tensor, Tensor]:
-        """Return (silu(gate) * up of the norm of the sum with the site's updates, the sum)."""
-        if self._waiting is None and not self._feeds:
-            return self._ops.norm_feed(x_NE, residual_NE, weight_E, packed)
-        if self._feeds and packed.bias_O is None and self._is_one(x_NE):
-            return self._one(x_NE, residual_NE, weight_E, packed, self._sites[layer, site], gated=True)
-        normed_NE, total_NE = self._normed_sum(x_NE, residual_NE, weight_E)
+    def feed(self, stream: Stream, norm_E: Tensor, gate_up: CudaProduct, layer: int) -> tuple[Tensor, Tensor]:
+        """Do what `CudaOps.feed` does, with the updates of gate and up."""
+        x_NE = stream.x_NE
+        if stream.pending is None and not self._feeds:
+            return self._ops.feed(stream, norm_E, gate_up, layer)
+        if self._feeds and gate_up.bias_O is None and self._is_one(x_NE):
+            return self._one(stream, norm_E, gate_up, self._sites[layer, "gate_up"], gated=True)
+        normed_NE, total_NE = self.normed(stream, norm_E)
         if not self._feeds:
-            return self._ops.feed(normed_NE, packed), total_NE
-        place = self._sites[layer, site]
-        gate_up_N2F, low = self._with_low(normed_NE, packed, place)
+            return self._ops.gated(normed_NE, gate_up), total_NE
+        place = self._sites[layer, "gate_up"]
+        gate_up_N2F, low = self._with_low(normed_NE, gate_up, place)
         rows, size = gate_up_N2F.shape
         out_NF = torch.empty(rows, size // 2, dtype=x_NE.dtype, device=x_NE.device)
         if self._alike:
@@ -129,11 +135,29 @@ class CudaAdapterOps:
             expand_silu_mul(low, gate_up_N2F, out_NF, self._batch, place, pdl=self._ops.pdl)
         return out_NF, total_NE
 
-    def head(self, logits_SV: Tensor, hidden_SE: Tensor) -> Tensor:
-        """Add the head's updates to the logits and return them; the batch must be that of the S tokens."""
+    def add(
+        self, x_NI: Tensor, packed: CudaProduct, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
+    ) -> Stream:
+        """Return the stream with the product added; the next norm, if there is one, adds the site's updates."""
+        if site == "down" and not self._feeds:
+            return Stream(self._ops.product(x_NI, packed), total_NE)
+        place = self._sites[layer, site]
+        y_NO, low = self._with_low(x_NI, packed, place)
+        if self._waits and norm_E is not None:
+            return Stream(y_NO, total_NE, LateUpdate(Waiting(low, place), self._batch, self._ops.pdl))
+        self._expand(low, y_NO, place)
+        return Stream(y_NO, total_NE)
+
+    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `CudaOps.normed` does."""
+        return self._ops.normed(stream, norm_E)
+
+    def logits(self, x_SE: Tensor, head: CudaProduct) -> Tensor:
+        """Return the logits with the head's updates; the batch must be that of the S tokens."""
+        logits_SV = self._ops.logits(x_SE, head)
         if self._ends:
             place = self._sites[-1, "head"]
-            low = shrink(hidden_SE, self._batch, place, pdl=self._ops.pdl)
+            low = shrink(x_SE, self._batch, place, pdl=self._ops.pdl)
             expand(low, logits_SV, self._batch, place, pdl=self._ops.pdl)
         return logits_SV
 
@@ -142,19 +166,12 @@ class CudaAdapterOps:
         return len(x_NI) == 1 and self._batch.rows == 1
 
     def _one(
-        self,
-        x_1E: Tensor,
-        residual_1E: Tensor | None,
-        weight_E: Tensor,
-        packed: CudaProduct,
-        site: LoraSite,
-        *,
-        gated: bool,
+        self, stream: Stream, norm_E: Tensor, packed: CudaProduct, site: LoraSite, *, gated: bool
     ) -> tuple[Tensor, Tensor]:
         """Return (product of one row's norm of the sum with the site's updates, gated or not, the sum)."""
-        ops, waiting = self._ops, self._waiting
-        self._waiting = None
-        row = norm_shrink(x_1E, residual_1E, weight_E, self._batch, site, waiting, pdl=ops.pdl)
+        ops, (x_1E, total_1E, pending) = self._ops, stream
+        waiting = pending.waiting if isinstance(pending, LateUpdate) else None
+        row = norm_shrink(x_1E, total_1E, norm_E, self._batch, site, waiting, pdl=ops.pdl)
         size_out = packed.weight_OI.shape[0] // 2 if gated else packed.weight_OI.shape[0]
         out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
         vector_linear_expand(row, packed.weight_OI, out_1O, ops.eps, self._batch, site, gated=gated, pdl=ops.pdl)
@@ -183,12 +200,3 @@ class CudaAdapterOps:
             expand_alike(low, y_NO, y_NO, self._batch, site, pdl=self._ops.pdl)
         else:
             expand(low, y_NO, self._batch, site, pdl=self._ops.pdl)
-
-    def _normed_sum(self, x_NE: Tensor, residual_NE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        if self._waiting is None or residual_NE is None:
-            return self._ops.normed_sum(x_NE, residual_NE, weight_E)
-        (low, place), self._waiting = self._waiting, None
-        expand_add_norm(
-            low, x_NE, residual_NE, weight_E, self._ops.eps, self._batch, place, pdl=self._ops.pdl
-        )  # fmt: skip
-        return x_NE, residual_NE

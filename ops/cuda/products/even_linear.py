@@ -29,12 +29,15 @@ _MOST_WEIGHTS = 128 << 20
 
 
 class Squares(NamedTuple):
-    """The sum and its squares, from which a norm's factors are made for inputs that have its weight already."""
+    """Squares of a sum, from which a norm's factors are made for inputs that are the sum times the norm's weight."""
 
-    total_NE: Tensor
-    """Sum that the norm is of."""
     parts_EN: Tensor
     """Squares of the sum, summed over 64 features each, float32 [E / 64, N]."""
+
+    def normed(self, x_NE: Tensor, _total_NE: Tensor, _norm_E: Tensor, eps: float) -> Tensor:
+        """Return x times the norm's factors."""
+        squares_N1 = self.parts_EN.sum(0)[:, None]
+        return (x_NE * torch.rsqrt(squares_N1 / x_NE.shape[1] + eps)).to(x_NE.dtype)
 
 
 class EvenLinear:
@@ -109,7 +112,7 @@ class EvenLinear:
         """
         parts_EN = torch.empty(len(norm_E) // _LINE, len(x_NI), dtype=torch.float32, device=x_NI.device)
         self._run(_ADD, x_NI, weight_EI, out_NE, None, residual_NE, norm_E, parts_EN, worn)
-        return Squares(residual_NE, parts_EN)
+        return Squares(parts_EN)
 
     def _run(
         self,

@@ -1,0 +1,83 @@
+"""The protocols between the network and a device's operations; knows neither a network nor a device.
+
+`Packed` is a weight in the form in which the device multiplies by it, `Step` the places of a step's tokens in the cache
+for layers of one attention window, and `Kv` the paged cache: each device has types of its own. Next to read:
+ops/cpu/block.py, the plainest implementation.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from headrace.engine.model.checkpoint.weights import Weight
+from headrace.ops.stream import HeadNorms, Stream
+
+__all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "Step"]
+
+Packed = TypeVar("Packed")
+Step = TypeVar("Step")
+Kv = TypeVar("Kv")
+_Packed = TypeVar("_Packed", contravariant=True)
+_Step = TypeVar("_Step", contravariant=True)
+_Kv = TypeVar("_Kv", contravariant=True)
+
+
+class BlockOps(Protocol[_Packed, _Step, _Kv]):
+    """Protocol of the operations of one step, with the updates of the adapters that its tokens use, if any.
+
+    Every operation that reads a `Stream` computes its norm first, and returns the sum of the stream beside its result.
+    `layer` and `site` (one of adapters/layout.py's) say whose updates a product gets.
+    """
+
+    def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
+        """Return the step's embeddings with updates added; virtual tokens have embeddings of their own."""
+        ...
+
+    def attend(
+        self,
+        stream: Stream,
+        norm_E: Tensor,
+        qkv: _Packed,
+        head_norms: HeadNorms | None,
+        step: _Step,
+        kv: _Kv,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (softmax(q k^T / sqrt(D)) v, [N, H * D]; the sum of the stream).
+
+        Queries, keys and values are the product of the norm; q and k are normed, if `head_norms`, and rotated, and k
+        and v are stored in their pages.
+        """
+        ...
+
+    def feed(self, stream: Stream, norm_E: Tensor, gate_up: _Packed, layer: int) -> tuple[Tensor, Tensor]:
+        """Return (silu(gate) * up, [N, F]; the sum of the stream); F gates, then F ups are the product of the norm."""
+        ...
+
+    def add(
+        self, x_NI: Tensor, packed: _Packed, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
+    ) -> Stream:
+        """Return the stream `total + x W^T + b`; `norm_E` is the norm that will read it, None behind the last layer."""
+        ...
+
+    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (RMS norm of the stream's sum s, s): s / sqrt(mean(s^2) + eps) * w (Zhang and Sennrich, 2019)."""
+        ...
+
+    def logits(self, x_SE: Tensor, head: _Packed) -> Tensor:
+        """Return x W^T of the output head, float32 [S, V], whatever the dtype of `x_SE`."""
+        ...
+
+
+class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
+    """Protocol of a device's operations without adapters, which also pack the weights for all others."""
+
+    def pack(self, weight: Weight, bias_O: Tensor | None) -> Packed:
+        """Return a weight [O, I] and its bias in the form in which this device multiplies by them."""
+        ...
+
+    def pack_head(self, weight_VE: Weight) -> Packed:
+        """Return the output head's weight in the form in which this device multiplies by it."""
+        ...
