@@ -14,8 +14,9 @@ from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weight
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
+from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder
-from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
+from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.ops.cpu.block import CpuKv, CpuOps

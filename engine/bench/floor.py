@@ -9,6 +9,7 @@ CPUs, where a write costs a read as well, a step that only reads can beat a copy
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from headrace.engine import EngineInfo
 from headrace.engine.bench.shapes import spec_of
 from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["Cost", "Speed", "cost_of", "measure", "model_cost"]
@@ -104,16 +106,15 @@ class Cost:
 
 def cost_of(spec: DecoderSpec, *, weight_size: float, kv_size: float) -> Cost:
     """Return the cost of a model with `weight_size` bytes a weight and `kv_size` bytes a cached element."""
-    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    attention = spec.hidden_size * size * (2 * heads + 2 * kv_heads)
-    linear = spec.num_layers * (attention + 3 * spec.hidden_size * spec.ffn_size)
+    attention = spec.uniform_attention
+    linear = sum(math.prod(shape) for part, shape in all_parts(spec) if part.layer is not None and len(shape) == 2)
     head = spec.hidden_size * spec.vocab_size
     return Cost(
         weight_bytes=round(weight_size * (linear + head)),
-        kv_bytes=2 * spec.num_layers * kv_heads * size * kv_size,
+        kv_bytes=spec.num_layers * attention.state.elements * kv_size,
         linear_params=linear,
         head_params=head,
-        attention_flops=4 * spec.num_layers * heads * size,
+        attention_flops=4 * spec.num_layers * attention.heads * attention.head_dim,
         windows=spec.windows,
     )
 
@@ -125,7 +126,7 @@ def model_cost(path: str, info: EngineInfo) -> Cost:
         ModelRejected: The file is gone or not a model.
     """
     spec = spec_of(path)
-    positions = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    positions = spec.num_layers * spec.uniform_attention.state.elements
     element = getattr(torch, info.dtype).itemsize
     cost = cost_of(spec, weight_size=element, kv_size=info.page_bytes / info.page_size / positions)
     if not path.endswith(".gguf"):

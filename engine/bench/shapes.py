@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headrace.engine.model.checkpoint.gguf import GgufFile
-from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["SHAPES", "located", "spec_of"]
 

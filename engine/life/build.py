@@ -25,9 +25,10 @@ from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.opening import open_cpu
 from headrace.engine.model.encoder.opening import open_encoder
 from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
+from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.shared.device import Device
 from headrace.engine.model.shared.find_gpu import find_gpu
-from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
+from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.stats import EngineInfo
 from headrace.engine.tokens.folder import generation_config

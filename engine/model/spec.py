@@ -1,29 +1,53 @@
-"""Derives the shape of a decoder from its config.json; never imports torch or reads weights.
+"""`DecoderSpec`: the shape of a decoder, layer by layer; never imports torch, reads a file or computes.
 
-One `DecoderSpec` describes every supported family, and one row of `FAMILIES` is all that a family adds. Options that
-the decoder does not support are refused by name, so that every model that loads is computed correctly. gguf_spec.py
-does the same for GGUF metadata. Next: checkpoint/gguf.py and checkpoint/safetensors.py read files,
-checkpoint/weights.py fills the parameters that a spec calls for.
+Each layer has a mixer, which lets tokens see those before them, and a feed, which treats every token alone. Their specs
+say which parameters they have and what they keep of the tokens before. families/ reads specs from configurations,
+network/ computes each kind of mixer and feed. Next to read: families/llama.py, then network/decoder.py.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
-from headrace.adapters.untrusted import Fields, read_object, refuse
+from headrace.adapters.untrusted import refuse
+from headrace.engine.model.roles import Fused, Names, bias, matrix, norm
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["FAMILIES", "LIMITS", "DecoderSpec", "Family", "Rope", "checked", "from_hf", "head_size", "read_hf_config"]
+__all__ = [
+    "LIMITS",
+    "Attention",
+    "DecoderSpec",
+    "Dense",
+    "FeedSpec",
+    "LayerSpec",
+    "MixerSpec",
+    "Norms",
+    "Paged",
+    "PerRow",
+    "Rope",
+]
 
 RopeKind = Literal["default", "linear", "llama3"]
+
+LIMITS: Final = {
+    "num_layers": 1024,
+    "hidden_size": 1 << 17,
+    "num_heads": 1024,
+    "num_kv_heads": 1024,
+    "head_dim": 1024,
+    "ffn_size": 1 << 20,
+    "vocab_size": 1 << 22,
+    "max_context": 1 << 25,
+}
+"""Largest sizes that a file may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,282 +81,222 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Paged:
+    """State of a mixer that lies in the pages of the cache."""
+
+    elements: int
+    """Elements that each token adds: its key and its value in all heads."""
+    window: int | None = None
+    """Number of last tokens whose state is read, the newest included; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """State of a mixer that is of one size however many tokens a row has."""
+
+    elements: int
+    """Elements of one row's state."""
+
+
+class MixerSpec(ABC):
+    """Base of the specs of mixers: frozen dataclasses, which say what a layer's mixer is."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def state(self) -> Paged | PerRow:
+        """What the mixer keeps of a row's tokens from one step to the next."""
+
+    @abstractmethod
+    def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
+        """Return the mixer's parameters by their names in `SublayerWeights`, the norm before or behind it included."""
+
+
+class FeedSpec(ABC):
+    """Base of the specs of feeds: frozen dataclasses, which say what a layer's feed-forward network is."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
+        """Return the feed's parameters by their names in `SublayerWeights`, the norm before or behind it included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(MixerSpec):
+    """Softmax attention with rotated heads, in which groups of query heads share a key head.
+
+    Vaswani et al. (2017), Su et al. (2021), Ainslie et al. (2023).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: int = 0
+    """Index of the rotary embedding in `DecoderSpec.ropes`."""
+    window: int | None = None
+    """Number of last positions that a token attends to, itself included; None for all."""
+    qk_norm: bool = False
+    """Whether each query and key head is RMS-normalised before rotation."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    scale: float | None = None
+    """Factor of the scores; None for 1 / sqrt(head_dim)."""
+
+    @property
+    def state(self) -> Paged:
+        """Return what each token adds to the pages: one key and one value of `head_dim` elements in each key head."""
+        return Paged(2 * self.kv_heads * self.head_dim, self.window)
+
+    def parameters(self, hidden_size: int) -> dict[str, Fused]:
+        """Return the norm, the products of queries, keys and values as one, and that of the output."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = {"q": queries, "k": keys, "v": keys}
+        found = {
+            "norm_E": norm(input_norm=hidden_size),
+            "qkv": matrix(hidden_size, **rows).rotated(self.head_dim, "q", "k"),
+            "o": matrix(queries, o=hidden_size),
+        }
+        if self.qkv_bias:
+            found["qkv_bias"] = bias(**rows).rotated(self.head_dim, "q", "k")
+        if self.o_bias:
+            found["o_bias"] = bias(o=hidden_size)
+        if self.qk_norm:
+            found["q_norm_D"] = norm(q_norm=self.head_dim)
+            found["k_norm_D"] = norm(k_norm=self.head_dim)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(FeedSpec):
+    """Gated feed-forward network down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    size: int
+    """Width of the gate."""
+    bias: bool = False
+    activation: Literal["silu"] = "silu"
+
+    def parameters(self, hidden_size: int) -> dict[str, Fused]:
+        """Return the norm, the products of gate and up as one, and that of down."""
+        rows = {"gate": self.size, "up": self.size}
+        found = {
+            "norm_E": norm(post_norm=hidden_size),
+            "gate_up": matrix(hidden_size, **rows),
+            "down": matrix(self.size, down=hidden_size),
+        }
+        if self.bias:
+            found["gate_up_bias"] = bias(**rows)
+            found["down_bias"] = bias(down=hidden_size)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Norms of one layer."""
+
+    epsilon: float
+    kind: Literal["rms"] = "rms"
+    placement: Literal["pre", "post"] = "pre"
+    """Where the norms are: `pre` for x + f(norm(x)) (Xiong et al., 2020), `post` for x + norm(f(x))."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: a mixer, then a feed, each of which adds to the residual stream."""
+
+    mixer: MixerSpec
+    feed: FeedSpec
+    norms: Norms
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Shape of a decoder: everything that the network must know of a model, apart from its weights."""
 
     architecture: str
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[Rope, ...]
+    """Rotary embeddings that the layers refer to."""
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
     vocab_size: int
     max_context: int
     """Most tokens of a prompt and its completion together."""
     norm_eps: float
-    rope: Rope
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    """Whether each query and key head is RMS-normalised before rotation."""
+    """Epsilon of the norm behind the last layer."""
     tied_head: bool
-    windows: tuple[int | None, ...]
-    """Number of last positions that a token attends to, itself included, for each layer; None means all of them."""
+    names: Names
+    """Names of the tensors in the checkpoint that the spec was read from."""
     has_head: bool = True
     """Whether the model chooses tokens; without a head it only embeds, and `tied_head` is True."""
     checkpoint_dtype: str | None = None
     """Dtype `float32`, `bfloat16` or `float16` if the config names it; None for GGUF, whose tensors differ."""
 
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
 
-_CONFIG_BYTES = 4 << 20
-LIMITS: Final = {
-    "num_layers": 1024,
-    "hidden_size": 1 << 17,
-    "num_heads": 1024,
-    "num_kv_heads": 1024,
-    "head_dim": 1024,
-    "ffn_size": 1 << 20,
-    "vocab_size": 1 << 22,
-    "max_context": 1 << 25,
-}
-_DTYPES = ("float32", "bfloat16", "float16")
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Number of last positions that each layer's mixer reads; None for all.
 
+        Raises:
+            ModelRejected: The state of a mixer is not in pages.
+        """
+        found = []
+        for layer in self.layers:
+            state = layer.mixer.state
+            if not isinstance(state, Paged):
+                refuse(self.architecture, "the mixer of a layer", layer.mixer, "mixers whose state is in pages")
+            found.append(state.window)
+        return tuple(found)
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Differences of one architecture from the common decoder: True, False, or the config field that decides."""
+    @property
+    def has_biases(self) -> bool:
+        """Whether a product within the layers has a bias."""
+        plans = (part.parameters(self.hidden_size) for layer in self.layers for part in (layer.mixer, layer.feed))
+        return any(fused.is_bias for plan in plans for fused in plan.values())
 
-    model_type: str
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    windows: Literal["none", "all", "late"] = "none"
-    default_window: int | None = None
-    default_kv_heads: int | None = None
-    default_head_dim: int | None = None
+    @property
+    def uniform_attention(self) -> Attention:
+        """Attention of the first layer, whose heads are those of every layer; windows may differ.
 
+        Raises:
+            ModelRejected: A layer has another number or size of heads, or no attention: one paged cache cannot hold it.
+        """
+        first = self.layers[0].mixer
+        for layer in self.layers:
+            mixer = layer.mixer
+            if not isinstance(first, Attention) or not isinstance(mixer, Attention):
+                refuse(self.architecture, "the mixer of a layer", mixer, "attention")
+            if (mixer.heads, mixer.kv_heads, mixer.head_dim) != (first.heads, first.kv_heads, first.head_dim):
+                refuse(self.architecture, "the heads of a layer", mixer, "the same in all layers")
+        assert isinstance(first, Attention)
+        return first
 
-FAMILIES = {
-    "LlamaForCausalLM": Family("llama", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Family("mistral", windows="all", default_window=4096, default_kv_heads=8),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows="late", default_window=4096),
-    "Qwen3ForCausalLM": Family(
-        "qwen3",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        windows="late",
-        default_window=4096,
-        default_head_dim=128,
-    ),
-}
+    @property
+    def uniform_feed(self) -> Dense:
+        """Feed of the first layer, which is that of every layer.
 
-_HEADLESS = {name.replace("ForCausalLM", "Model"): row for name, row in FAMILIES.items()}
+        Raises:
+            ModelRejected: The layers' feeds differ, or are not dense.
+        """
+        first = self.layers[0].feed
+        for layer in self.layers:
+            if not isinstance(first, Dense) or layer.feed != first:
+                refuse(self.architecture, "the feed of a layer", layer.feed, "the same dense feed in all layers")
+        assert isinstance(first, Dense)
+        return first
 
-# Fields of other families that change the arithmetic, with the values under which they change nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "alibi": (None, False),
-    "attention_chunk_size": (None,),
-    "attention_multiplier": (None,),
-    "attn_logit_softcapping": (None,),
-    "attn_temperature_tuning": (None, False),
-    "clip_qkv": (None,),
-    "compression_config": (None,),
-    "cross_attention_layers": (None,),
-    "embedding_multiplier": (None, 1),
-    "final_logit_softcapping": (None,),
-    "is_causal": (None, True),
-    "is_encoder_decoder": (None, False),
-    "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-    "no_rope_layers": (None,),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "parallel_attn": (None, False),
-    "partial_rotary_factor": (None, 1),
-    "qk_layernorm": (None, False),
-    "query_pre_attn_scalar": (None,),
-    "residual_multiplier": (None, 1),
-    "rope_interleaved": (None, False),
-    "rotary_pct": (None, 1),
-    "text_config": (None,),
-    "use_bidirectional_attention": (None, False),
-    "use_mrope": (None, False),
-    "use_qk_norm": (None, False),
-    "vision_config": (None,),
-}
+    @property
+    def uniform_epsilon(self) -> float:
+        """Epsilon of all norms.
 
-
-def read_hf_config(folder: Path) -> dict[str, object]:
-    """Return `config.json` of a Hugging Face folder, at most 4 MiB of it.
-
-    Raises:
-        ModelRejected: The file is missing, too long, or not an unambiguous JSON object.
-    """
-    return read_object(folder / "config.json", _CONFIG_BYTES)
-
-
-def from_hf(config: Mapping[str, object], origin: str = "config.json") -> DecoderSpec:
-    """Return the spec of a model from its Hugging Face `config.json`.
-
-    Args:
-        config: The parsed file; both `rope_theta`/`rope_scaling` and `rope_parameters` are understood.
-        origin: The file's base name, for messages.
-
-    Raises:
-        ModelRejected: The architecture is not supported, a size is impossible, or a field asks for what the decoder
-            does not compute; the error has the field, its value and what is supported.
-    """
-    fields = Fields(config, origin)
-    architecture, row = _row(fields)
-    has_head = architecture in FAMILIES
-    for field, neutral in _NEUTRAL.items():
-        if not any(config.get(field) is value or config.get(field) == value for value in neutral):
-            fields.refuse(field, " or ".join(repr(value) for value in neutral))
-    if not _quantises_nothing_but_kv(config.get("quantization_config")):
-        fields.refuse(
-            "quantization_config",
-            "none, or a kv_cache_scheme of 8-bit floats alone; quantised weights run from GGUF files",
-        )
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        fields.refuse("hidden_act", "silu")
-    layers = fields.size("num_hidden_layers", LIMITS["num_layers"])
-    heads = fields.size("num_attention_heads", LIMITS["num_heads"])
-    hidden = fields.size("hidden_size", LIMITS["hidden_size"])
-    context = fields.size("max_position_embeddings", LIMITS["max_context"])
-    spec = DecoderSpec(
-        architecture=architecture,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=fields.size("num_key_value_heads", LIMITS["num_kv_heads"], row.default_kv_heads or heads),
-        head_dim=head_size(fields, "head_dim", row.default_head_dim, hidden, heads),
-        ffn_size=fields.size("intermediate_size", LIMITS["ffn_size"]),
-        vocab_size=fields.size("vocab_size", LIMITS["vocab_size"]),
-        max_context=context,
-        norm_eps=fields.real("rms_norm_eps", 0.0, 1.0, 1e-6),
-        rope=_hf_rope(fields, context),
-        qkv_bias=fields.chosen(row.qkv_bias),
-        o_bias=fields.chosen(row.o_bias),
-        mlp_bias=fields.chosen(row.mlp_bias),
-        qk_norm=row.qk_norm,
-        tied_head=fields.flag("tie_word_embeddings", False) or not has_head,
-        windows=_hf_windows(fields, row, layers, context),
-        has_head=has_head,
-        checkpoint_dtype=_hf_dtype(fields),
-    )
-    return checked(spec, origin, "num_key_value_heads", "head_dim")
-
-
-def _row(fields: Fields) -> tuple[str, Family]:
-    """Return the table row for the config's one architecture, by `architectures` or else `model_type`."""
-    if fields.data.get("auto_map") is not None:
-        fields.refuse("auto_map", "models that need no code of their own")
-    named = fields.data.get("architectures")
-    if named is None:
-        for architecture, row in FAMILIES.items():
-            if fields.data.get("model_type") == row.model_type:
-                return architecture, row
-        fields.refuse("model_type", ", ".join(row.model_type for row in FAMILIES.values()))
-    rows = FAMILIES | _HEADLESS
-    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in rows:
-        fields.refuse("architectures", ", ".join(rows))
-    row = rows[named[0]]
-    if fields.data.get("model_type", row.model_type) != row.model_type:
-        fields.refuse("model_type", row.model_type)
-    return named[0], row
-
-
-def head_size(fields: Fields, field: str, default: int | None, hidden: int, heads: int) -> int:
-    """Return the size of a head: from `field`, by default, or the hidden size shared out evenly."""
-    if fields.data.get(field) is None and default is None and hidden % heads:
-        refuse(fields.origin, "hidden_size", hidden, f"a multiple of the {heads} attention heads")
-    return fields.size(field, LIMITS["head_dim"], default or hidden // heads)
-
-
-def _quantises_nothing_but_kv(quantization: object) -> bool:
-    """Return whether weights are unquantised; scales of an 8-bit cache may come with them."""
-    if quantization is None:
-        return True
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
-        return False
-    scheme = quantization.get("kv_cache_scheme")
-    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
-    return is_fp8 and not quantization.get("config_groups")
-
-
-def _hf_dtype(fields: Fields) -> str | None:
-    field = "dtype" if fields.data.get("dtype") is not None else "torch_dtype"
-    value = fields.data.get(field)
-    if value is not None and value not in _DTYPES:
-        fields.refuse(field, ", ".join(_DTYPES))
-    return str(value) if value is not None else None
-
-
-def _hf_rope(fields: Fields, context: int) -> Rope:
-    """Read transformers 5's `rope_parameters`, or the older `rope_theta` beside `rope_scaling`."""
-    field = "rope_parameters" if fields.data.get("rope_parameters") is not None else "rope_scaling"
-    given = fields.data.get(field)
-    if given is None:
-        given = {}
-    if not isinstance(given, Mapping):
-        fields.refuse(field, "an object with rope_type")
-    rope = Fields({"rope_theta": fields.data.get("rope_theta"), **given}, f"{fields.origin}: {field}")
-    kind = given.get("rope_type", given.get("type", "default"))
-    theta = rope.real("rope_theta", 1.0, 1e12, 10000.0)
-    if given.get("partial_rotary_factor", 1) != 1:
-        rope.refuse("partial_rotary_factor", 1)
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", factor=rope.real("factor", 1.0, 1e6))
-    if kind != "llama3":
-        refuse(rope.origin, "rope_type", kind, "default, linear, llama3")
-    low = rope.real("low_freq_factor", 1e-6, 1e6)
-    high = rope.real("high_freq_factor", 1e-6, 1e6)
-    if high <= low:
-        rope.refuse("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
-    original = rope.size("original_max_position_embeddings", LIMITS["max_context"], context)
-    return Rope(theta, "llama3", rope.real("factor", 1.0, 1e6), low, high, original)
-
-
-def _hf_windows(fields: Fields, row: Family, layers: int, context: int) -> tuple[int | None, ...]:
-    """Return each layer's window: none (Llama), the same everywhere (Mistral), or on the later layers (Qwen)."""
-    window = None
-    if row.windows == "all" or (row.windows == "late" and fields.flag("use_sliding_window", False)):
-        if fields.data.get("sliding_window", row.default_window) is not None:
-            window = fields.size("sliding_window", LIMITS["max_context"], row.default_window)
-    first = 0
-    if window is not None and row.windows == "late":
-        first = fields.data.get("max_window_layers", 28)  # type: ignore[assignment]  # checked on the next line
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            fields.refuse("max_window_layers", "an integer of at least 0")
-    windowed = [window is not None and layer >= first for layer in range(layers)]
-    types = fields.data.get("layer_types")
-    if types is not None:
-        windowed = _windowed_by_type(fields, types, windowed, row)
-    # A window as long as the context limits nothing.
-    effective = window if window is not None and window < context else None
-    return tuple(effective if is_windowed else None for is_windowed in windowed)
-
-
-def _windowed_by_type(fields: Fields, types: object, windowed: list[bool], row: Family) -> list[bool]:
-    kinds = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != len(windowed) or any(kind not in kinds for kind in types):
-        fields.refuse("layer_types", f"{len(windowed)} entries, each one of {', '.join(kinds)}")
-    by_type = [kind == "sliding_attention" for kind in types]
-    if by_type != windowed and (row.windows != "late" or not any(windowed)):
-        fields.refuse("layer_types", "what sliding_window and use_sliding_window say")
-    return by_type
-
-
-def checked(spec: DecoderSpec, origin: str, kv_field: str, head_field: str) -> DecoderSpec:
-    """Return `spec` once its sizes agree with each other."""
-    if spec.num_heads % spec.num_kv_heads:
-        refuse(origin, kv_field, spec.num_kv_heads, f"a divisor of the {spec.num_heads} attention heads")
-    if spec.head_dim % 2:
-        refuse(origin, head_field, spec.head_dim, "an even head size")
-    return spec
+        Raises:
+            ModelRejected: The norms of some layers have another one.
+        """
+        for layer in self.layers:
+            if layer.norms.epsilon != self.norm_eps:
+                refuse(self.architecture, "the epsilon of a norm", layer.norms.epsilon, self.norm_eps)
+        return self.norm_eps

@@ -25,7 +25,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from headrace.adapters.untrusted import open_file
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.checkpoint.gguf_spec import from_gguf
+from headrace.engine.model.families.registry import from_gguf
 from headrace.engine.model.spec import DecoderSpec
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf import GgufFile
-from headrace.engine.model.checkpoint.plan import BARE_NAMES, GGUF_NAMES, HF_NAMES, Fused, Part, all_parts
+from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.roles import Fused, Part
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.paged import KvScales
 from headrace.ops.quantised import GROUP, GroupQuantised
@@ -32,6 +33,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Function that is called with the bytes done and the bytes in all."""
 
 _TIED_LEFTOVER = "lm_head.weight"
+_PREFIX = "model."
 _CPU_BLOCK_ELEMENTS = 1 << 18  # in float32 a quarter of what a core caches
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
@@ -78,11 +80,11 @@ class FileMaker:
     ) -> None:
         self.empty = empty
         self.source = source
-        self.names = GGUF_NAMES if isinstance(source, GgufFile) else HF_NAMES
-        if not isinstance(source, GgufFile) and not any(name.startswith("model.") for name in source.shapes):
-            self.names = BARE_NAMES
-        self.head_dim = spec.head_dim
-        self.is_interleaved = isinstance(source, GgufFile) and source.metadata["general.architecture"] == "llama"
+        self.names = spec.names
+        self.is_bare = not any(name.startswith(_PREFIX) for name in source.shapes)
+        """Whether the checkpoint was saved without the class that holds the head, as folders may be."""
+        if self.is_bare:
+            self.names = spec.names.without(_PREFIX)
         self.dtype = dtype
         self.device = device
         self.keep_packed = keep_packed
@@ -140,7 +142,7 @@ class FileMaker:
         known = wanted.keys() | {name for layer in range(spec.num_layers) for name in self._scale_names(layer)}
         left = [name for name in found if name not in known and not self.names.harmless.fullmatch(name)]
         head_shape = (spec.vocab_size, spec.hidden_size)
-        if spec.tied_head and self.names is HF_NAMES and found.get(_TIED_LEFTOVER) == head_shape:
+        if spec.tied_head and not self.is_bare and found.get(_TIED_LEFTOVER) == head_shape:
             left.remove(_TIED_LEFTOVER)  # check_tied compares it
         if left:
             self._refuse(left[0], "left over", f"the tensors of the model ({len(left)} left over)")
@@ -162,10 +164,8 @@ class FileMaker:
         return scales
 
     def _scale_names(self, layer: int) -> list[str]:
-        if isinstance(self.source, GgufFile):
-            return []
-        prefix = self.names.layer_prefix.format(layer) + "self_attn."
-        return [f"{prefix}{between}{kind}_scale" for kind in "kv" for between in ("", f"{kind}_proj.")]
+        prefix = self.names.layer_prefix.format(layer)
+        return [prefix + name.format(kind) for kind in "kv" for name in self.names.kv_scales]
 
     def _scale(self, name: str) -> float:
         if math.prod(self.source.shapes[name]) != 1:
@@ -206,14 +206,11 @@ class FileMaker:
         self._advance(name)
 
     def _row_order(self, part: Part) -> Tensor | None:
-        """Return the place of each of the file's rows, or None where they are in order.
-
-        GGUF files of the llama architecture hold the two elements of a rotated pair side by side.
-        """
-        if not self.is_interleaved or not part.rotary:
+        """Return the place of each of the file's rows, or None where they are in order."""
+        if not self.names.interleaved or part.rotated is None:
             return None
         order = torch.arange(part.rows, device=self.device)
-        return order.view(-1, 2, self.head_dim // 2).transpose(1, 2).flatten()
+        return order.view(-1, 2, part.rotated // 2).transpose(1, 2).flatten()
 
     def _note_extremes(self, name: str, rows: Tensor) -> None:
         """Refuse a block that holds NaN or infinity: at once on a CPU, later and for all blocks together on a GPU."""

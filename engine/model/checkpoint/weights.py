@@ -19,12 +19,22 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.parameters import Empty, FileMaker, Progress, Weight
-from headrace.engine.model.checkpoint.plan import Fused, layer_plan, top_plan
+from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.paged import KvScales
 
-__all__ = ["DecoderWeights", "LayerWeights", "Layers", "Source", "Weight", "load_weights", "open_weights"]
+__all__ = [
+    "DecoderWeights",
+    "LayerWeights",
+    "Layers",
+    "Source",
+    "SublayerWeights",
+    "Weight",
+    "load_weights",
+    "open_weights",
+]
 
 Source: TypeAlias = str | os.PathLike[str] | GgufFile | Literal["random"]
 """Hugging Face folder with safetensors, GGUF file (a path, or an open file, which stays open), or `"random"`."""
@@ -32,23 +42,21 @@ _INIT_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Parameters of one block; matrices are [out, in]. Biases and head norms are None where the spec has none."""
+class SublayerWeights:
+    """Parameters of a mixer or a feed, by the names that its spec gives to them."""
 
-    input_norm_E: Tensor
-    qkv: Weight
-    """Matrix whose rows are H * D of queries, K * D of keys and K * D of values."""
-    qkv_bias: Tensor | None
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    o: Weight
-    o_bias: Tensor | None
-    post_norm_E: Tensor
-    gate_up: Weight
-    """Matrix whose rows are F of the gate and F of the up projection."""
-    gate_up_bias: Tensor | None
-    down: Weight
-    down_bias: Tensor | None
+    matrices: Mapping[str, Weight]
+    """Matrices [out, in]."""
+    vectors: Mapping[str, Tensor]
+    """Biases and the weights of norms; only those that the spec has."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Parameters of one layer."""
+
+    mixer: SublayerWeights
+    feed: SublayerWeights
 
 
 class Layers(Protocol):
@@ -105,20 +113,14 @@ def _assemble(spec: DecoderSpec, maker: _Maker, layers: Layers | None = None) ->
 
 
 def _layer(spec: DecoderSpec, maker: _Maker, layer: int) -> LayerWeights:
-    plan = layer_plan(spec, layer)
-    vectors = {
-        field: maker.dense(plan[field]) if field in plan else None
-        for field in ("qkv_bias", "q_norm_D", "k_norm_D", "o_bias", "gate_up_bias", "down_bias")
-    }
-    return LayerWeights(
-        input_norm_E=maker.dense(plan["input_norm_E"]),
-        qkv=maker.linear(plan["qkv"]),
-        o=maker.linear(plan["o"]),
-        post_norm_E=maker.dense(plan["post_norm_E"]),
-        gate_up=maker.linear(plan["gate_up"]),
-        down=maker.linear(plan["down"]),
-        **vectors,
-    )
+    mixer, feed = layer_plan(spec, layer)
+    return LayerWeights(_sublayer(mixer, maker), _sublayer(feed, maker))
+
+
+def _sublayer(plan: Mapping[str, Fused], maker: _Maker) -> SublayerWeights:
+    vectors = {name: maker.dense(fused) for name, fused in plan.items() if fused.columns is None}
+    matrices = {name: maker.linear(fused) for name, fused in plan.items() if fused.columns is not None}
+    return SublayerWeights(matrices, vectors)
 
 
 class _Random:

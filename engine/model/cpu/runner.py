@@ -40,16 +40,18 @@ _ALIKE_ROWS = 40
 
 def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype) -> dict[int | None, CpuOps]:
     """Return the operations of each kind of layer that `spec` has, by attention window."""
+    attention = spec.uniform_attention
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim)))
+    frequencies = spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)
+    angles = torch.outer(positions, torch.from_numpy(frequencies))
     cos, sin = angles.cos(), angles.sin()
     return {
         window: CpuOps(
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
             page_size=page_size,
-            eps=spec.norm_eps,
+            eps=spec.uniform_epsilon,
             cos=cos,
             sin=sin,
             dtype=dtype,

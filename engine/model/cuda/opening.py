@@ -151,7 +151,7 @@ def _make_bank(
     return CudaBank(
         adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules,
         max_rows=limits.rows, max_tokens=limits.batched_tokens, host=_host_memory(config),
-        biased=spec.qkv_bias or spec.o_bias or spec.mlp_bias,
+        biased=spec.has_biases,
     )  # fmt: skip
 
 

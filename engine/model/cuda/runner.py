@@ -67,10 +67,11 @@ def head_shape(
     spec: DecoderSpec, window: int | None, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> HeadShape:
     """Return the shape of attention in the layers of `spec` that share an attention window."""
+    attention = spec.uniform_attention
     return HeadShape(
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
         page_size=page_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -90,10 +91,12 @@ def cuda_ops(
     arch: Arch,
 ) -> dict[int | None, CudaOps]:
     """Return the operations of each kind of layer that `spec` has, by attention window."""
+    attention, eps = spec.uniform_attention, spec.uniform_epsilon
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = torch.outer(positions, torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))).to(device)
+    frequencies = spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)
+    angles = torch.outer(positions, torch.from_numpy(frequencies)).to(device)
     cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
-    scratch, has_heads = LinearScratch(device, arch), EvenHeads.refuses(dtype, spec.head_dim, arch) is None
+    scratch, has_heads = LinearScratch(device, arch), EvenHeads.refuses(dtype, attention.head_dim, arch) is None
     kinds = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
     without = "products are left to Triton and cuBLAS, which are slower"
     built = lacks_wgmma(dtype, arch) is None and compiles([kind.build for kind in kinds], without)
@@ -101,11 +104,11 @@ def cuda_ops(
         window: CudaOps(
             head_shape(spec, window, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
             arch=arch,
-            eps=spec.norm_eps,
+            eps=eps,
             cos_sin_PD=cos_sin_PD,
             scratch=scratch,
-            even=EvenLinear(scratch, eps=spec.norm_eps, pdl=True) if built else None,
-            even_heads=EvenHeads(eps=spec.norm_eps, pdl=True) if built and has_heads else None,
+            even=EvenLinear(scratch, eps=eps, pdl=True) if built else None,
+            even_heads=EvenHeads(eps=eps, pdl=True) if built and has_heads else None,
             tile=TileLinear() if built else None,
             kv_scales=kv_scales,
         )

@@ -70,16 +70,19 @@ class Decoder(Generic[Packed, Step, Kv]):
     def _block(
         layer: LayerWeights, window: int | None, windows: Mapping[int | None, DeviceOps[Packed, Step, Kv]]
     ) -> _Block[Packed]:
-        ops, q_norm_D, k_norm_D = windows[window], layer.q_norm_D, layer.k_norm_D
+        ops, mixer, feed = windows[window], layer.mixer, layer.feed
+        head_norms = None
+        if "q_norm_D" in mixer.vectors:
+            head_norms = HeadNorms(mixer.vectors["q_norm_D"], mixer.vectors["k_norm_D"])
         return _Block(
             window=window,
-            input_norm_E=layer.input_norm_E,
-            qkv=ops.pack(layer.qkv, layer.qkv_bias),
-            head_norms=None if q_norm_D is None or k_norm_D is None else HeadNorms(q_norm_D, k_norm_D),
-            o=ops.pack(layer.o, layer.o_bias),
-            post_norm_E=layer.post_norm_E,
-            gate_up=ops.pack(layer.gate_up, layer.gate_up_bias),
-            down=ops.pack(layer.down, layer.down_bias),
+            input_norm_E=mixer.vectors["norm_E"],
+            qkv=ops.pack(mixer.matrices["qkv"], mixer.vectors.get("qkv_bias")),
+            head_norms=head_norms,
+            o=ops.pack(mixer.matrices["o"], mixer.vectors.get("o_bias")),
+            post_norm_E=feed.vectors["norm_E"],
+            gate_up=ops.pack(feed.matrices["gate_up"], feed.vectors.get("gate_up_bias")),
+            down=ops.pack(feed.matrices["down"], feed.vectors.get("down_bias")),
         )
 
     def hidden(

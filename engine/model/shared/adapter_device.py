@@ -19,14 +19,19 @@ _RANK = 16  # of the adapters for which memory is kept by default
 
 
 def adapter_shape(spec: DecoderSpec) -> ModelShape:
-    """Return the sizes of a model that decide the sizes of its adapters."""
+    """Return the sizes of a model that decide the sizes of its adapters.
+
+    Raises:
+        ModelRejected: Layers differ: the sites of adapters have one size in all layers.
+    """
+    attention = spec.uniform_attention
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        ffn_size=spec.ffn_size,
+        num_heads=attention.heads,
+        num_kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        ffn_size=spec.uniform_feed.size,
         vocab_size=spec.vocab_size,
     )
 

@@ -13,7 +13,7 @@ from headrace.engine import Engine
 from headrace.engine.bench.floor import Cost, Speed, cost_of, measure, model_cost
 from headrace.engine.bench.shapes import SHAPES
 from headrace.engine.bench.workload import public_workload
-from headrace.engine.model.spec import from_hf
+from headrace.engine.model.families.registry import from_hf
 
 H200 = Speed(4.3e12, 791e12)
 

@@ -49,7 +49,8 @@ def test_a_named_shape_is_a_folder_while_it_is_used(name: str, layers: int, tied
         assert json.loads((Path(path) / "config.json").read_text()) == SHAPES[name]
         spec = spec_of(path)
     assert not Path(path).exists()
-    assert (spec.num_layers, spec.tied_head, spec.qk_norm, spec.head_dim) == (layers, tied, tied, 128)
+    attention = spec.uniform_attention
+    assert (spec.num_layers, spec.tied_head, attention.qk_norm, attention.head_dim) == (layers, tied, tied, 128)
 
 
 def test_any_other_model_is_a_path() -> None:

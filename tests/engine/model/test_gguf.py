@@ -117,11 +117,11 @@ def test_every_kind_loads_as_the_package_dequantises_it(kind: Kind, keep_packed:
         "down": expected["blk.0.ffn_down.weight"],
     }
     for field, values in wanted.items():
-        found = getattr(layer, field)
+        found = (layer.feed if field in layer.feed.matrices else layer.mixer).matrices[field]
         assert isinstance(found, GroupQuantised) is (keep_packed and kind in (Kind.Q4_0, Kind.Q4_1))
         assert np.array_equal(tensor_of(found).numpy(), values), field
     assert np.array_equal(weights.embedding_VE.numpy(), expected["token_embd.weight"])
-    assert np.array_equal(layer.post_norm_E.numpy(), expected["blk.0.ffn_norm.weight"])
+    assert np.array_equal(layer.feed.vectors["norm_E"].numpy(), expected["blk.0.ffn_norm.weight"])
     assert weights.head is weights.embedding_VE
 
 
@@ -130,9 +130,8 @@ def test_only_the_llama_architecture_interleaves_pairs(tmp_path: Path) -> None:
     weights = load(tmp_path / "tiny.gguf")
     layer = weights.layers[0]
     rows = np.concatenate([expected[f"blk.0.attn_{role}.weight"] for role in "qkv"])
-    assert np.array_equal(tensor_of(layer.qkv).numpy(), rows)
-    assert layer.qkv_bias is not None
-    assert np.array_equal(layer.qkv_bias.numpy(), np.concatenate([expected[name] for name in BIASES]))
+    assert np.array_equal(tensor_of(layer.mixer.matrices["qkv"]).numpy(), rows)
+    assert np.array_equal(layer.mixer.vectors["qkv_bias"].numpy(), np.concatenate([expected[name] for name in BIASES]))
     assert np.array_equal(tensor_of(weights.head).numpy(), expected["output.weight"])
 
 
@@ -140,23 +139,21 @@ def test_llama_biases_are_put_in_order_too(tmp_path: Path) -> None:
     expected = write_model(tmp_path / "tiny.gguf", Kind.Q4_1, extra=BIASES)
     q, k, v = (expected[name] for name in BIASES)
     layer = load(tmp_path / "tiny.gguf", keep_packed=True).layers[0]
-    assert layer.qkv_bias is not None
-    assert np.array_equal(layer.qkv_bias.numpy(), np.concatenate([in_halves(q), in_halves(k), v]))
+    assert np.array_equal(layer.mixer.vectors["qkv_bias"].numpy(), np.concatenate([in_halves(q), in_halves(k), v]))
 
 
 def test_qwen3_head_norms_are_found(tmp_path: Path) -> None:
     norms = {"blk.0.attn_q_norm.weight": (HEAD_DIM,), "blk.0.attn_k_norm.weight": (HEAD_DIM,)}
     expected = write_model(tmp_path / "tiny.gguf", Kind.F16, "qwen3", norms)
     layer = load(tmp_path / "tiny.gguf").layers[0]
-    assert layer.k_norm_D is not None
-    assert np.array_equal(layer.k_norm_D.numpy(), expected["blk.0.attn_k_norm.weight"])
+    assert np.array_equal(layer.mixer.vectors["k_norm_D"].numpy(), expected["blk.0.attn_k_norm.weight"])
 
 
 def test_stored_rope_divisors_reach_the_spec(tmp_path: Path) -> None:
     write_model(tmp_path / "tiny.gguf", Kind.F16, extra={"rope_freqs.weight": (HEAD_DIM // 2,)})
     load(tmp_path / "tiny.gguf")
     with GgufFile(tmp_path / "tiny.gguf") as file:
-        rope = file.spec().rope
+        (rope,) = file.spec().ropes
     plain = 10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     np.testing.assert_allclose(rope.inverse_frequencies(HEAD_DIM), plain / np.linspace(1, 8, 32), rtol=1e-6)
 
@@ -186,17 +183,18 @@ def test_smollm2_agrees_with_the_package(smollm2: Path) -> None:
     }
     for key, value in file.metadata.items():
         assert reader.fields[key].contents() == value, key
-    assert (spec.num_layers, spec.head_dim, spec.tied_head) == (30, 64, True)
+    assert (spec.num_layers, spec.uniform_attention.head_dim, spec.tied_head) == (30, 64, True)
 
     def dequantised(name: str) -> np.ndarray[Any, Any]:
         return gguf.quants.dequantize(np.array(tensors[name].data), tensors[name].tensor_type)
 
     q, k, v = (dequantised(f"blk.29.attn_{role}.weight") for role in "qkv")
     qkv = np.concatenate([in_halves(q), in_halves(k), v])
-    assert np.array_equal(tensor_of(weights.layers[29].qkv).numpy(), qkv)
-    assert isinstance(packed.layers[29].qkv, GroupQuantised)
-    assert np.array_equal(tensor_of(packed.layers[29].qkv).numpy(), qkv)
-    assert packed.layers[29].qkv.values_OI.dtype == torch.uint8 and int(packed.layers[29].qkv.values_OI.max()) == 15
+    assert np.array_equal(tensor_of(weights.layers[29].mixer.matrices["qkv"]).numpy(), qkv)
+    kept = packed.layers[29].mixer.matrices["qkv"]
+    assert isinstance(kept, GroupQuantised)
+    assert np.array_equal(tensor_of(kept).numpy(), qkv)
+    assert kept.values_OI.dtype == torch.uint8 and int(kept.values_OI.max()) == 15
     assert np.array_equal(weights.embedding_VE.numpy(), dequantised("token_embd.weight"))
     assert torch.equal(packed.embedding_VE, weights.embedding_VE.bfloat16())
 

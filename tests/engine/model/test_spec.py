@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.checkpoint.gguf_spec import from_gguf
-from headrace.engine.model.spec import DecoderSpec, Rope, from_hf
+from headrace.engine.model.families.registry import from_gguf, from_hf
+from headrace.engine.model.spec import Attention, DecoderSpec, Dense, LayerSpec, Norms, Rope
 
 SIZES = {
     "vocab_size": 96,
@@ -61,21 +61,24 @@ def test_every_family_reads_as_transformers_saved_it(architecture: str, tied: bo
     config = FAMILIES[architecture](**SIZES, tie_word_embeddings=tied)
     spec = from_hf(saved(config, architecture))
     assert spec.architecture == architecture
-    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads) == (4, 64, 4, 2)
-    assert (spec.ffn_size, spec.vocab_size, spec.max_context, spec.norm_eps) == (112, 96, 512, 3e-5)
-    assert spec.head_dim == getattr(config, "head_dim", 16)
+    assert (spec.hidden_size, spec.vocab_size, spec.max_context, spec.norm_eps) == (64, 96, 512, 3e-5)
     assert spec.tied_head is tied
-    assert spec.qkv_bias is (architecture == "Qwen2ForCausalLM")
-    assert spec.qk_norm is (architecture == "Qwen3ForCausalLM")
-    assert not spec.o_bias and not spec.mlp_bias
-    assert spec.windows == (None,) * 4
+    attention = Attention(
+        heads=4,
+        kv_heads=2,
+        head_dim=getattr(config, "head_dim", 16),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+    )
+    assert spec.layers == (LayerSpec(attention, Dense(112), Norms(3e-5)),) * 4
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_biases_that_the_config_asks_for(architecture: str) -> None:
     spec = from_hf(saved(FAMILIES[architecture](**SIZES, attention_bias=True), architecture))
-    assert spec.qkv_bias and spec.o_bias and not spec.mlp_bias
-    assert from_hf(llama(mlp_bias=True)).mlp_bias
+    attention = spec.uniform_attention
+    assert attention.qkv_bias and attention.o_bias and not spec.uniform_feed.bias and spec.has_biases
+    assert from_hf(llama(mlp_bias=True)).uniform_feed.bias and not from_hf(llama()).has_biases
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 3.0}])
@@ -85,8 +88,8 @@ def test_frequencies_equal_those_of_transformers(scaling: dict[str, Any] | None,
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     config = transformers.LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters=parameters)
     expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
-    newer = from_hf(saved(config, "LlamaForCausalLM")).rope
-    older = from_hf(llama(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)).rope
+    (newer,) = from_hf(saved(config, "LlamaForCausalLM")).ropes
+    (older,) = from_hf(llama(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)).ropes
     assert newer == older
     found = newer.inverse_frequencies(head_dim)
     assert found.dtype == np.float32 and found.shape == (head_dim // 2,)
@@ -101,7 +104,7 @@ def test_llama3_bends_some_frequencies_and_keeps_others() -> None:
 
 
 def test_the_oldest_spelling_of_linear_scaling() -> None:
-    assert from_hf(llama(rope_scaling={"type": "linear", "factor": 4})).rope == Rope(5e5, "linear", 4.0)
+    assert from_hf(llama(rope_scaling={"type": "linear", "factor": 4})).ropes == (Rope(5e5, "linear", 4.0),)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -133,7 +136,7 @@ def test_both_spellings_of_the_dtype(field: str) -> None:
 
 
 def test_a_config_without_architectures_goes_by_its_model_type() -> None:
-    assert from_hf({**SIZES, "model_type": "qwen3"}).qk_norm
+    assert from_hf({**SIZES, "model_type": "qwen3"}).uniform_attention.qk_norm
 
 
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -206,8 +209,9 @@ def test_any_values_give_a_spec_or_a_refusal(architecture: str, data: st.DataObj
     except ModelRejected:
         return
     assert isinstance(spec, DecoderSpec)
-    assert spec.num_heads % spec.num_kv_heads == 0 and len(spec.windows) == spec.num_layers
-    assert np.isfinite(spec.rope.inverse_frequencies(spec.head_dim)).all()
+    attention = spec.uniform_attention
+    assert attention.heads % attention.kv_heads == 0 and len(spec.windows) == spec.num_layers
+    assert np.isfinite(spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)).all()
 
 
 def gguf_model(**changes: object) -> dict[str, object]:
@@ -230,11 +234,12 @@ SHAPES = {"token_embd.weight": (96, 64)}
 
 def test_a_gguf_header_reads_as_the_same_model() -> None:
     spec = from_gguf(gguf_model(vocab_size=96, rope__scaling__type="linear", rope__scaling__factor=2.0), SHAPES)
-    assert (spec.architecture, spec.num_layers, spec.head_dim, spec.vocab_size) == ("LlamaForCausalLM", 2, 16, 96)
-    assert spec.tied_head and not spec.qkv_bias and spec.rope == Rope(1e6, "linear", 2.0)
+    assert (spec.architecture, spec.num_layers, spec.vocab_size) == ("LlamaForCausalLM", 2, 96)
+    assert spec.tied_head and not spec.has_biases and spec.ropes == (Rope(1e6, "linear", 2.0),)
+    assert spec.uniform_attention.head_dim == 16
     shapes = {**SHAPES, "output.weight": (96, 64), "blk.0.attn_q.bias": (64,)}
     untied = from_gguf(gguf_model(attention__sliding_window=64), shapes)
-    assert not untied.tied_head and untied.qkv_bias and untied.windows == (64, 64)
+    assert not untied.tied_head and untied.uniform_attention.qkv_bias and untied.windows == (64, 64)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +269,5 @@ def test_unknown_gguf_architectures_and_splits_are_refused() -> None:
 
 
 def test_reading_a_spec_needs_no_torch() -> None:
-    code = (
-        "import sys, headrace.engine.model.spec, headrace.engine.model.checkpoint.gguf_spec\n"
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, headrace.engine.model.families.registry\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
-from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.spec import DecoderSpec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -64,27 +65,31 @@ def saved(folder: Path, family: str = "llama", tied: bool = False, **options: An
     return folder
 
 
-def expected_layer(layer: Any) -> dict[str, torch.Tensor | None]:
+def expected_layer(layer: Any) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
+    """The parameters of a layer's mixer and of its feed."""
     attention, mlp = layer.self_attn, layer.mlp
 
     def cat(field: str, *modules: Any) -> torch.Tensor | None:
         tensors = [getattr(module, field) for module in modules]
         return None if tensors[0] is None else torch.cat(tensors)
 
-    return {
-        "input_norm_E": layer.input_layernorm.weight,
+    mixer = {
+        "norm_E": layer.input_layernorm.weight,
         "qkv": cat("weight", attention.q_proj, attention.k_proj, attention.v_proj),
         "qkv_bias": cat("bias", attention.q_proj, attention.k_proj, attention.v_proj),
         "q_norm_D": attention.q_norm.weight if hasattr(attention, "q_norm") else None,
         "k_norm_D": attention.k_norm.weight if hasattr(attention, "k_norm") else None,
         "o": attention.o_proj.weight,
         "o_bias": attention.o_proj.bias,
-        "post_norm_E": layer.post_attention_layernorm.weight,
+    }
+    feed = {
+        "norm_E": layer.post_attention_layernorm.weight,
         "gate_up": cat("weight", mlp.gate_proj, mlp.up_proj),
         "gate_up_bias": cat("bias", mlp.gate_proj, mlp.up_proj),
         "down": mlp.down_proj.weight,
         "down_bias": mlp.down_proj.bias,
     }
+    return mixer, feed
 
 
 @pytest.mark.parametrize("shard_size", ["20KB", "1GB"])
@@ -102,10 +107,11 @@ def test_fused_parameters_equal_the_modules(family: str, tied: bool, shard_size:
     assert isinstance(weights.head, torch.Tensor) and torch.equal(weights.head, reference.lm_head.weight)
     assert len(weights.layers) == 2
     for found, layer in zip(weights.layers, reference.model.layers, strict=True):
-        for field, tensor in expected_layer(layer).items():
-            value = getattr(found, field)
-            assert (value is None) is (tensor is None), field
-            assert value is None or torch.equal(value, tensor), field
+        for part, expected in zip((found.mixer, found.feed), expected_layer(layer), strict=True):
+            values = {**part.matrices, **part.vectors}
+            assert values.keys() == {field for field, tensor in expected.items() if tensor is not None}
+            for field, value in values.items():
+                assert torch.equal(torch.as_tensor(value), expected[field]), field
     assert done == sorted(done) and done[-1][0] == done[-1][1] == sum(p.nbytes for p in reference.parameters())
 
 
@@ -133,11 +139,12 @@ def test_random_weights_come_from_the_seed_alone() -> None:
         return load_weights("random", spec, dtype=torch.float32, device="cpu", seed=seed)
 
     first, again, other = make(1), make(1), make(2)
-    assert torch.equal(torch.as_tensor(first.layers[1].qkv), torch.as_tensor(again.layers[1].qkv))
+    one, two = (torch.as_tensor(made.layers[1].mixer.matrices["qkv"]) for made in (first, again))
+    assert torch.equal(one, two)
     assert not torch.equal(first.embedding_VE, other.embedding_VE)
     assert first.head is first.embedding_VE and first.embedding_VE.std().item() == pytest.approx(0.02, rel=0.1)
-    assert (first.final_norm_E == 1).all() and first.layers[0].q_norm_D is not None
-    assert (first.layers[0].q_norm_D == 1).all() and first.layers[0].qkv_bias is None
+    vectors = first.layers[0].mixer.vectors
+    assert (first.final_norm_E == 1).all() and (vectors["q_norm_D"] == 1).all() and "qkv_bias" not in vectors
 
 
 def save_changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:

@@ -1,0 +1,30 @@
+"""`Family`: what one file of this folder gives to the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.engine.model.families.gguf import GgufHeader
+from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.spec import DecoderSpec
+
+__all__ = ["Family"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models whose configurations are read alike."""
+
+    architecture: str
+    """Name in a config's `architectures`, which ends in `ForCausalLM`; the same name with `Model` has no head."""
+    model_type: str
+    """Name in a config's `model_type`."""
+    from_config: Callable[[HfConfig], DecoderSpec]
+    """Returns the spec that a config.json describes; raises `ModelRejected`."""
+    heeds: frozenset[str] = frozenset()
+    """Fields that `from_config` reads and that are refused in the configs of other families."""
+    gguf: str | None = None
+    """Value of `general.architecture` in GGUF files; None if none are read."""
+    from_header: Callable[[GgufHeader], DecoderSpec] | None = None
+    """Returns the spec that a GGUF file describes; raises `ModelRejected`."""

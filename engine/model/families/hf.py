@@ -1,0 +1,227 @@
+"""`HfConfig`: shared reading of a Hugging Face config.json; families call it, and it knows none of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from headrace.adapters.untrusted import Fields, refuse
+from headrace.engine.model.families.sizes import check_heads, head_size
+from headrace.engine.model.roles import Names
+from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, Dense, LayerSpec, Norms, Rope
+
+__all__ = ["HF_NAMES", "HfConfig"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+# Fields of other families that change the arithmetic, with the values under which they change nothing.
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "alibi": (None, False),
+    "attention_chunk_size": (None,),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "attn_temperature_tuning": (None, False),
+    "clip_qkv": (None,),
+    "compression_config": (None,),
+    "cross_attention_layers": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+    "is_causal": (None, True),
+    "is_encoder_decoder": (None, False),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "no_rope_layers": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "parallel_attn": (None, False),
+    "partial_rotary_factor": (None, 1),
+    "qk_layernorm": (None, False),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1),
+    "rope_interleaved": (None, False),
+    "rotary_pct": (None, 1),
+    "text_config": (None,),
+    "use_bidirectional_attention": (None, False),
+    "use_mrope": (None, False),
+    "use_qk_norm": (None, False),
+    "vision_config": (None,),
+}
+
+HF_NAMES = Names(
+    layer_prefix="model.layers.{}.",
+    roles={
+        "embedding": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+        "input_norm": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "post_norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    },
+    harmless=re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+    kv_scales=("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale"),
+)
+"""Names that Llama's classes in transformers give to the roles, and those of most families after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig(Fields):
+    """A config.json of one architecture. Every method refuses a value that is not supported, by its field's name."""
+
+    architecture: str
+    has_head: bool
+    """Whether the architecture has an output head."""
+
+    def check(self, heeded: Iterable[str] = ()) -> None:
+        """Refuse fields that change the arithmetic of other families, but those in `heeded`, which the family reads."""
+        for field, neutral in _NEUTRAL.items():
+            value = self.data.get(field)
+            if field not in heeded and not any(value is allowed or value == allowed for allowed in neutral):
+                self.refuse(field, " or ".join(repr(allowed) for allowed in neutral))
+        if not _quantises_nothing_but_kv(self.data.get("quantization_config")):
+            self.refuse(
+                "quantization_config",
+                "none, or a kv_cache_scheme of 8-bit floats alone; quantised weights run from GGUF files",
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.size("num_hidden_layers", LIMITS["num_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.size("hidden_size", LIMITS["hidden_size"])
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens that the model was made for."""
+        return self.size("max_position_embeddings", LIMITS["max_context"])
+
+    def attention(self, *, kv_heads: int | None = None, head_dim: int | None = None) -> Attention:
+        """Return full attention without biases or norms of heads, in the sizes that the config gives.
+
+        Args:
+            kv_heads: Number of key heads where the config gives none; None for as many as query heads.
+            head_dim: Size of a head where the config gives none; None for the hidden size shared out evenly.
+        """
+        heads = self.size("num_attention_heads", LIMITS["num_heads"])
+        attention = Attention(
+            heads=heads,
+            kv_heads=self.size("num_key_value_heads", LIMITS["num_kv_heads"], kv_heads or heads),
+            head_dim=head_size(self, "head_dim", head_dim, self.hidden_size, heads),
+        )
+        return check_heads(attention, self.origin, "num_key_value_heads", "head_dim")
+
+    def dense(self) -> Dense:
+        """Return a gated feed without biases."""
+        if self.data.get("hidden_act", "silu") not in ("silu", "swish"):
+            self.refuse("hidden_act", "silu")
+        return Dense(self.size("intermediate_size", LIMITS["ffn_size"]))
+
+    def norms(self) -> Norms:
+        """Return RMS norms before each part of a layer."""
+        return Norms(self._epsilon())
+
+    def window(self, default: int | None) -> int | None:
+        """Return the field `sliding_window`, which is `default` where it is absent, and None where it is null."""
+        if self.data.get("sliding_window", default) is None:
+            return None
+        return self.size("sliding_window", LIMITS["max_context"], default)
+
+    def windows(
+        self, window: int | None = None, first: int = 0, *, types_decide: bool = False
+    ) -> tuple[int | None, ...]:
+        """Return the window of each layer: `window` from the layer `first` on, and None before it.
+
+        `layer_types` must say the same, unless `types_decide` and there is a window.
+        """
+        windowed = [window is not None and layer >= first for layer in range(self.num_layers)]
+        types = self.data.get("layer_types")
+        if types is not None:
+            by_type = self._windowed_by_type(types, len(windowed))
+            if by_type != windowed and not (types_decide and any(windowed)):
+                self.refuse("layer_types", "what sliding_window and use_sliding_window say")
+            windowed = by_type
+        # A window as long as the context limits nothing.
+        effective = window if window is not None and window < self.max_context else None
+        return tuple(effective if is_windowed else None for is_windowed in windowed)
+
+    def decoder(self, layers: Iterable[LayerSpec], names: Names = HF_NAMES) -> DecoderSpec:
+        """Return the spec of a model with these layers, an embedding, a final norm and a head, and one rope."""
+        return DecoderSpec(
+            architecture=self.architecture,
+            layers=tuple(layers),
+            ropes=(self._rope(),),
+            hidden_size=self.hidden_size,
+            vocab_size=self.size("vocab_size", LIMITS["vocab_size"]),
+            max_context=self.max_context,
+            norm_eps=self._epsilon(),
+            tied_head=self.flag("tie_word_embeddings", False) or not self.has_head,
+            names=names,
+            has_head=self.has_head,
+            checkpoint_dtype=self._dtype(),
+        )
+
+    def _epsilon(self) -> float:
+        return self.real("rms_norm_eps", 0.0, 1.0, 1e-6)
+
+    def _windowed_by_type(self, types: object, layers: int) -> list[bool]:
+        kinds = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != layers or any(kind not in kinds for kind in types):
+            self.refuse("layer_types", f"{layers} entries, each one of {', '.join(kinds)}")
+        return [kind == "sliding_attention" for kind in types]
+
+    def _dtype(self) -> str | None:
+        field = "dtype" if self.data.get("dtype") is not None else "torch_dtype"
+        value = self.data.get(field)
+        if value is not None and value not in _DTYPES:
+            self.refuse(field, ", ".join(_DTYPES))
+        return str(value) if value is not None else None
+
+    def _rope(self) -> Rope:
+        """Read transformers 5's `rope_parameters`, or the older `rope_theta` beside `rope_scaling`."""
+        field = "rope_parameters" if self.data.get("rope_parameters") is not None else "rope_scaling"
+        given = self.data.get(field)
+        if given is None:
+            given = {}
+        if not isinstance(given, Mapping):
+            self.refuse(field, "an object with rope_type")
+        rope = Fields({"rope_theta": self.data.get("rope_theta"), **given}, f"{self.origin}: {field}")
+        kind = given.get("rope_type", given.get("type", "default"))
+        theta = rope.real("rope_theta", 1.0, 1e12, 10000.0)
+        if given.get("partial_rotary_factor", 1) != 1:
+            rope.refuse("partial_rotary_factor", 1)
+        if kind == "default":
+            return Rope(theta)
+        if kind == "linear":
+            return Rope(theta, "linear", factor=rope.real("factor", 1.0, 1e6))
+        if kind != "llama3":
+            refuse(rope.origin, "rope_type", kind, "default, linear, llama3")
+        low = rope.real("low_freq_factor", 1e-6, 1e6)
+        high = rope.real("high_freq_factor", 1e-6, 1e6)
+        if high <= low:
+            rope.refuse("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
+        original = rope.size("original_max_position_embeddings", LIMITS["max_context"], self.max_context)
+        return Rope(theta, "llama3", rope.real("factor", 1.0, 1e6), low, high, original)
+
+
+def _quantises_nothing_but_kv(quantization: object) -> bool:
+    """Return whether weights are unquantised; scales of an 8-bit cache may come with them."""
+    if quantization is None:
+        return True
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    return is_fp8 and not quantization.get("config_groups")

@@ -1,0 +1,46 @@
+"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and perhaps windows in the later layers.
+
+Yang et al. (2024), "Qwen2 technical report".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
+from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.spec import DecoderSpec, LayerSpec
+
+__all__ = ["QWEN2", "qwen_windows"]
+
+_FULL_LAYERS = 28  # the default of `max_window_layers`
+
+
+def qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer: with `use_sliding_window`, layers from `max_window_layers` on have one.
+
+    `layer_types` may choose other layers.
+    """
+    window = config.window(default=4096) if config.flag("use_sliding_window", False) else None
+    first = config.data.get("max_window_layers", _FULL_LAYERS)
+    if window is None:
+        return config.windows()
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        config.refuse("max_window_layers", "an integer of at least 0")
+    return config.windows(window, first, types_decide=True)
+
+
+def _from_config(config: HfConfig) -> DecoderSpec:
+    attention = replace(config.attention(), qkv_bias=True)
+    feed, norms = config.dense(), config.norms()
+    windows = qwen_windows(config)
+    return config.decoder(LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+
+
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    header.refuse_window()
+    return header.decoder(LayerSpec(header.attention(), header.dense(), header.norms()))
+
+
+QWEN2 = Family("Qwen2ForCausalLM", "qwen2", _from_config, gguf="qwen2", from_header=_from_header)

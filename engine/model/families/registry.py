@@ -1,0 +1,105 @@
+"""Finds the family of a model by its config.json or GGUF header; a new family is a file here and an entry in FAMILIES.
+
+Options that a family does not read are refused by name, so that every model that loads is computed correctly. Never
+imports torch. Next: checkpoint/weights.py fills the parameters that a spec calls for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from headrace.adapters.untrusted import Fields, read_object, refuse
+from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
+from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.families.llama import LLAMA
+from headrace.engine.model.families.mistral import MISTRAL
+from headrace.engine.model.families.qwen2 import QWEN2
+from headrace.engine.model.families.qwen3 import QWEN3
+from headrace.engine.model.spec import DecoderSpec
+
+__all__ = ["FAMILIES", "from_gguf", "from_hf", "read_hf_config"]
+
+FAMILIES: Final = (LLAMA, MISTRAL, QWEN2, QWEN3)
+
+_CONFIG_BYTES = 4 << 20
+
+
+def read_hf_config(folder: Path) -> dict[str, object]:
+    """Return `config.json` of a Hugging Face folder, at most 4 MiB of it.
+
+    Raises:
+        ModelRejected: The file is missing, too long, or not an unambiguous JSON object.
+    """
+    return read_object(folder / "config.json", _CONFIG_BYTES)
+
+
+def from_hf(
+    config: Mapping[str, object], origin: str = "config.json", families: Sequence[Family] = FAMILIES
+) -> DecoderSpec:
+    """Return the spec of a model from its Hugging Face `config.json`.
+
+    Args:
+        config: The parsed file; both `rope_theta`/`rope_scaling` and `rope_parameters` are understood.
+        origin: The file's base name, for messages.
+        families: The families to choose from.
+
+    Raises:
+        ModelRejected: The architecture is not supported, a size is impossible, or a field asks for what the decoder
+            does not compute; the error has the field, its value and what is supported.
+    """
+    architecture, family = _family(Fields(config, origin), families)
+    read = HfConfig(config, origin, architecture, has_head=architecture == family.architecture)
+    read.check(family.heeds)
+    return family.from_config(read)
+
+
+def from_gguf(
+    metadata: Mapping[str, object],
+    shapes: Mapping[str, Sequence[int]],
+    rope_divisors: tuple[float, ...] | None = None,
+    origin: str = "the GGUF file",
+    families: Sequence[Family] = FAMILIES,
+) -> DecoderSpec:
+    """Return the spec of a model from a GGUF file's metadata.
+
+    Args:
+        metadata: Keys to plain Python values.
+        shapes: Tensor names to shapes, outer size first: they decide what the metadata leaves open (a tied head,
+            biases, the vocabulary).
+        rope_divisors: The tensor `rope_freqs.weight`, where the file has one.
+        origin: The file's base name, for messages.
+        families: The families to choose from.
+
+    Raises:
+        ModelRejected: The same errors as from `from_hf`.
+    """
+    name = metadata.get("general.architecture")
+    known = {family.gguf: family for family in families if family.gguf is not None}
+    if not isinstance(name, str) or name not in known or (read := known[name].from_header) is None:
+        refuse(origin, "general.architecture", name, ", ".join(known))
+    header = GgufHeader(metadata, origin, name, known[name].architecture, shapes, rope_divisors)
+    header.check(known[name].heeds)
+    return read(header)
+
+
+def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
+    """Return the config's one architecture and its family, by `architectures` or else `model_type`."""
+    if fields.data.get("auto_map") is not None:
+        fields.refuse("auto_map", "models that need no code of their own")
+    named = fields.data.get("architectures")
+    if named is None:
+        for family in families:
+            if fields.data.get("model_type") == family.model_type:
+                return family.architecture, family
+        fields.refuse("model_type", ", ".join(family.model_type for family in families))
+    headless = {family.architecture.replace("ForCausalLM", "Model"): family for family in families}
+    known = {family.architecture: family for family in families} | headless
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in known:
+        fields.refuse("architectures", ", ".join(known))
+    family = known[named[0]]
+    if fields.data.get("model_type", family.model_type) != family.model_type:
+        fields.refuse("model_type", family.model_type)
+    return named[0], family

@@ -1,0 +1,96 @@
+"""Roles of a checkpoint's tensors, the parameters that they are fused into, and their names; never holds a tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+__all__ = ["Fused", "Names", "Part", "bias", "matrix", "norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a checkpoint: its role, and the rows that it has."""
+
+    role: str
+    """Role and kind, such as `q.weight` or `q.bias`; `Names` knows where a file keeps it."""
+    rows: int
+    layer: int | None = None
+    """Number of the layer that the tensor belongs to; None outside the layers."""
+    rotated: int | None = None
+    """Size of the heads whose elements the rows are, where these heads are rotated: queries and keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A parameter: its parts, one above the other, and their inner size (None for vectors)."""
+
+    parts: tuple[Part, ...]
+    columns: int | None
+    is_norm: bool = False
+    """Whether random weights are 1: the weight of a norm."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape, [out, in] or [out]."""
+        rows = sum(part.rows for part in self.parts)
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether the parameter is the bias of a product."""
+        return all(part.role.endswith(".bias") for part in self.parts)
+
+    def rotated(self, head_dim: int, *roles: str) -> Fused:
+        """Return the same parameter, with the rows of `roles` marked as heads of `head_dim` that are rotated."""
+        parts = [replace(part, rotated=head_dim if part.role.split(".")[0] in roles else None) for part in self.parts]
+        return replace(self, parts=tuple(parts))
+
+    def of_layer(self, layer: int) -> Fused:
+        """Return the same parameter of the layer with the number `layer`."""
+        return replace(self, parts=tuple(replace(part, layer=layer) for part in self.parts))
+
+
+def matrix(columns: int, **rows: int) -> Fused:
+    """Return a matrix [out, in] of `columns` inputs whose parts have the given roles and rows, in order."""
+    return Fused(tuple(Part(f"{role}.weight", count) for role, count in rows.items()), columns)
+
+
+def bias(**rows: int) -> Fused:
+    """Return the bias of a product whose parts have the given roles and rows, in order."""
+    return Fused(tuple(Part(f"{role}.bias", count) for role, count in rows.items()), None)
+
+
+def norm(**rows: int) -> Fused:
+    """Return the weight of a norm, with its role and its size."""
+    return Fused(tuple(Part(f"{role}.weight", count) for role, count in rows.items()), None, is_norm=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names that a checkpoint gives to the roles."""
+
+    layer_prefix: str
+    """Prefix of a layer's tensors, with `{}` for the layer's number."""
+    roles: Mapping[str, str]
+    harmless: re.Pattern[str]
+    """Names that may be left over: they hold only what is computed from the spec."""
+    kv_scales: tuple[str, ...] = ()
+    """Names that the scales of an 8-bit cache may have within a layer, with `{0}` for `k` or `v`."""
+    interleaved: bool = False
+    """Whether the rows of a rotated head hold the two elements of each pair side by side, not half a head apart."""
+
+    def of(self, part: Part) -> str:
+        """Return the checkpoint's name of a part."""
+        role, kind = part.role.split(".")
+        prefix = "" if part.layer is None else self.layer_prefix.format(part.layer)
+        return f"{prefix}{self.roles[role]}.{kind}"
+
+    def without(self, prefix: str) -> Names:
+        """Return the names of a checkpoint that was saved without `prefix`."""
+        return replace(
+            self,
+            layer_prefix=self.layer_prefix.removeprefix(prefix),
+            roles={role: name.removeprefix(prefix) for role, name in self.roles.items()},
+        )
