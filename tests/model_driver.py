@@ -16,7 +16,7 @@ from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.ops.cpu.block import CpuKv, CpuOps
@@ -45,7 +45,7 @@ def request(ids: Sequence[int], count: int, sampling: Sampling | None = None) ->
 class ModelUnderTest:
     """A decoder with a cache and a row table of its own, fed with tokens that are known beforehand."""
 
-    def __init__(self, decoder: CpuDecoder, ops: Mapping[int | None, CpuOps], kv: CpuKv, size: Capacity) -> None:
+    def __init__(self, decoder: CpuDecoder, ops: Mapping[MixerSpec, CpuOps], kv: CpuKv, size: Capacity) -> None:
         """Use `kv`, whose pages it takes in an order that no address could be guessed from."""
         self.bank: CpuBank | None = None
         """What sequences may wear."""
@@ -69,7 +69,7 @@ class ModelUnderTest:
     @classmethod
     def _make(cls, spec: DecoderSpec, weights: DecoderWeights, dtype: torch.dtype, size: Capacity) -> ModelUnderTest:
         ops = cpu_ops(spec, page_size=size.page_size, max_positions=size.max_context, dtype=dtype)
-        kv = ops[spec.windows[0]].allocate_kv(spec.num_layers, size.num_pages)
+        kv = next(iter(ops.values())).allocate_kv(spec.num_layers, size.num_pages)
         return cls(Decoder(spec, weights, ops), ops, kv, size)
 
     def logits(
@@ -116,10 +116,10 @@ class ModelUnderTest:
     def _step(self, rows: CpuRows, works: list[Work], found: list[list[Tensor]]) -> None:
         batch = rows.batch(works)
         with torch.inference_mode():
-            steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
+            steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
             wearers, adapted = batch.wearers, None
             if wearers:
-                adapted = {window: CpuAdapterOps(ops, wearers) for window, ops in self._ops.items()}
+                adapted = {mixer: CpuAdapterOps(ops, wearers) for mixer, ops in self._ops.items()}
             hidden_NE = self._decoder.hidden(batch.tokens_N, steps, self._kv, None, adapted)
             logits_NV = self._decoder.logits(hidden_NE, adapted).float()
         for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):

@@ -238,6 +238,11 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def mixer_kinds(self) -> tuple[MixerSpec, ...]:
+        """The different mixers of the layers, each once, in the order of the layers."""
+        return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Number of last positions that each layer's mixer reads; None for all.
 
@@ -259,21 +264,30 @@ class DecoderSpec:
         return any(fused.is_bias for plan in plans for fused in plan.values())
 
     @property
+    def attention_kinds(self) -> tuple[Attention, ...]:
+        """The different mixers of a model whose layers all attend with heads of one number and size.
+
+        Raises:
+            ModelRejected: A layer has other heads, or no attention: one paged cache cannot hold it.
+        """
+        found: list[Attention] = []
+        for mixer in self.mixer_kinds:
+            if not isinstance(mixer, Attention):
+                refuse(self.architecture, "the mixer of a layer", mixer, "attention")
+            found.append(mixer)
+        for mixer in found:
+            if (mixer.heads, mixer.kv_heads, mixer.head_dim) != (found[0].heads, found[0].kv_heads, found[0].head_dim):
+                refuse(self.architecture, "the heads of a layer", mixer, "the same in all layers")
+        return tuple(found)
+
+    @property
     def uniform_attention(self) -> Attention:
         """Attention of the first layer, whose heads are those of every layer; windows may differ.
 
         Raises:
-            ModelRejected: A layer has another number or size of heads, or no attention: one paged cache cannot hold it.
+            ModelRejected: The same errors as from `attention_kinds`.
         """
-        first = self.layers[0].mixer
-        for layer in self.layers:
-            mixer = layer.mixer
-            if not isinstance(first, Attention) or not isinstance(mixer, Attention):
-                refuse(self.architecture, "the mixer of a layer", mixer, "attention")
-            if (mixer.heads, mixer.kv_heads, mixer.head_dim) != (first.heads, first.kv_heads, first.head_dim):
-                refuse(self.architecture, "the heads of a layer", mixer, "the same in all layers")
-        assert isinstance(first, Attention)
-        return first
+        return self.attention_kinds[0]
 
     @property
     def uniform_feed(self) -> Dense:

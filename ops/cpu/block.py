@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -25,14 +25,18 @@ from headrace.ops.sizes import padded_size
 from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
     from headrace.ops.stream import HeadNorms
 
-__all__ = ["CpuKv", "CpuOps"]
+__all__ = ["CpuKv", "CpuOps", "Weigh"]
+
+Weigh: TypeAlias = "Callable[[Tensor, Tensor, float], Tensor]"
+"""Turns products of queries and keys, a mask of 0 or -inf to add, and the scale into weights of values: a variant of
+attention. The last dimension is the keys; the mask broadcasts."""
 
 # Gathered keys and values of one batched product, in bytes: a bound on memory; measured, values below 6 MiB are slower.
 _GATHER_BYTES = 16 * 1024 * 1024
@@ -66,7 +70,8 @@ class CpuOps:
 
     `cos` and `sin` are float32 tables `[positions, D / 2]`; the first half of a head rotates with its second half. A
     token attends to the last `window` tokens, itself included (all if None). `scale` multiplies scores (default
-    `D ** -0.5`). `dtype` is that of activations, keys and values: bfloat16 or float32.
+    `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax). `dtype` is that of
+    activations, keys and values: bfloat16 or float32.
     """
 
     def __init__(
@@ -82,12 +87,14 @@ class CpuOps:
         dtype: torch.dtype,
         window: int | None = None,
         scale: float | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
         self.dtype, self.window = dtype, window
         self.scale = head_dim**-0.5 if scale is None else scale
+        self._weigh = weigh
         self._group = heads // kv_heads
         self._eps = torch.tensor(eps, dtype=torch.float32)
         # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
@@ -244,6 +251,16 @@ class CpuOps:
         """Return the product and the sum so far, which the next norm adds."""
         return Stream(packed(x_NI), total_NE)
 
+    def linear(self, x_NI: Tensor, packed: CpuLinear, _layer: int, _site: str) -> Tensor:
+        """Return x W^T + b."""
+        return packed(x_NI)
+
+    def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return (the sum in `dtype`, the sum), which is float32."""
+        x_NE, total_NE, _ = stream
+        total_NE = x_NE.float() if total_NE is None else total_NE.add_(x_NE)
+        return total_NE.to(self.dtype), total_NE
+
     def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return (RMS norm of the sum, the sum). Sums are float32: bfloat16 would lose more bits than a product."""
         x_NE, total_NE, _ = stream
@@ -292,7 +309,7 @@ class CpuOps:
         pages_RP, lengths_R1 = group.pages_RP[first:last], group.lengths_R[first:last, None]
         start, stop = group.start + first, group.start + last
         rows, pages = pages_RP.shape
-        if rows == 1 and pages * self.page_size <= _FUSED_TOKENS:
+        if rows == 1 and pages * self.page_size <= _FUSED_TOKENS and self._weigh is None:
             index, buffer = self._gather(pages_RP)
             seen = slice(self._first_seen(int(lengths_R1)), int(lengths_R1))
             keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim)[:, :, seen].unbind()
@@ -350,8 +367,13 @@ class CpuOps:
             q_BGD = functional.pad(q_BGD, (0, 0, 0, 0, 0, (piece.rows - count) * self.kv_heads))
         scores_BGS = torch.bmm(q_BGD, piece.keys_BSD.transpose(1, 2))
         scores_RKGS = scores_BGS.view(piece.rows, self.kv_heads, self._group, -1)
-        weights = torch.softmax(torch.add(piece.bias_R11S, scores_RKGS, alpha=self.scale), -1)
+        weights = self._weights(scores_RKGS, piece.bias_R11S)
         return torch.bmm(weights.view(scores_BGS.shape), piece.values_BSD).view(piece.rows, -1)[:count]
+
+    def _weights(self, scores: Tensor, bias: Tensor) -> Tensor:
+        if self._weigh is not None:
+            return self._weigh(scores, bias, self.scale)
+        return torch.softmax(torch.add(bias, scores, alpha=self.scale), -1)
 
     def _block_attention(self, q_NHD: Tensor, block: PrefillPiece) -> Tensor:
         count, padded = block.stop - block.start, block.bias_CS.shape[0]
@@ -362,7 +384,7 @@ class CpuOps:
         q_KMD = q_CKGD.permute(1, 2, 0, 3).reshape(self.kv_heads, -1, self.head_dim)
         scores_KMS = torch.bmm(q_KMD, block.keys_KSD.transpose(1, 2))
         scores_KGCS = scores_KMS.view(self.kv_heads, self._group, padded, -1)
-        weights = torch.softmax(torch.add(block.bias_CS, scores_KGCS, alpha=self.scale), -1)
+        weights = self._weights(scores_KGCS, block.bias_CS)
         o_KMD = torch.bmm(weights.view(scores_KMS.shape), block.values_KSD)
         o_KGCD = o_KMD.view(self.kv_heads, self._group, padded, -1)[:, :, :count]
         return o_KGCD.permute(2, 0, 1, 3).reshape(count, -1)

@@ -114,29 +114,25 @@ class CpuAdapterOps:
     ) -> tuple[Tensor, Tensor]:
         """Do what `CpuOps.attend` does, with the updates of queries, keys and values."""
         normed_NE, total_NE = self._ops.normed(stream, norm_E)
-        qkv_NX = self._product(normed_NE, qkv, layer, "qkv")
+        qkv_NX = self.linear(normed_NE, qkv, layer, "qkv")
         return self._ops.attend_with(qkv_NX, head_norms, step, kv, layer), total_NE
 
     def feed(self, stream: Stream, norm_E: Tensor, gate_up: CpuLinear, layer: int) -> tuple[Tensor, Tensor]:
         """Do what `CpuOps.feed` does, with the updates added before silu."""
         normed_NE, total_NE = self._ops.normed(stream, norm_E)
-        return self._ops.silu_mul(self._product(normed_NE, gate_up, layer, "gate_up")), total_NE
+        return self._ops.silu_mul(self.linear(normed_NE, gate_up, layer, "gate_up")), total_NE
 
     def add(
         self, x_NI: Tensor, packed: CpuLinear, total_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str
     ) -> Stream:
         """Return the product with the site's updates and the sum so far, which the next norm adds."""
-        return Stream(self._product(x_NI, packed, layer, site), total_NE)
+        return Stream(self.linear(x_NI, packed, layer, site), total_NE)
 
-    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Do what `CpuOps.normed` does."""
-        return self._ops.normed(stream, norm_E)
+    def attend_with(self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CpuStep, kv: CpuKv, layer: int) -> Tensor:
+        """Do what `CpuOps.attend_with` does."""
+        return self._ops.attend_with(qkv_NX, head_norms, step, kv, layer)
 
-    def logits(self, x_SE: Tensor, head: CpuLinear) -> Tensor:
-        """Return the head's product with its updates, float32; the tokens of the wearers must index these S rows."""
-        return self._product(x_SE, head, -1, "head")
-
-    def _product(self, x_NI: Tensor, packed: CpuLinear, layer: int, site: str) -> Tensor:
+    def linear(self, x_NI: Tensor, packed: CpuLinear, layer: int, site: str) -> Tensor:
         """Return the product with the site's updates."""
         y_NO = packed(x_NI)
         for updates, tokens, _ in self._wearers:
@@ -144,3 +140,15 @@ class CpuAdapterOps:
             if update is not None:
                 add_update(y_NO, x_NI, tokens, update)
         return y_NO
+
+    def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Do what `CpuOps.summed` does."""
+        return self._ops.summed(stream)
+
+    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `CpuOps.normed` does."""
+        return self._ops.normed(stream, norm_E)
+
+    def logits(self, x_SE: Tensor, head: CpuLinear) -> Tensor:
+        """Return the head's product with its updates, float32; the tokens of the wearers must index these S rows."""
+        return self.linear(x_SE, head, -1, "head")

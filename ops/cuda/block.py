@@ -218,6 +218,17 @@ class CudaOps:
         out_NE = torch.empty_like(total_NE)
         return Stream(out_NE, total_NE, even.add(x_NI, packed.weight_OI, total_NE, norm_E, out_NE))
 
+    def linear(self, x_NI: Tensor, packed: CudaProduct, _layer: int, _site: str) -> Tensor:
+        """Return x W^T + b."""
+        return self.product(x_NI, packed)
+
+    def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return (the sum, the sum): sums have the dtype of products."""
+        x_NE, total_NE, pending = stream
+        assert pending is None, "no norm was named to the product before"
+        total_NE = x_NE if total_NE is None else total_NE.add_(x_NE)
+        return total_NE, total_NE
+
     def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return (RMS norm of the sum, the sum)."""
         x_NE, total_NE, pending = stream

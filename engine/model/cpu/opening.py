@@ -21,7 +21,7 @@ from headrace.engine.model.shared.device import Device, Limits, fit
 from headrace.engine.model.shared.load_threads import load_threads
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.torch_threads import default_threads
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
 from headrace.ops.cpu.block import CpuOps
 
@@ -48,7 +48,7 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype)
-    page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
+    page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers)
     free = _free_beside(config, spec, dtype)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=int(free * _FREE_SHARE))
     kv_bytes = capacity.num_pages * page_bytes
@@ -107,7 +107,7 @@ def _make_runner(
     config: EngineConfig,
     spec: DecoderSpec,
     source: Source,
-    ops: dict[int | None, CpuOps],
+    ops: dict[MixerSpec, CpuOps],
     capacity: Capacity,
     dtype: torch.dtype,
     bank: CpuBank | None,

@@ -7,12 +7,14 @@ step can be launched before this one is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
@@ -21,15 +23,15 @@ from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.pools import settle
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import CHOSEN_LATER, Ability, Capacity, StepPlan
 from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
-from headrace.ops.cpu.block import CpuKv, CpuOps
+from headrace.ops.cpu.block import CpuKv, CpuOps, Weigh
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.lora import CpuAdapterOps, Wearers
 from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["CpuDecoder", "CpuRunner", "cpu_ops"]
+__all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
 
 CpuDecoder: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
 
@@ -37,28 +39,53 @@ CpuDecoder: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
 # fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).
 _ALIKE_ROWS = 40
 
+Variants: TypeAlias = Mapping[type[Attention], Callable[[Attention], Weigh] | None]
+"""By the type of an attention's spec, a function that returns how scores become weights; None for their softmax."""
+_PLAIN: Variants = MappingProxyType({Attention: None})
 
-def cpu_ops(spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype) -> dict[int | None, CpuOps]:
-    """Return the operations of each kind of layer that `spec` has, by attention window."""
-    attention = spec.uniform_attention
+
+def cpu_ops(
+    spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype, variants: Variants = _PLAIN
+) -> dict[MixerSpec, CpuOps]:
+    """Return the operations of each kind of mixer that `spec` has.
+
+    Args:
+        spec: A model whose layers all attend, with heads of one number and size.
+        page_size: Tokens of a page.
+        max_positions: Number of positions for which rotations are made.
+        dtype: Dtype of activations, keys and values.
+        variants: The variants of attention that can be computed.
+
+    Raises:
+        ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
+            variant in `variants`.
+    """
     positions = torch.arange(max_positions, dtype=torch.float32)
-    frequencies = spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)
-    angles = torch.outer(positions, torch.from_numpy(frequencies))
-    cos, sin = angles.cos(), angles.sin()
-    return {
-        window: CpuOps(
+    found: dict[MixerSpec, CpuOps] = {}
+    for attention in spec.attention_kinds:
+        if type(attention) not in variants:
+            refuse(spec.architecture, "the attention of a layer", attention, ", ".join(map(_name, variants)))
+        weigh = variants[type(attention)]
+        frequencies = spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)
+        angles = torch.outer(positions, torch.from_numpy(frequencies))
+        found[attention] = CpuOps(
             heads=attention.heads,
             kv_heads=attention.kv_heads,
             head_dim=attention.head_dim,
             page_size=page_size,
             eps=spec.uniform_epsilon,
-            cos=cos,
-            sin=sin,
+            cos=angles.cos(),
+            sin=angles.sin(),
             dtype=dtype,
-            window=window,
+            window=attention.window,
+            scale=attention.scale,
+            weigh=None if weigh is None else weigh(attention),
         )
-        for window in dict.fromkeys(spec.windows)
-    }
+    return found
+
+
+def _name(kind: type) -> str:
+    return kind.__name__
 
 
 class CpuRunner:
@@ -69,7 +96,7 @@ class CpuRunner:
     def __init__(
         self,
         load: Callable[[], CpuDecoder],
-        ops: Mapping[int | None, CpuOps],
+        ops: Mapping[MixerSpec, CpuOps],
         capacity: Capacity,
         threads: int,
         bank: CpuBank | None = None,
@@ -78,7 +105,7 @@ class CpuRunner:
 
         Args:
             load: Reads the model, now and after a sleep without weights.
-            ops: The operations that the model is made with, by attention window.
+            ops: The operations that the model is made with, by mixer.
             capacity: Pages, rows and tokens.
             threads: Number of threads that one operation uses.
             bank: The adapters that rows may use; None without adapters.
@@ -87,7 +114,7 @@ class CpuRunner:
         self._load: Callable[[], CpuDecoder] | None = load
         self._decoder: CpuDecoder | None = decoder
         self._ops = ops
-        self._any = ops[decoder.spec.windows[0]]  # all share one cache layout
+        self._any = next(iter(ops.values()))  # all share one cache layout
         self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
         self._rows = CpuRows(capacity, bank)
         self._host: HostPool | None = None
@@ -148,7 +175,7 @@ class CpuRunner:
         if self._rows.all_stopped(plan.works):
             return tokens
         batch = self._rows.batch(plan.works)
-        steps = {window: ops.prepare(batch.paged) for window, ops in self._ops.items()}
+        steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
         last_S = batch.last_S
         if batch.prompts:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
@@ -185,11 +212,11 @@ class CpuRunner:
         pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
         return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens), choices, forced)
 
-    def _adapted(self, wearers: Sequence[Wearers]) -> Mapping[int | None, CpuAdapterOps] | None:
+    def _adapted(self, wearers: Sequence[Wearers]) -> Mapping[MixerSpec, CpuAdapterOps] | None:
         """Return the operations of a step in which tokens use adapters; None if no token does."""
         if not wearers:
             return None
-        return {window: CpuAdapterOps(ops, wearers) for window, ops in self._ops.items()}
+        return {mixer: CpuAdapterOps(ops, wearers) for mixer, ops in self._ops.items()}
 
     def _padded(self, batch: StepBatch) -> Tensor:
         """Return the step's tokens, padded with zeros up to `_ALIKE_ROWS` where a prompt is so long.

@@ -20,6 +20,7 @@ from headrace.adapters.loaded import LoadedAdapter
 from headrace.adapters.stored import DTYPES, PIECE_BYTES, Stored
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.shared.memory import borrow_stream, return_stream
+from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Work
 from headrace.ops.cuda.adapters.inside import CudaWornOps
 from headrace.ops.cuda.adapters.products import CudaAdapterOps, VirtualRows
@@ -41,8 +42,8 @@ _RANKS = (16, 64, 256)
 _FEED = MODULES.index("gate")
 
 
-Adapted: TypeAlias = Mapping[int | None, CudaAdapterOps] | Mapping[int | None, CudaWornOps]
-"""Operations of a step in which tokens use adapters, by attention window."""
+Adapted: TypeAlias = Mapping[MixerSpec, CudaAdapterOps] | Mapping[MixerSpec, CudaWornOps]
+"""Operations of a step in which tokens use adapters, by mixer."""
 
 
 class Worn(NamedTuple):
@@ -71,7 +72,7 @@ class CudaBank:
     def __init__(
         self,
         shape: ModelShape,
-        ops: Mapping[int | None, CudaOps],
+        ops: Mapping[MixerSpec, CudaOps],
         *,
         slots: int,
         granules: int,
@@ -84,7 +85,7 @@ class CudaBank:
 
         Args:
             shape: The model's sizes.
-            ops: The model's operations, by attention window.
+            ops: The model's operations, by mixer.
             slots: Number of adapters that the device holds at a time.
             granules: Memory for low-rank updates, in units of `granule_bytes`.
             max_rows: Most rows of a step.
@@ -194,8 +195,8 @@ class CudaBank:
         if inside and self._even is not None:
             pick(batch, self._own)
             return {
-                window: CudaWornOps(ops, self._even, batch, self._own, self._sites, feeds=worn.feeds)
-                for window, ops in self._ops.items()
+                mixer: CudaWornOps(ops, self._even, batch, self._own, self._sites, feeds=worn.feeds)
+                for mixer, ops in self._ops.items()
             }
         return self._wear(batch, worn, side=self._side)
 
@@ -258,10 +259,8 @@ class CudaBank:
         side: torch.cuda.Stream | None = None,
     ) -> Adapted:
         return {
-            window: CudaAdapterOps(
-                ops, batch, self._sites, feeds=worn.feeds, ends=worn.ends, virtual=virtual, side=side
-            )
-            for window, ops in self._ops.items()
+            mixer: CudaAdapterOps(ops, batch, self._sites, feeds=worn.feeds, ends=worn.ends, virtual=virtual, side=side)
+            for mixer, ops in self._ops.items()
         }
 
     def _placed(self, start: int, given: Tensor | None) -> Tensor | None:

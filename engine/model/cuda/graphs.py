@@ -26,6 +26,7 @@ from headrace.engine.model.cuda.decoder import CudaDecoder
 from headrace.engine.model.cuda.decodes import Decodes
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
+from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.decode import FusedDecode
 from headrace.ops.cuda.attention.even import EvenDecode
@@ -97,7 +98,7 @@ class DecodeGraphs:
     def __init__(
         self,
         decoder: CudaDecoder,
-        ops: Mapping[int | None, CudaOps],
+        ops: Mapping[MixerSpec, CudaOps],
         rows: DeviceRows,
         sampler: RowSampler,
         kv: Tensor,
@@ -111,7 +112,7 @@ class DecodeGraphs:
 
         Args:
             decoder: The model.
-            ops: The model's operations, by attention window.
+            ops: The model's operations, by mixer.
             rows: The row table, which the graphs read and advance.
             sampler: The sampler of these rows.
             kv: The paged cache.
@@ -133,7 +134,7 @@ class DecodeGraphs:
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._plans: dict[int, _Planned] = {}
-        self._steps: dict[tuple[int, str], dict[int | None, DecodeStep]] = {}
+        self._steps: dict[tuple[int, str], dict[MixerSpec, DecodeStep]] = {}
         self._between: dict[tuple[int, str, Worn], Tensor] = {}
         """Logits that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
         self._last_planned = 0
@@ -257,7 +258,7 @@ class DecodeGraphs:
         self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
         self._rows.exchange.answer(self._ids[:bucket], pdl=self._pdl)
 
-    def _logits(self, bucket: int, steps: Mapping[int | None, DecodeStep], worn: Worn) -> Tensor:
+    def _logits(self, bucket: int, steps: Mapping[MixerSpec, DecodeStep], worn: Worn) -> Tensor:
         rows, inputs = self._rows, self._inputs[bucket]
         rows.apply()
         batch_B = rows.active_R[:bucket]
@@ -283,18 +284,18 @@ class DecodeGraphs:
             for size in self._buckets
         }
 
-    def _make_steps(self, bucket: int, way: str) -> dict[int | None, DecodeStep]:
+    def _make_steps(self, bucket: int, way: str) -> dict[MixerSpec, DecodeStep]:
         inputs = self._inputs[bucket]
         if way == "fa2":
-            planned = {window: self._planned(ops.shape, bucket) for window, ops in self._ops.items()}
+            planned = {mixer: self._planned(ops.shape, bucket) for mixer, ops in self._ops.items()}
             self._plans[bucket] = _Planned(bucket, list(planned.values()))
-            return {window: DecodeStep(inputs, each) for window, each in planned.items()}
+            return {mixer: DecodeStep(inputs, each) for mixer, each in planned.items()}
         if way == "even":
-            return {window: DecodeStep(inputs, self._dealt(ops.shape)) for window, ops in self._ops.items()}
+            return {mixer: DecodeStep(inputs, self._dealt(ops.shape)) for mixer, ops in self._ops.items()}
         make = XqaDecode if way == "xqa" else FusedDecode
         return {
-            window: DecodeStep(inputs, make(ops.shape, self._device, max_rows=bucket))
-            for window, ops in self._ops.items()
+            mixer: DecodeStep(inputs, make(ops.shape, self._device, max_rows=bucket))
+            for mixer, ops in self._ops.items()
         }
 
     def _planned(self, shape: HeadShape, bucket: int) -> PlannedDecode:

@@ -19,7 +19,7 @@ from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.shared.device import Device, Limits, fit
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
 
 try:
@@ -112,7 +112,7 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
     )
     decoder: CudaDecoder = Decoder(spec, weights, ops)
     bank = _make_bank(config, spec, ops, limits)
-    page_bytes = ops[spec.windows[0]].page_bytes(spec.num_layers)
+    page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers)
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
     runner = CudaRunner(
@@ -134,7 +134,7 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
 
 
 def _make_bank(
-    config: EngineConfig, spec: DecoderSpec, ops: Mapping[int | None, CudaOps], limits: Limits
+    config: EngineConfig, spec: DecoderSpec, ops: Mapping[MixerSpec, CudaOps], limits: Limits
 ) -> CudaBank | None:
     """Allocate room for adapters, if the engine takes any."""
     if not config.adapter_slots:
@@ -219,7 +219,7 @@ def _arch(config: EngineConfig, device: torch.device) -> Arch:
 def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> None:
     """Refuse a way of decoding that the GPU or the model's heads rule out."""
     way, why = config.decode_attention, None
-    shape = head_shape(spec, spec.windows[0], page_size=_PAGE_SIZE, dtype=_DTYPE, kv_dtype=_kv_dtype(config))
+    shape = head_shape(spec.uniform_attention, page_size=_PAGE_SIZE, dtype=_DTYPE, kv_dtype=_kv_dtype(config))
     if way == "even":
         why = EvenDecode.refuses(shape, arch)
     elif way == "xqa":
@@ -236,7 +236,7 @@ def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> Non
 
 
 def _free_for_pages(
-    config: EngineConfig, decoder: CudaDecoder, ops: Mapping[int | None, CudaOps], limits: Limits, device: torch.device
+    config: EngineConfig, decoder: CudaDecoder, ops: Mapping[MixerSpec, CudaOps], limits: Limits, device: torch.device
 ) -> int:
     """Return the bytes left for pages beside weights, graphs and the largest prefill, which runs once to measure it."""
     small = Capacity(

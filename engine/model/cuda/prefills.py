@@ -22,6 +22,7 @@ from headrace.engine.model.cuda.reports import MOST_POSITIONS, Lines
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler
 from headrace.engine.model.shared.pools import Pools, PoolSpan
+from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Capacity, Work
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.paged import HeadShape, PrefillAttention
@@ -89,7 +90,7 @@ class Prefills:
     def __init__(
         self,
         decoder: CudaDecoder,
-        ops: Mapping[int | None, CudaOps],
+        ops: Mapping[MixerSpec, CudaOps],
         rows: DeviceRows,
         sampler: RowSampler,
         kv: Tensor,
@@ -100,7 +101,7 @@ class Prefills:
 
         Args:
             decoder: The model.
-            ops: The model's operations, by attention window.
+            ops: The model's operations, by mixer.
             rows: The row table.
             sampler: The sampler of these rows.
             kv: The paged cache.
@@ -110,7 +111,7 @@ class Prefills:
         self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
         self._bank = bank
         self._device, self._page_size = kv.device, capacity.page_size
-        self._attention = {window: _attention(each.shape, kv.device, each.arch) for window, each in ops.items()}
+        self._attention = {mixer: _attention(each.shape, kv.device, each.arch) for mixer, each in ops.items()}
         self.pools = Pools()
         """Rows whose hidden states are wanted; the runner adds new ones."""
         words = 7 * capacity.max_batched_tokens + 8 * capacity.max_rows
@@ -142,9 +143,9 @@ class Prefills:
             rows.pages[work.row, : -(-length // size)].tolist() for work, length in zip(works, lengths, strict=True)
         ]
         steps = {}
-        for window, attention in self._attention.items():
+        for mixer, attention in self._attention.items():
             attention.plan(counts, lengths, pages)
-            steps[window] = PrefillStep(batch.positions_N, batch.slots_N, attention, given)
+            steps[mixer] = PrefillStep(batch.positions_N, batch.slots_N, attention, given)
         sampled, reported = len(batch.last_S), len(batch.prompt_P)
         wanted = torch.cat((batch.last_S, batch.prompt_P, batch.pooled_P)) if reported or spans else batch.last_S
         hidden_WE = self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted, adapters)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cuda.adapters import CudaBank
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.cuda.decoder import CudaDecoder
@@ -37,7 +38,7 @@ from headrace.engine.model.cuda.steps import (
     split,
 )
 from headrace.engine.model.shared.memory import borrow_stream, return_device_memory, return_stream, returned_if_short
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.engine.scheduling.shaping import Reporting, Shaping
@@ -63,11 +64,8 @@ _ALL_REPORTS = Reporting(completion=1, prompt=1)
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
 
 
-def head_shape(
-    spec: DecoderSpec, window: int | None, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> HeadShape:
-    """Return the shape of attention in the layers of `spec` that share an attention window."""
-    attention = spec.uniform_attention
+def head_shape(attention: Attention, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> HeadShape:
+    """Return the shape of the attention that kernels compute."""
     return HeadShape(
         heads=attention.heads,
         kv_heads=attention.kv_heads,
@@ -75,7 +73,8 @@ def head_shape(
         page_size=page_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        window=window,
+        scale=attention.scale,
+        window=attention.window,
     )
 
 
@@ -89,30 +88,39 @@ def cuda_ops(
     kv_scales: Mapping[int, KvScales],
     device: torch.device,
     arch: Arch,
-) -> dict[int | None, CudaOps]:
-    """Return the operations of each kind of layer that `spec` has, by attention window."""
-    attention, eps = spec.uniform_attention, spec.uniform_epsilon
-    positions = torch.arange(max_positions, dtype=torch.float32)
-    frequencies = spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)
-    angles = torch.outer(positions, torch.from_numpy(frequencies)).to(device)
-    cos_sin_PD = torch.cat((angles.cos(), angles.sin()), dim=1)
-    scratch, has_heads = LinearScratch(device, arch), EvenHeads.refuses(dtype, attention.head_dim, arch) is None
-    kinds = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
+) -> dict[MixerSpec, CudaOps]:
+    """Return the operations of each kind of mixer that `spec` has.
+
+    Raises:
+        ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
+            that no kernel computes.
+    """
+    kinds, eps = spec.attention_kinds, spec.uniform_epsilon
+    for attention in kinds:
+        if type(attention) is not Attention:
+            refuse(spec.architecture, "the attention of a layer", attention, "on a GPU, plain attention")
+    head_dim = kinds[0].head_dim
+    positions, rotations = torch.arange(max_positions, dtype=torch.float32), []
+    for rope in spec.ropes:
+        angles = torch.outer(positions, torch.from_numpy(rope.inverse_frequencies(head_dim))).to(device)
+        rotations.append(torch.cat((angles.cos(), angles.sin()), dim=1))
+    scratch, has_heads = LinearScratch(device, arch), EvenHeads.refuses(dtype, head_dim, arch) is None
+    products = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
     without = "products are left to Triton and cuBLAS, which are slower"
-    built = lacks_wgmma(dtype, arch) is None and compiles([kind.build for kind in kinds], without)
+    built = lacks_wgmma(dtype, arch) is None and compiles([product.build for product in products], without)
     return {
-        window: CudaOps(
-            head_shape(spec, window, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
+        attention: CudaOps(
+            head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
             arch=arch,
             eps=eps,
-            cos_sin_PD=cos_sin_PD,
+            cos_sin_PD=rotations[attention.rope],
             scratch=scratch,
             even=EvenLinear(scratch, eps=eps, pdl=True) if built else None,
             even_heads=EvenHeads(eps=eps, pdl=True) if built and has_heads else None,
             tile=TileLinear() if built else None,
             kv_scales=kv_scales,
         )
-        for window in dict.fromkeys(spec.windows)
+        for attention in kinds
     }
 
 
@@ -124,7 +132,7 @@ class CudaRunner:
     def __init__(
         self,
         decoder: CudaDecoder,
-        ops: Mapping[int | None, CudaOps],
+        ops: Mapping[MixerSpec, CudaOps],
         capacity: Capacity,
         *,
         attention: str,
@@ -136,7 +144,7 @@ class CudaRunner:
 
         Args:
             decoder: The model, on `device`.
-            ops: The operations that the model was made with, by attention window.
+            ops: The operations that the model was made with, by mixer.
             capacity: Pages, rows and tokens.
             attention: Way of attention in decodes: "auto", "fused", "even", "fa2" or "xqa".
             device: The GPU.

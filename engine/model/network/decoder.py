@@ -1,130 +1,128 @@
-"""`Decoder`: the one transformer decoder, driven by a spec; pure arithmetic on one step's tokens, on any device.
+"""`Decoder`: the loop over a model's layers, whatever these are; pure arithmetic on one step's tokens, on any device.
 
-Owns the model's parameters in the form the device wants; never knows a request, a plan or a scheduler. A block is
-
-    x' = x + o(attention(rope(qkv(norm(x)))))
-    y  = x' + down(silu(gate(norm(x'))) * up(norm(x')))
-
-(Touvron et al., 2023), with q/k norms, biases and windows where the spec has them. Each sum waits for the norm that
-reads it, so that a device can do both, and the product after them, at once. Next to read: operations.py.
+Owns the model's parameters in the form the device wants; never knows a request, a plan or a scheduler. A layer is a
+mixer, then a feed, each of which adds to the residual stream. Each sum waits for the norm that reads it, so that a
+device can do both, and the product after them, at once. Next to read: mixers/attention.py and feeds/dense.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from torch import Tensor
 
-from headrace.engine.model.checkpoint.weights import DecoderWeights, LayerWeights
+from headrace.adapters.untrusted import refuse
+from headrace.engine.model.checkpoint.weights import DecoderWeights
+from headrace.engine.model.network.layers import FEEDS, MIXERS, Feed, Feeds, Mixer, Mixers
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.shared.load_threads import Each
-from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.stream import HeadNorms, Stream
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.ops.stream import Stream
 
 __all__ = ["Decoder"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Block(Generic[Packed]):
-    window: int | None
-    input_norm_E: Tensor
-    qkv: Packed
-    head_norms: HeadNorms | None
-    o: Packed
-    post_norm_E: Tensor
-    gate_up: Packed
-    down: Packed
+class _Layer(NamedTuple, Generic[Packed, Step, Kv]):
+    kind: int
+    """Index of the mixer's spec among the model's different ones."""
+    mixer: Mixer[Packed, Step, Kv]
+    feed: Feed[Packed, Step, Kv]
+    next_norm_E: Tensor | None
+    """Weight of the norm that the next layer begins with; None behind the last."""
 
 
 class Decoder(Generic[Packed, Step, Kv]):
-    """Embeddings, blocks and output head of one model."""
+    """Embeddings, layers and output head of one model."""
 
     def __init__(
         self,
         spec: DecoderSpec,
         weights: DecoderWeights,
-        ops: Mapping[int | None, DeviceOps[Packed, Step, Kv]],
+        ops: Mapping[MixerSpec, DeviceOps[Packed, Step, Kv]],
         each: Each = map,
+        mixers: Mixers = MIXERS,
+        feeds: Feeds = FEEDS,
     ) -> None:
         """Pack `weights` in the form that the device wants; the caller may drop them afterwards.
 
         Args:
             spec: The shape of the model.
             weights: The model's parameters.
-            ops: The device's operations, by attention window of `spec`.
+            ops: The device's operations, by each of the different mixers of `spec`.
             each: Packs the layers, as `map` does, one after the other or several at a time.
+            mixers: What computes each kind of mixer.
+            feeds: What computes each kind of feed.
+
+        Raises:
+            ModelRejected: Nothing computes a mixer or feed of `spec`.
         """
+        _check_kinds(spec, mixers, feeds)
         self.spec = spec
         self._ops = ops
+        self._kinds = spec.mixer_kinds
         self._embedding_VE = weights.embedding_VE
-        windows = spec.windows
-        blocks = each(lambda layer: self._block(weights.layers[layer], windows[layer], ops), range(len(windows)))
-        self._blocks = list(blocks)
-        self._next_norms_E = [*(block.input_norm_E for block in self._blocks[1:]), None]
-        self._final_norm_E = weights.final_norm_E
-        self._head = ops[windows[0]].pack_head(weights.head)
 
-    @staticmethod
-    def _block(
-        layer: LayerWeights, window: int | None, windows: Mapping[int | None, DeviceOps[Packed, Step, Kv]]
-    ) -> _Block[Packed]:
-        ops, mixer, feed = windows[window], layer.mixer, layer.feed
-        head_norms = None
-        if "q_norm_D" in mixer.vectors:
-            head_norms = HeadNorms(mixer.vectors["q_norm_D"], mixer.vectors["k_norm_D"])
-        return _Block(
-            window=window,
-            input_norm_E=mixer.vectors["norm_E"],
-            qkv=ops.pack(mixer.matrices["qkv"], mixer.vectors.get("qkv_bias")),
-            head_norms=head_norms,
-            o=ops.pack(mixer.matrices["o"], mixer.vectors.get("o_bias")),
-            post_norm_E=feed.vectors["norm_E"],
-            gate_up=ops.pack(feed.matrices["gate_up"], feed.vectors.get("gate_up_bias")),
-            down=ops.pack(feed.matrices["down"], feed.vectors.get("down_bias")),
-        )
+        def packed(number: int) -> tuple[Mixer[Packed, Step, Kv], Feed[Packed, Step, Kv]]:
+            layer, of_layer = spec.layers[number], weights.layers[number]
+            here = ops[layer.mixer]
+            mixer = mixers[type(layer.mixer)](layer, of_layer.mixer, here, number)
+            return mixer, feeds[type(layer.feed)](layer, of_layer.feed, here, number)
+
+        made = list(each(packed, range(spec.num_layers)))
+        next_norms_E = [*(mixer.entry_norm_E for mixer, _ in made[1:]), None]
+        kinds = [self._kinds.index(layer.mixer) for layer in spec.layers]
+        self._layers = [_Layer(*each) for each in zip(kinds, *zip(*made, strict=True), next_norms_E, strict=True)]
+        self._final_norm_E = weights.final_norm_E
+        self._head = ops[self._kinds[0]].pack_head(weights.head)
 
     def hidden(
         self,
         tokens_N: Tensor,
-        steps: Mapping[int | None, Step],
+        steps: Mapping[MixerSpec, Step],
         kv: Kv,
         last_S: Tensor | None = None,
-        adapted: Mapping[int | None, BlockOps[Packed, Step, Kv]] | None = None,
+        adapted: Mapping[MixerSpec, BlockOps[Packed, Step, Kv]] | None = None,
     ) -> Tensor:
-        """Run all blocks, write the tokens' keys and values into `kv`, and return hidden states.
+        """Run all layers, write the tokens' keys and values into `kv`, and return hidden states.
 
         Args:
             tokens_N: Token ids, int32 or int64.
-            steps: By attention window, the tokens' places in the cache, as the device's operations take them.
+            steps: By mixer, the tokens' places in the cache, as the device's operations take them.
             kv: The paged cache.
             last_S: Indices of the tokens wanted, int64; None for all.
-            adapted: By attention window, the operations with adapters; None where no token uses one.
+            adapted: By mixer, the operations with adapters; None where no token uses one.
 
         Returns:
             Hidden states after the final norm: [S, E], or [N, E] without `last_S`.
         """
-        ops = self._ops if adapted is None else adapted
-        first = self._first(adapted)
+        by_mixer = self._ops if adapted is None else adapted
+        here = [(by_mixer[mixer], steps[mixer]) for mixer in self._kinds]
+        first = here[0][0]
         stream = Stream(first.embed(self._embedding_VE[tokens_N], tokens_N))
-        for layer, block in enumerate(self._blocks):
-            here, step = ops[block.window], steps[block.window]
-            x_NX, total_NE = here.attend(stream, block.input_norm_E, block.qkv, block.head_norms, step, kv, layer)
-            stream = here.add(x_NX, block.o, total_NE, block.post_norm_E, layer, "o")
-            x_NF, total_NE = here.feed(stream, block.post_norm_E, block.gate_up, layer)
-            stream = here.add(x_NF, block.down, total_NE, self._next_norms_E[layer], layer, "down")
+        for kind, mixer, feed, next_norm_E in self._layers:
+            ops, step = here[kind]
+            stream = mixer(ops, stream, feed.entry_norm_E, step, kv)
+            stream = feed(ops, stream, next_norm_E)
         if last_S is not None:
             stream = stream.rows(last_S)
         return first.normed(stream, self._final_norm_E)[0]
 
     def logits(
-        self, hidden_SE: Tensor, adapted: Mapping[int | None, BlockOps[Packed, Step, Kv]] | None = None
+        self, hidden_SE: Tensor, adapted: Mapping[MixerSpec, BlockOps[Packed, Step, Kv]] | None = None
     ) -> Tensor:
         """Apply the output head: return float32 [S, V] for the S positions whose next token is wanted."""
-        return self._first(adapted).logits(hidden_SE, self._head)
+        by_mixer = self._ops if adapted is None else adapted
+        return by_mixer[self._kinds[0]].logits(hidden_SE, self._head)
 
-    def _first(self, adapted: Mapping[int | None, BlockOps[Packed, Step, Kv]] | None) -> BlockOps[Packed, Step, Kv]:
-        """Return the operations of the first layer's attention window, which compute what belongs to no layer."""
-        window = self.spec.windows[0]
-        return self._ops[window] if adapted is None else adapted[window]
+
+def _check_kinds(spec: DecoderSpec, mixers: Mixers, feeds: Feeds) -> None:
+    for layer in spec.layers:
+        if type(layer.mixer) not in mixers:
+            refuse(spec.architecture, "the mixer of a layer", layer.mixer, _names(mixers))
+        if type(layer.feed) not in feeds:
+            refuse(spec.architecture, "the feed of a layer", layer.feed, _names(feeds))
+
+
+def _names(kinds: Mapping[type, object]) -> str:
+    return ", ".join(kind.__name__ for kind in kinds)

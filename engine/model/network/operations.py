@@ -1,7 +1,7 @@
 """The protocols between the network and a device's operations; knows neither a network nor a device.
 
 `Packed` is a weight in the form in which the device multiplies by it, `Step` the places of a step's tokens in the cache
-for layers of one attention window, and `Kv` the paged cache: each device has types of its own. Next to read:
+for one kind of mixer, and `Kv` the paged cache: each device has types of its own. Next to read:
 ops/cpu/block.py, the plainest implementation.
 """
 
@@ -60,6 +60,18 @@ class BlockOps(Protocol[_Packed, _Step, _Kv]):
         self, x_NI: Tensor, packed: _Packed, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
     ) -> Stream:
         """Return the stream `total + x W^T + b`; `norm_E` is the norm that will read it, None behind the last layer."""
+        ...
+
+    def attend_with(self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: _Step, kv: _Kv, layer: int) -> Tensor:
+        """Do what `attend` does from the product on: return [N, H * D] from queries, keys and values side by side."""
+        ...
+
+    def linear(self, x_NI: Tensor, packed: _Packed, layer: int, site: str) -> Tensor:
+        """Return x W^T + b, [N, O]; leaves `x_NI` as it is."""
+        ...
+
+    def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return (the stream's sum in the dtype of products, the sum); nothing may be pending."""
         ...
 
     def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ class CudaWornOps:
         """Compute with `ops`.
 
         Args:
-            ops: The operations of the layers' attention window.
+            ops: The operations of the layers' mixer.
             even: The products of few rows that belong to `ops`.
             batch: The rows that use the adapter.
             own_M4: The adapter's lines of the table, which `pick` copied.
@@ -86,6 +86,29 @@ class CudaWornOps:
             self._even.product(x_NI, packed.weight_OI, out_NE, worn=worn)
             return Stream(out_NE, total_NE)
         return Stream(out_NE, total_NE, self._even.add(x_NI, packed.weight_OI, total_NE, norm_E, out_NE, worn))
+
+    def attend_with(
+        self,
+        qkv_NX: Tensor,
+        head_norms: HeadNorms | None,
+        step: DecodeStep | PrefillStep,
+        kv: Tensor,
+        layer: int,
+    ) -> Tensor:
+        """Do what `CudaOps.attend_with` does."""
+        return self._ops.attend_with(qkv_NX, head_norms, step, kv, layer)
+
+    def linear(self, x_NI: Tensor, packed: CudaProduct, layer: int, site: str) -> Tensor:
+        """Return x W^T, with the site's update if the adapter has such a site."""
+        if (layer, site) not in self._sites:
+            return self._ops.product(x_NI, packed)
+        out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
+        self._even.product(x_NI, packed.weight_OI, out_NO, worn=self._worn(layer, site))
+        return out_NO
+
+    def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Do what `CudaOps.summed` does."""
+        return self._ops.summed(stream)
 
     def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
         """Do what `CudaOps.normed` does."""

@@ -71,7 +71,7 @@ class CudaAdapterOps:
         """Compute with `ops`.
 
         Args:
-            ops: The operations of the layers' attention window.
+            ops: The operations of the layers' mixer.
             batch: The adapter of each token.
             sites: The sites by (layer, name), with (-1, "embed") and (-1, "head").
             feeds: Whether an adapter in use updates gate, up or down.
@@ -147,6 +147,30 @@ class CudaAdapterOps:
             return Stream(y_NO, total_NE, LateUpdate(Waiting(low, place), self._batch, self._ops.pdl))
         self._expand(low, y_NO, place)
         return Stream(y_NO, total_NE)
+
+    def attend_with(
+        self,
+        qkv_NX: Tensor,
+        head_norms: HeadNorms | None,
+        step: DecodeStep | PrefillStep,
+        kv: Tensor,
+        layer: int,
+    ) -> Tensor:
+        """Do what `CudaOps.attend_with` does."""
+        return self._ops.attend_with(qkv_NX, head_norms, step, kv, layer)
+
+    def linear(self, x_NI: Tensor, packed: CudaProduct, layer: int, site: str) -> Tensor:
+        """Return x W^T + b, with the site's updates if adapters have such a site."""
+        place = self._sites.get((layer, site))
+        if place is None:
+            return self._ops.product(x_NI, packed)
+        y_NO, low = self._with_low(x_NI, packed, place)
+        self._expand(low, y_NO, place)
+        return y_NO
+
+    def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Do what `CudaOps.summed` does."""
+        return self._ops.summed(stream)
 
     def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
         """Do what `CudaOps.normed` does."""
