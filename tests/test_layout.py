@@ -37,7 +37,7 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
 }
 
 # Folders of tests that mirror no folder of the package.
-OTHER_TEST_FOLDERS = {"examples", "gpu", "parity", "simulation"}
+OTHER_TEST_FOLDERS = {"additive", "examples", "gpu", "parity", "simulation"}
 
 # Import names that differ from the name of the library that ships them, or that is the one to say which version.
 SHIPPED_BY = {

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -130,6 +130,8 @@ class Attention(MixerSpec):
     Vaswani et al. (2017), Su et al. (2021), Ainslie et al. (2023).
     """
 
+    scores: ClassVar[str] = "softmax"
+    """Function by which scores become weights of values; a variant of attention is a subclass that names its own."""
     heads: int
     kv_heads: int
     head_dim: int

@@ -39,13 +39,13 @@ CpuDecoder: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
 # fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).
 _ALIKE_ROWS = 40
 
-Variants: TypeAlias = Mapping[type[Attention], Callable[[Attention], Weigh] | None]
-"""By the type of an attention's spec, a function that returns how scores become weights; None for their softmax."""
-_PLAIN: Variants = MappingProxyType({Attention: None})
+Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
+"""For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""
+_VARIANTS: Variants = MappingProxyType({})
 
 
 def cpu_ops(
-    spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype, variants: Variants = _PLAIN
+    spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype, variants: Variants = _VARIANTS
 ) -> dict[MixerSpec, CpuOps]:
     """Return the operations of each kind of mixer that `spec` has.
 
@@ -54,7 +54,7 @@ def cpu_ops(
         page_size: Tokens of a page.
         max_positions: Number of positions for which rotations are made.
         dtype: Dtype of activations, keys and values.
-        variants: The variants of attention that can be computed.
+        variants: The variants of attention that can be computed beside softmax.
 
     Raises:
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
@@ -63,9 +63,10 @@ def cpu_ops(
     positions = torch.arange(max_positions, dtype=torch.float32)
     found: dict[MixerSpec, CpuOps] = {}
     for attention in spec.attention_kinds:
-        if type(attention) not in variants:
-            refuse(spec.architecture, "the attention of a layer", attention, ", ".join(map(_name, variants)))
-        weigh = variants[type(attention)]
+        variant = variants.get(attention.scores)
+        if variant is None and attention.scores != Attention.scores:
+            known = ", ".join((Attention.scores, *variants))
+            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
         frequencies = spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)
         angles = torch.outer(positions, torch.from_numpy(frequencies))
         found[attention] = CpuOps(
@@ -79,13 +80,9 @@ def cpu_ops(
             dtype=dtype,
             window=attention.window,
             scale=attention.scale,
-            weigh=None if weigh is None else weigh(attention),
+            weigh=None if variant is None else variant(attention),
         )
     return found
-
-
-def _name(kind: type) -> str:
-    return kind.__name__
 
 
 class CpuRunner:

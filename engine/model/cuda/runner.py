@@ -97,8 +97,8 @@ def cuda_ops(
     """
     kinds, eps = spec.attention_kinds, spec.uniform_epsilon
     for attention in kinds:
-        if type(attention) is not Attention:
-            refuse(spec.architecture, "the attention of a layer", attention, "on a GPU, plain attention")
+        if attention.scores != Attention.scores:
+            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
     head_dim = kinds[0].head_dim
     positions, rotations = torch.arange(max_positions, dtype=torch.float32), []
     for rope in spec.ropes:

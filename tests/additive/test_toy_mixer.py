@@ -1,0 +1,126 @@
+"""Layers with norms behind their mixer and feed, without a change to the package.
+
+x + norm(attention(x)), then x + norm(feed(x)): the products read the residual stream itself (OLMo et al., 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic
+
+import pytest
+import torch
+from additive.toy_models import EPSILON, Reference, check, plain_feed, plain_mixer, toy_spec
+from torch import Tensor
+from torch.nn import functional
+
+from headrace.engine.errors import ModelRejected
+from headrace.engine.model.checkpoint.weights import SublayerWeights, load_weights
+from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.layers import FEEDS, MIXERS
+from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
+from headrace.engine.model.spec import Attention, Dense, LayerSpec, Norms
+from headrace.ops.stream import Stream
+
+POST = Norms(EPSILON, placement="post")
+
+
+@dataclass(frozen=True, slots=True)
+class PostAttention(Attention):
+    """Attention behind which its result is normed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PostDense(Dense):
+    """Dense feed behind which its result is normed."""
+
+
+class PostNormAttention(Generic[Packed, Step, Kv]):
+    """Attention on the stream itself; it begins with no norm, so the product before it computes none."""
+
+    entry_norm_E: Tensor | None = None
+
+    def __init__(self, spec: LayerSpec, weights: SublayerWeights, ops: DeviceOps[Packed, Step, Kv], layer: int) -> None:
+        assert spec.norms.placement == "post"
+        self._norm_E, self._layer = weights.vectors["norm_E"], layer
+        self._qkv, self._o = (ops.pack(weights.matrices[name], None) for name in ("qkv", "o"))
+
+    def __call__(
+        self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None, step: Step, kv: Kv
+    ) -> Stream:
+        x_NE, total_NE = ops.summed(stream)
+        qkv_NX = ops.linear(x_NE, self._qkv, self._layer, "qkv")
+        x_NX = ops.attend_with(qkv_NX, None, step, kv, self._layer)
+        y_NE = ops.linear(x_NX, self._o, self._layer, "o")
+        return Stream(ops.normed(Stream(y_NE), self._norm_E)[0], total_NE)
+
+
+class PostNormFeed(Generic[Packed, Step, Kv]):
+    """Gated feed on the stream itself."""
+
+    entry_norm_E: Tensor | None = None
+
+    def __init__(self, spec: LayerSpec, weights: SublayerWeights, ops: DeviceOps[Packed, Step, Kv], layer: int) -> None:
+        assert spec.norms.placement == "post"
+        self._norm_E, self._layer = weights.vectors["norm_E"], layer
+        self._gate_up, self._down = (ops.pack(weights.matrices[name], None) for name in ("gate_up", "down"))
+
+    def __call__(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None) -> Stream:
+        x_NE, total_NE = ops.summed(stream)
+        gate_NF, up_NF = ops.linear(x_NE, self._gate_up, self._layer, "gate_up").chunk(2, 1)
+        y_NE = ops.linear(functional.silu(gate_NF) * up_NF, self._down, self._layer, "down")
+        return Stream(ops.normed(Stream(y_NE), self._norm_E)[0], total_NE)
+
+
+def post_mixer(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
+    return x_NE + reference.layer_norm(reference.attention(x_NE, layer), layer, "input_layernorm")
+
+
+def post_feed(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
+    return x_NE + reference.layer_norm(reference.gated(x_NE, layer), layer, "post_attention_layernorm")
+
+
+MIXER = PostAttention(heads=4, kv_heads=2, head_dim=8)
+ALL_MIXERS = {**MIXERS, PostAttention: PostNormAttention}
+
+
+def test_norms_behind_mixer_and_feed(tmp_path: Path) -> None:
+    spec = toy_spec([LayerSpec(MIXER, PostDense(40), POST)] * 2)
+    parts, unlike = (post_mixer, post_feed), (plain_mixer, plain_feed)
+    feeds = {**FEEDS, PostDense: PostNormFeed}
+    check(tmp_path, spec, parts, unlike, mixers=ALL_MIXERS, feeds=feeds)
+
+
+def test_layers_may_be_of_different_kinds(tmp_path: Path) -> None:
+    """The product before a norm may compute it in part, and must not where the next layer begins with none."""
+    plain = LayerSpec(Attention(heads=4, kv_heads=2, head_dim=8), Dense(40), Norms(EPSILON))
+    spec = toy_spec([plain, LayerSpec(MIXER, PostDense(40), POST), plain])
+
+    def mixer(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
+        return (post_mixer if layer == 1 else plain_mixer)(reference, x_NE, layer)
+
+    def feed(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
+        return (post_feed if layer == 1 else plain_feed)(reference, x_NE, layer)
+
+    feeds = {**FEEDS, PostDense: PostNormFeed}
+    check(tmp_path, spec, (mixer, feed), (plain_mixer, feed), mixers=ALL_MIXERS, feeds=feeds)
+
+
+def test_the_packages_own_layers_refuse_norms_that_they_do_not_compute() -> None:
+    for layer in (LayerSpec(Attention(4, 2, 8), Dense(40), POST), LayerSpec(MIXER, Dense(40), POST)):
+        spec = toy_spec([layer])
+        ops = cpu_ops(spec, page_size=4, max_positions=8, dtype=torch.float32)
+        weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
+        with pytest.raises(ModelRejected, match="the norms of a layer"):
+            Decoder(spec, weights, ops, mixers=ALL_MIXERS)
+
+
+def test_a_mixer_that_nothing_computes_is_refused_by_name() -> None:
+    spec = toy_spec([LayerSpec(MIXER, Dense(40), POST)])
+    ops = cpu_ops(spec, page_size=4, max_positions=8, dtype=torch.float32)
+    weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
+    with pytest.raises(ModelRejected, match="the mixer of a layer is PostAttention") as caught:
+        Decoder(spec, weights, ops)
+    assert caught.value.limit == Attention.__name__
