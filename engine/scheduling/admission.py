@@ -12,6 +12,7 @@ from headrace.engine.errors import Overloaded
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
 from headrace.engine.scheduling.memory.swaps import Swaps
+from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.order.overtaking import Overtaking
 from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.plan import StepPlan
@@ -34,9 +35,11 @@ class Admission:
         swaps: Swaps,
         pace: Pace,
         slots: SlotTable,
+        window: Window,
     ) -> None:
         """Admit requests of `roster` as pages of `pool` and LoRA slots of `slots` permit."""
         self._roster = roster
+        self._window = window
         self._pool = pool
         self._prefixes = prefixes
         self._policy = policy
@@ -145,8 +148,17 @@ class Admission:
 
     def _pages_owed(self) -> int:
         """Return how many more pages the prompts of running requests will take."""
-        size = self._pool.page_size
-        return sum(max(0, -(-request.known // size) - len(request.pages)) for request in self._roster.running)
+        return sum(self._pages_to_come(request, len(request.pages)) for request in self._roster.running)
+
+    def _pages_to_come(self, request: Request, held: int) -> int:
+        """Return how many more pages `request`, which holds `held`, will hold at a time when its tokens are computed.
+
+        A request that computes alone takes all its pages at once, so that no chunk is ever cut.
+        """
+        ahead = -(-request.known // self._pool.page_size) - request.first_page - held
+        if request.alone:
+            return max(0, ahead)
+        return max(0, min(ahead, max(1, self._window.fewest_pages(request.known) - held)))
 
     def _row_is_free(self, now: float) -> bool:
         if not self._roster.free_rows and not self._roster.draining:
@@ -176,7 +188,7 @@ class Admission:
     def _fits(self, request: Request, pages: Sequence[int], reserved: int) -> bool:
         """Return whether all known tokens of `request` fit, leaving one more page for every running request."""
         size = self._pool.page_size
-        needed = -(-request.known // size) - len(pages)
+        needed = self._pages_to_come(request, len(pages))
         if request.found % size:
             needed += 1  # the last page is shared and only partly filled: it is copied when it is written
         refs = self._pool.refs

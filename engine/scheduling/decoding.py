@@ -43,7 +43,7 @@ def plan_decodes(
             if not growth.make_ready(plan, request, 1, now):
                 continue
             if not (request.forked or request.jumps or request.discard or request.processor is not None):
-                request.smooth = min(len(request.pages) * page_size, request.limit - 2)
+                request.smooth = min(request.room(page_size), request.limit - 2)
         decodes.append(request)
         starts.append(start)
         request.ready, request.planned, request.known = start, start + 1, start + 2

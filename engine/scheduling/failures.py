@@ -48,7 +48,7 @@ class Failures:
         failed: set[Request] = set()
         for work in plan.works:
             request = work.request
-            spoilt.update(request.pages[work.start // size :])
+            spoilt.update(request.pages[max(0, work.start // size - request.first_page) :])
             request.in_flight -= 1
             request.discard = max(request.discard - 1, 0)
             failed.update((request, request.leader or request))

@@ -55,7 +55,7 @@ def _check_queues(
 def _check_request(request: Request, size: int) -> None:
     assert 0 <= request.computed <= request.planned <= request.known, f"progress out of order: {request}"
     assert len(request.tokens) <= request.known <= max(request.limit, len(request.tokens)), "known out of range"
-    assert request.planned <= len(request.pages) * size, "planned beyond the page table"
+    assert request.planned <= request.room(size), "planned beyond the page table"
     assert request.in_flight >= request.discard >= 0, "more to discard than is in flight"
     assert request.registered * size <= request.planned, "a page is offered before it is full"
     if request.smooth:
@@ -65,7 +65,8 @@ def _check_request(request: Request, size: int) -> None:
     if request.state is State.WAITING:
         assert not request.in_flight, "a waiting request has a step in flight"
         assert request.row < 0, "a waiting request holds a row"
-    assert request.stored <= len(request.places) * size, "more is stored than its places hold"
+    stored = request.first_page + len(request.places)
+    assert request.stored <= stored * size, "more is stored than its places hold"
     assert not request.places or request.row < 0, "a request with a row is swapped out"
     if request.row < 0:
         assert not request.pages, "pages without a row"
@@ -80,4 +81,4 @@ def _check_smooth(request: Request, size: int) -> None:
     odd = request.leaving or request.discard or request.forked or request.jumps or request.unsent or request.is_held
     assert not odd and request.state in (State.RUNNING, State.PAUSED), "a smooth request is out of the ordinary"
     assert request.known == request.planned + 1, "a smooth request does not owe one token"
-    assert request.smooth <= min(len(request.pages) * size, request.limit - 2), "smooth beyond pages or limit"
+    assert request.smooth <= min(request.room(size), request.limit - 2), "smooth beyond pages or limit"

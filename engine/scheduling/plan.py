@@ -36,6 +36,7 @@ __all__ = [
     "StepPlan",
     "Swapping",
     "Work",
+    "slid_entries",
 ]
 
 Ability: TypeAlias = Literal["hooks", "shaping", "logprobs", "grammar", "pooling"]
@@ -69,14 +70,23 @@ class Capacity:
     """Maximum number of tokens of prompt and completion together."""
     vocab_size: int
     """Width of the logits."""
+    window: int | None = None
+    """Longest attention window of the layers, in tokens; None if some layer attends to all tokens."""
 
-    def check_length(self, prompt_len: int, room: int = 1) -> int:
+    def check_length(self, prompt_len: int, room: int = 1, *, whole: bool = False) -> int:
         """Return the length in tokens to which a prompt of `prompt_len` tokens may grow, which leaves at least `room`.
+
+        Args:
+            prompt_len: Tokens of the prompt.
+            room: Tokens that must fit behind the prompt.
+            whole: Whether the pages of all tokens are held at once, although a window would let some go.
 
         Raises:
             PromptTooLong: The context or the page pool never has room for `room` more tokens.
         """
         pool_tokens = self.num_pages * self.page_size + room  # the last token is never written
+        if self.window is not None and not whole and self.num_pages > -(-self.window // self.page_size):
+            pool_tokens = self.max_context  # pages that slide out of the window are used again
         most = min(self.max_context, pool_tokens)
         if prompt_len > most - room:
             what = "context" if most == self.max_context else "page pool"
@@ -158,6 +168,14 @@ class PageEntry(NamedTuple):
     row: int
     place: int
     page: int
+
+
+def slid_entries(request: Request) -> list[PageEntry]:
+    """Return entries for the pages of `request` that slid out of the window, which name a page that it holds.
+
+    A device may gather masked pages, too, and must not come across the number of a page that does not exist.
+    """
+    return [PageEntry(request.row, place, request.pages[0]) for place in range(request.first_page if request.pages else 0)]
 
 
 @dataclass(slots=True)

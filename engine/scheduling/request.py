@@ -102,7 +102,9 @@ class Request:
     state: State = State.WAITING
     row: int = -1
     pages: list[int] = field(default_factory=list)
-    """Block table: page `i` holds the tokens from position `i * page_size`."""
+    """Block table: page `i` holds the tokens from position `(first_page + i) * page_size`."""
+    first_page: int = 0
+    """Number of leading pages that the request does not hold, because they slid out of the attention window."""
     known: int = 0
     """Number of tokens that exist: those in `tokens`, and those that a launched step is sampling."""
     planned: int = 0
@@ -223,6 +225,10 @@ class Request:
         self.discard = self.in_flight
         self.smooth = 0
         self.is_held = True
+
+    def room(self, page_size: int) -> int:
+        """Return the position up to which the request has pages of `page_size` tokens."""
+        return (self.first_page + len(self.pages)) * page_size
 
     def launched_before(self, step: int) -> int:
         """Return the number of tokens planned by steps before `step`, which that step may therefore read."""

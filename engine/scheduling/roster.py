@@ -226,7 +226,7 @@ class Roster:
         size = self._pool.page_size
         filled: dict[int, int] = {}
         for request in self.requests.values():
-            for index, page in enumerate(request.pages):
+            for index, page in enumerate(request.pages, request.first_page):
                 filled[page] = max(filled.get(page, 0), min(size, request.planned - index * size))
         return sum(filled.values())
 

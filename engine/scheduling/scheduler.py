@@ -21,6 +21,7 @@ from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
 from headrace.engine.scheduling.memory.resizing import Resizing
 from headrace.engine.scheduling.memory.swaps import Swaps
+from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.order.alone import Turns
 from headrace.engine.scheduling.order.deadlines import DeadlineQueue
 from headrace.engine.scheduling.order.pace import Pace
@@ -37,6 +38,7 @@ from headrace.engine.scheduling.plan import (
     PageEntry,
     RowOptions,
     StepPlan,
+    slid_entries,
 )
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.reports import accept_run, failure_of, forced_runs, take_prompt_reports, with_reports
@@ -82,20 +84,21 @@ class Scheduler(Overview):
         """Number of prompt tokens of all requests admitted so far."""
         self.cached_tokens = 0
         """Number of prompt tokens that the prefix cache spared."""
-        self.prefixes = Prefixes(self.pool, enabled=prefix_cache)
+        window = Window(capacity.window, capacity.page_size)
+        self.prefixes = Prefixes(self.pool, window, enabled=prefix_cache)
         self._policy = FirstCome() if policy is None else policy
         self.pace = Pace()
         """Measured step times, which the step loop updates."""
         self.slots = SlotTable() if slots is None else slots
-        self.swaps = Swaps(host or HostPages(0), self.pool, self.prefixes, self.pace)
+        self.swaps = Swaps(host or HostPages(0), self.pool, self.prefixes, self.pace, window)
         super().__init__(Roster(capacity, self.pool, self.prefixes, self._policy, self.swaps, self.slots))
         self._admission = Admission(
-            self._roster, self.pool, self.prefixes, self._policy, self.swaps, self.pace, self.slots
+            self._roster, self.pool, self.prefixes, self._policy, self.swaps, self.pace, self.slots, window
         )
-        self._growth = Growth(self._roster, self.pool, self._policy)
+        self._growth = Growth(self._roster, self.pool, self.prefixes, window, self._policy)
         self._turns = Turns(capacity.max_batched_tokens)
         self.failures = Failures(capacity, self._roster, self.swaps)
-        self._resizing = Resizing(self._roster, self.pool, self.swaps, self._policy)
+        self._resizing = Resizing(self._roster, self.pool, self.swaps, self._policy, window)
         self.sleep_level = 0
         """Level of sleep: above 0, the scheduler has no pages and plans nothing."""
         self._deadlines = DeadlineQueue()
@@ -113,7 +116,8 @@ class Scheduler(Overview):
         """
         room = 1 if request.pooling is None else 0
         request.asked = request.limit
-        request.limit = min(request.limit, self.capacity.check_length(request.prompt_len, room) + 1 - room)
+        most = self.capacity.check_length(request.prompt_len, room, whole=request.alone)
+        request.limit = min(request.limit, most + 1 - room)
         self._admission.check_deadline(request)
         if request.leader is not None:
             request.leader.forked, request.leader.smooth = True, 0  # its next page may be shared from now on
@@ -241,7 +245,8 @@ class Scheduler(Overview):
         plan.new_rows.append(NewRow(row, request.planned, tokens, request.sampling, request.slot, request.stop_ids))
         if request.has_options:
             plan.options.append(RowOptions.of(request))
-        plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(request.pages))
+        plan.entries += slid_entries(request)
+        plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(request.pages, request.first_page))
 
     @property
     def next_deadline(self) -> float | None:

@@ -256,10 +256,11 @@ class ScriptedRunner:
         return found
 
     def _read(self, work: Work) -> list[int]:
-        """Return all tokens of a row, read from its pages."""
+        """Return the tokens of a row that are within the attention window, read from its pages."""
         size, table = self.capacity.page_size, self._tables[work.row]
         end = work.start + work.num_tokens
-        return [self._cells[table[position // size]][position % size] for position in range(end)]
+        start = 0 if self.capacity.window is None else max(0, end - self.capacity.window)
+        return [self._cells[table[position // size]][position % size] for position in range(start, end)]
 
     def _pool(self, work: Work) -> NDArray[np.float32] | None:
         """Return the pooled hidden states of a row that ends with `work`; None if the row is not pooled."""

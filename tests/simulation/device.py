@@ -44,7 +44,13 @@ class RigRunner(ScriptedRunner):
     def _cell_places(self, work: Work) -> list[tuple[int, int]]:
         """Page and cell of every position that `work` reads or writes."""
         size, table = self.capacity.page_size, self._tables[work.row]
-        return [(table[position // size], position % size) for position in range(work.start + work.num_tokens)]
+        positions = range(self._first_read(work.start), work.start + work.num_tokens)
+        return [(table[position // size], position % size) for position in positions]
+
+    def _first_read(self, position: int) -> int:
+        """The first position that attention reads from `position`."""
+        window = self.capacity.window
+        return 0 if window is None else max(0, position - window + 1)
 
     def _write(self, plan: StepPlan) -> None:
         going = [work for work in plan.works if work.row not in self._late]
@@ -52,7 +58,7 @@ class RigRunner(ScriptedRunner):
         for work in going:
             places = self._cell_places(work)
             spoilt = next((at for at, (page, cell) in enumerate(places) if self._cells[page][cell] < 0), len(places))
-            for page, cell in places[max(spoilt, work.start) :]:
+            for page, cell in places[max(spoilt, work.start - self._first_read(work.start)) :]:
                 self._cells[page][cell] = SPOILT
 
     def _sample(self, plan: StepPlan) -> list[int]:
@@ -67,11 +73,11 @@ class RigRunner(ScriptedRunner):
             elif work.samples and work.row in self._hosted:
                 token = self._tokens[work.row][work.start + work.num_tokens] = CHOSEN_LATER
             elif work.samples:
-                read = [self._cells[page][cell] for page, cell in self._cell_places(work)]
+                read = self._read(work)
                 token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
                 self._tokens[work.row][work.start + work.num_tokens] = token
                 if work.row in self._jumping and token % 3 == 0:
-                    forced[index] = self._following([self._seeds[work.row], *read, token], token % 6)
+                    forced[index] = self._following(self._seeds[work.row], [*read, token], token % 6)
             sampled.append(token)
         return ReportedTokens(sampled, {}, {}, forced=forced) if forced else sampled
 
@@ -84,8 +90,9 @@ class RigRunner(ScriptedRunner):
             self.left_out += 1
         return late
 
-    def _following(self, known: list[int], count: int) -> list[int]:
+    def _following(self, seed: int, known: list[int], count: int) -> list[int]:
         """What would be sampled next anyway: the script's grammar forces it."""
         for _ in range(count):
-            known.append(scripted_token(known, self.capacity.vocab_size))
+            seen = known[-(self.capacity.window or len(known)) :]
+            known.append(scripted_token([seed, *seen], self.capacity.vocab_size))
         return known[len(known) - count :]

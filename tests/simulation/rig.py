@@ -31,7 +31,13 @@ _TURNS = 10_000  # of one rig: more means that it goes round in circles
 
 
 def capacity(
-    pages: int = 64, size: int = 4, rows: int = 8, budget: int = 64, context: int = 4096, vocab: int = 97
+    pages: int = 64,
+    size: int = 4,
+    rows: int = 8,
+    budget: int = 64,
+    context: int = 4096,
+    vocab: int = 97,
+    window: int | None = None,
 ) -> Capacity:
     """A small device."""
     return Capacity(
@@ -41,15 +47,18 @@ def capacity(
         max_batched_tokens=max(budget, rows),
         max_context=context,
         vocab_size=vocab,
+        window=window,
     )
 
 
-def reference(prompt: Sequence[int], count: int, vocab: int, key: Sequence[int] = ()) -> list[int]:
+def reference(
+    prompt: Sequence[int], count: int, vocab: int, key: Sequence[int] = (), window: int | None = None
+) -> list[int]:
     """The first `count` tokens after `prompt`, computed alone and without pages; `key` tells choices apart."""
-    tokens = [*key, *prompt]
+    tokens = list(prompt)
     for _ in range(count):
-        tokens.append(scripted_token(tokens, vocab))
-    return tokens[len(key) + len(prompt) :]
+        tokens.append(scripted_token([*key, *tokens[-(window or len(tokens)) :]], vocab))
+    return tokens[len(prompt) :]
 
 
 def _vector(request: Request) -> NDArray[np.float32]:
@@ -315,8 +324,7 @@ class Rig:
     def supply(self, place: int = 0, *, fails: bool = False) -> None:
         """Let the host choose a token that is awaited, or fail to; what nobody awaits any more must be dropped."""
         request, step = self.awaited.pop(place)
-        known = [request.sampling.seed, *request.tokens]
-        token = scripted_token(known, self.capacity.vocab_size)
+        (token,) = reference(request.tokens, 1, self.capacity.vocab_size, [request.sampling.seed], self.capacity.window)
         self._note(lambda name, token: f"supply     r{name}={token}", request.id, None if fails else token)
         for emission in self.scheduler.supply(request, step, RequestFailed("scripted") if fails else (token, None)):
             self._take(emission)
@@ -417,7 +425,8 @@ class Rig:
             assert not output and self.ends.get(request.id) != "length"
             return
         assert request.tokens[: len(prompt)] == prompt, f"r{request.id}: its prompt changed"
-        alone = reference(prompt, len(output), self.capacity.vocab_size, [request.sampling.seed])
+        capacity = self.capacity
+        alone = reference(prompt, len(output), capacity.vocab_size, [request.sampling.seed], capacity.window)
         assert output == alone, f"r{request.id}: wrong tokens"
         end = self.ends.get(request.id)
         stops = [index for index, token in enumerate(output) if token in request.stop_ids]
@@ -453,8 +462,8 @@ class Rig:
             place = self.heard.get(request.id, len(self.prompts[request.id]))
             self.heard[request.id] = place + 1
             assert emission.token == request.tokens[place]
-            known = [request.sampling.seed, *request.tokens[:place]]
-            want = scripted_token(known, self.capacity.vocab_size)
+            seed, window = request.sampling.seed, self.capacity.window
+            (want,) = reference(request.tokens[:place], 1, self.capacity.vocab_size, [seed], window)
             assert emission.token == want, f"r{request.id}: token {emission.token} at {place}, alone it would be {want}"
         if emission.finish_reason is not None:
             self._end(request, emission.finish_reason)

@@ -50,7 +50,8 @@ class StepWatch:
         """See that `plan` may be launched, and count it as in flight."""
         flight = Flight(plan)
         for work in plan.works:
-            flight.touched[work.request.id] = (work.request, set(work.request.pages))
+            first = self._first_read(work.request, work.start)
+            flight.touched[work.request.id] = (work.request, set(work.request.pages[first:]))
         self._check_plan(plan, owed, now)
         self._check_alone(plan)
         self._was_alone = plan.alone
@@ -74,10 +75,17 @@ class StepWatch:
         roots.update({page: host[place] for place, page in plan.fetches})
         size = self._capacity.page_size
         for request, _, start, count, _ in plan.works:
-            pages = request.pages[: (start + count - 1) // size + 1]
-            for page in pages[: -(-start // size)]:
+            begun, first = -(-start // size) - request.first_page, start // size - request.first_page
+            pages = request.pages[: (start + count - 1) // size + 1 - request.first_page]
+            for page in pages[self._first_read(request, start) : begun]:
                 assert roots[page] == request.root, f"r{request.id} reads page {page} of {roots[page]!r}"
-            roots.update(dict.fromkeys(pages[start // size :], request.root))
+            roots.update(dict.fromkeys(pages[first:], request.root))
+
+    def _first_read(self, request: Request, position: int) -> int:
+        """Where in the pages of `request` those begin that attention reads from `position`."""
+        window = self._capacity.window
+        seen = 0 if window is None else max(0, position - window + 1)
+        return max(0, seen // self._capacity.page_size - request.first_page)
 
     def settled(self) -> None:
         """See that what holds between any two events does."""
@@ -121,7 +129,7 @@ class StepWatch:
             assert request.id not in self._ended, f"r{request.id} is planned after its end"
             assert request.deadline is None or request.deadline > now, f"r{request.id} is planned too late"
             assert request.state is State.RUNNING and work.row == request.row and work.num_tokens > 0
-            assert work.start + work.num_tokens == request.planned <= len(request.pages) * size
+            assert work.start + work.num_tokens == request.planned <= request.room(size)
             assert work.samples == (request.planned == request.known - work.samples and request.pooling is None)
         planned = {work.request.id for work in works}
         others_turn = self._was_alone != plan.alone
@@ -129,7 +137,7 @@ class StepWatch:
             if (request.alone and plan.alone) or (request.alone != plan.alone and others_turn):
                 continue
             if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
-                short = request.planned == len(request.pages) * size or request.forked
+                short = request.planned == request.room(size) or request.forked
                 short = short or self._scheduler.failures.is_cautious
                 assert request.leaving or short, f"r{request.id}: a decode with a page to write to was left out"
 
@@ -157,7 +165,8 @@ class StepWatch:
             if other.forked:  # the page it copied from is its own no longer
                 touched.intersection_update(other.pages)
         for request, _, start, count, _ in plan.works:
-            pages = request.pages[start // size : (start + count - 1) // size + 1]
+            slid = request.first_page
+            pages = request.pages[start // size - slid : (start + count - 1) // size + 1 - slid]
             for page in pages:
                 assert refs[page] == 1, f"r{request.id} writes page {page}, which {refs[page]} requests hold"
             for flight, other, touched in in_use:

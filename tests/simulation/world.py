@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from simulation.rig import Rig, capacity
@@ -78,6 +79,9 @@ class World:
             context=chance.choice([20, 60, 200]),
             vocab=_VOCAB,
         )
+        sliding = random.Random(f"{seed} windows")
+        if sliding.random() < 0.3:
+            shape = replace(shape, window=sliding.choice([1, 3, 8, 20]))
         depth = chance.choice([2, 3] if crowd else [1, 2, 2, 3])
         self._servings = random.Random(f"servings {seed}")
         """As with searches: worlds without tenants and deadlines are what they would be if there were none anywhere."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from headrace.engine.scheduling.memory.pages import PagePool
+from headrace.engine.scheduling.memory.prefix import Prefixes
+from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.plan import GivenTokens, PageEntry, StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request
@@ -14,8 +16,18 @@ __all__ = ["Growth"]
 class Growth:
     """Page allocation for running requests: takes free pages, and preempts requests last in order if there are none."""
 
-    def __init__(self, roster: Roster, pool: PagePool, policy: Policy) -> None:
-        """Allocate pages of `pool`, preempting requests of `roster` in the order of `policy`."""
+    def __init__(self, roster: Roster, pool: PagePool, prefixes: Prefixes, window: Window, policy: Policy) -> None:
+        """Allocate pages of `pool`, preempting requests of `roster` in the order of `policy`.
+
+        Args:
+            roster: The requests.
+            pool: The pages.
+            prefixes: Offers pages to other requests before their holder gives them back.
+            window: The attention window, behind which pages are given back.
+            policy: Order of service.
+        """
+        self._prefixes = prefixes
+        self._window = window
         self._roster = roster
         self._pool = pool
         self._policy = policy
@@ -26,7 +38,7 @@ class Growth:
         Returns:
             Number of these tokens that may be planned.
         """
-        if request.planned + count > len(request.pages) * self._pool.page_size or request.forked:
+        if request.planned + count > request.room(self._pool.page_size) or request.forked:
             count = self.grow(plan, request, count, now)
         if count and (request.unsent or request.is_held):
             start = len(request.tokens) - request.unsent
@@ -36,9 +48,10 @@ class Growth:
 
     def grow(self, plan: StepPlan, request: Request, count: int, now: float) -> int:
         """Make pages writable for `count` tokens from `request.planned`; return how many of them have room."""
+        self._slide(request)
         size = self._pool.page_size
         pages = request.pages
-        index = request.planned // size
+        index = request.planned // size - request.first_page
         if request.forked and index < len(pages) and not self._pool.is_writable(pages[index]):
             page = self._obtain(request, now)
             if page is None:
@@ -47,14 +60,24 @@ class Growth:
             request.copied = plan.step
             self._pool.release(pages[index : index + 1])
             pages[index] = page
-            plan.entries.append(PageEntry(request.row, index, page))
-        while len(pages) * size < request.planned + count:
+            plan.entries.append(PageEntry(request.row, request.first_page + index, page))
+        while request.room(size) < request.planned + count:
             page = self._obtain(request, now)
             if page is None:
                 break
-            plan.entries.append(PageEntry(request.row, len(pages), page))
+            plan.entries.append(PageEntry(request.row, request.first_page + len(pages), page))
             pages.append(page)
-        return min(count, len(pages) * size - request.planned)
+        return min(count, request.room(size) - request.planned)
+
+    def _slide(self, request: Request) -> None:
+        """Give back the pages that no further step of `request` reads, and none in flight."""
+        first = self._window.first_page(request.computed)
+        count = first - request.first_page
+        if count > 0:
+            self._prefixes.offer(request)
+            self._pool.release(request.pages[:count])
+            del request.pages[:count]
+            request.first_page = first
 
     def _obtain(self, request: Request, now: float) -> int | None:
         """Return a page for `request`, preempting requests after it in order; None if it must wait for one."""

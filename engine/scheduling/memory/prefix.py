@@ -8,6 +8,7 @@ wait for it instead of computing it again.
 from __future__ import annotations
 
 from headrace.engine.scheduling.memory.pages import PagePool
+from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.request import Request, State
 
 __all__ = ["Prefixes"]
@@ -16,15 +17,19 @@ __all__ = ["Prefixes"]
 class Prefixes:
     """Prefix sharing between the requests of one scheduler."""
 
-    def __init__(self, pool: PagePool, *, enabled: bool) -> None:
+    def __init__(self, pool: PagePool, window: Window, *, enabled: bool) -> None:
         """Share nothing yet; with `enabled` False only the choices of one prompt share pages."""
+        self._window = window
         self.promises: dict[bytes, Request] = {}
         """Hash of a page that is not full yet -> the running request that will fill it."""
         self._pool = pool
         self.enabled = enabled
 
     def find(self, request: Request, step: int) -> list[int] | None:
-        """Return the pages that `step` may read and that hold the start of `request`; None if it should wait."""
+        """Return the pages that `step` may read and that hold the start of `request`; None if it should wait.
+
+        If attention has a window, these are the last pages of the start, from `Request.first_page` on, which is set.
+        """
         size = self._pool.page_size
         leader = request.leader
         if leader is not None and not (request.preemptions or request.alone or leader.failed):
@@ -32,20 +37,24 @@ class Prefixes:
             if leader.copied == step:
                 return None
             if leader.pages and not leader.discard and leader.launched_before(step) >= needed:
-                request.found = needed
-                return leader.pages[: -(-needed // size)]
-            if leader.state is State.WAITING or (leader.state is State.RUNNING and not leader.leaving):
+                if leader.first_page <= self._window.first_page(needed):
+                    request.found, request.first_page = needed, leader.first_page
+                    return leader.pages[: -(-needed // size) - leader.first_page]
+            elif leader.state is State.WAITING or (leader.state is State.RUNNING and not leader.leaving):
                 return None
         request.found = 0
         before = request.before
         if before is not None and before.row >= 0:
             return None  # the last launched steps of the previous turn are about to end
         usable = self.usable(request)
-        pages = self._pool.match(usable)
-        request.found = len(pages) * size
         if request.places:  # the rest is in host memory
+            pages = [] if request.first_page else self._pool.match(usable)
+            request.found = len(pages) * size
             return pages
-        if len(pages) < len(usable) and usable[len(pages)] in self.promises:
+        request.first_page, pages = self._pool.match_last(usable, self._window)
+        end = request.first_page + len(pages)
+        request.found = end * size
+        if end < len(usable) and usable[end] in self.promises:
             return None
         if before is not None and self.enabled:
             pages += self._rest(request, before.computed)
@@ -84,7 +93,7 @@ class Prefixes:
         request.kept = request.keys[:full]
         if rest:
             key = self._pool.key_of_rest(request.kept, request.tokens[: request.computed], request.root)
-            self._pool.register_rest(request.pages[full], key)
+            self._pool.register_rest(request.pages[full - request.first_page], key)
             request.kept.append(key)
         self._pool.keep(request.kept)
 
@@ -127,7 +136,8 @@ class Prefixes:
     def remember(self, request: Request, index: int) -> None:
         """Offer one page, whose key is known."""
         pool = self._pool
-        if pool.register(request.pages[index], request.keys[index]) and pool.log.is_on:
+        page = request.pages[index - request.first_page]
+        if pool.register(page, request.keys[index]) and pool.log.is_on:
             tokens = request.tokens[index * pool.page_size : (index + 1) * pool.page_size]
             pool.log.stored(request.keys, index, tokens, request.root)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.swaps import Swaps
-from headrace.engine.scheduling.plan import Capacity, PageEntry, StepPlan
+from headrace.engine.scheduling.memory.window import Window
+from headrace.engine.scheduling.plan import Capacity, PageEntry, StepPlan, slid_entries
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import State
 from headrace.engine.scheduling.roster import Roster
@@ -21,8 +22,9 @@ _MOST_COPIES = 256  # per plan: a device may need as much extra memory for the p
 class Resizing:
     """Resizing of one page pool."""
 
-    def __init__(self, roster: Roster, pool: PagePool, swaps: Swaps, policy: Policy) -> None:
+    def __init__(self, roster: Roster, pool: PagePool, swaps: Swaps, policy: Policy, window: Window) -> None:
         """Change nothing yet."""
+        self._window = window
         self._roster = roster
         self._pool = pool
         self._swaps = swaps
@@ -31,14 +33,21 @@ class Resizing:
     @property
     def least_pages(self) -> int:
         """Least number of pages with which each accepted request could go on if it were alone."""
-        tokens = (r.known for r in self._roster.requests.values() if r.state is not State.FINISHED)
-        return max(1, -(-max(tokens, default=1) // self._pool.page_size))
+        size = self._pool.page_size
+        return max(
+            (
+                -(-request.known // size) if request.alone else self._window.fewest_pages(request.known)
+                for request in self._roster.requests.values()
+                if request.state is not State.FINISHED
+            ),
+            default=1,
+        )
 
     def set_limits(self, capacity: Capacity) -> None:
         """Raise or lower the limit of every request to what was asked for, as far as `capacity` permits."""
         for request in self._roster.requests.values():
             room = 1 if request.pooling is None else 0
-            request.limit = min(request.asked, capacity.check_length(0, room) + 1 - room)
+            request.limit = min(request.asked, capacity.check_length(0, room, whole=request.alone) + 1 - room)
             request.smooth = min(request.smooth, max(0, request.limit - 2))
 
     def fit(self, num_pages: int, step: int, now: float, *, forget: bool) -> list[StepPlan]:
@@ -71,8 +80,13 @@ class Resizing:
             part = copies[start : start + _MOST_COPIES]
             follow = [entry for _, page in part for entry in entries.get(page, ())]
             plans.append(StepPlan(step + len(plans), entries=follow, copies=part))
+        plans[0].entries += self._slid_entries()
         self._swaps.host.load(plans[0])  # spills read pages before they are overwritten
-        return plans if copies or plans[0].spills else []
+        return plans if copies or plans[0].spills or plans[0].entries else []
+
+    def _slid_entries(self) -> list[PageEntry]:
+        """Return entries that replace pages which slid out of the window, as these may be gone; attention masks them."""
+        return [entry for request in self._roster.requests.values() for entry in slid_entries(request)]
 
     def _follow(self, moved: dict[int, int]) -> dict[int, list[PageEntry]]:
         """Update the block tables by `moved`; return the page entries for each new page."""
@@ -81,7 +95,8 @@ class Resizing:
             for place, page in enumerate(request.pages):
                 if page in moved:
                     page = request.pages[place] = moved[page]
-                    entries.setdefault(page, []).append(PageEntry(request.row, place, page))
+                    entry = PageEntry(request.row, request.first_page + place, page)
+                    entries.setdefault(page, []).append(entry)
         return entries
 
     def _forget(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from headrace.engine.scheduling.memory.host_pages import HostPages
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
+from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request
@@ -21,8 +22,9 @@ __all__ = ["Swaps"]
 class Swaps:
     """Swapping between one page pool and one host pool."""
 
-    def __init__(self, host: HostPages, pool: PagePool, prefixes: Prefixes, pace: Pace) -> None:
+    def __init__(self, host: HostPages, pool: PagePool, prefixes: Prefixes, pace: Pace, window: Window) -> None:
         """Move nothing yet; from now on, pages that `pool` evicts are kept in `host`."""
+        self._window = window
         self.host = host
         self.count = 0
         """Number of requests swapped out so far."""
@@ -35,7 +37,9 @@ class Swaps:
 
     def put_out(self, request: Request) -> None:
         """Store the pages of a request that is about to lose them, if that is worthwhile and there is room."""
-        pages = request.pages[: -(-request.planned // self._pool.page_size)]
+        first = max(request.first_page, self._window.first_page(request.planned))
+        last = -(-request.planned // self._pool.page_size)
+        pages = request.pages[first - request.first_page : last - request.first_page]
         if not pages or request.spoilt or request.holds or request.pooling is not None:
             return
         if request.alone and request.planned >= len(request.tokens):  # its last chunk must be computed again as a whole
@@ -43,7 +47,7 @@ class Swaps:
         moving = 2 * len(pages) * self.host.page_seconds
         if self.host.has_room(len(pages)) and moving < self._pace.prefill(request.planned):
             request.places = self.host.store(pages)
-            request.stored = request.planned
+            request.first_page, request.stored = first, request.planned
             self.count += 1
 
     def is_ready(self, request: Request) -> bool:
@@ -57,16 +61,19 @@ class Swaps:
             wanted, reach = request.places[len(pages) :], request.stored
             self.host.release(request.places[: len(pages)])
             request.places, request.stored = [], 0
-        elif self.host.num_places and len(pages) * size == request.planned:
-            wanted = self.host.take(self._prefixes.usable(request)[len(pages) :])
-            reach = (len(pages) + len(wanted)) * size
+        elif self.host.num_places and request.room(size) == request.planned:
+            end = request.first_page + len(pages)
+            most = self._window.fewest_pages(request.known) - len(pages)
+            wanted = self.host.take(self._prefixes.usable(request)[end : end + max(0, most)])
+            reach = (end + len(wanted)) * size
         else:
             return
         for place in wanted:  # allocation may evict and spill a page, but never to these places
             self.host.fetch(place, self._allocate(request))
         request.planned = max(request.planned, min(reach, len(request.tokens) - 1))
         request.computed = request.ready = request.planned
-        for index in range(request.registered, min(request.planned // size, len(request.keys))):
+        first = max(request.registered, request.first_page)
+        for index in range(first, min(request.planned // size, len(request.keys))):
             self._prefixes.remember(request, index)
 
     def drop(self, request: Request) -> None:
