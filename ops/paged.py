@@ -36,9 +36,10 @@ class DecodeGroup:
 
     start: int
     pages_RP: Tensor
-    """Page numbers, int64, padded with page 0 past a row's own pages."""
+    """Page numbers, int64, padded with page 0 past a row's own pages. Pages before every layer's window may be left
+    out."""
     lengths_R: Tensor
-    """Context lengths in tokens, including the new one, int64."""
+    """Context lengths in tokens from the first of these pages on, including the new one, int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class PrefillRow:
     pages_P: Tensor
     """Page numbers, int64, that hold `length` tokens."""
     length: int
-    """Context length after this step in tokens; the queries are its last `count` positions."""
+    """Context length after this step in tokens, from the first of these pages on; the queries are its last `count`
+    positions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -175,7 +175,8 @@ def slid_entries(request: Request) -> list[PageEntry]:
 
     A device may gather masked pages, too, and must not come across the number of a page that does not exist.
     """
-    return [PageEntry(request.row, place, request.pages[0]) for place in range(request.first_page if request.pages else 0)]
+    held = request.pages[:1]
+    return [PageEntry(request.row, place, page) for page in held for place in range(request.first_page)]
 
 
 @dataclass(slots=True)

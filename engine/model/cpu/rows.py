@@ -17,6 +17,7 @@ from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.options import CpuOptions, PromptSpan
 from headrace.engine.model.shared.host_choice import HostChoices
 from headrace.engine.model.shared.pools import Pools, PoolSpan
+from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.request import Sampling
 from headrace.ops.cpu.lora import Wearers
@@ -57,6 +58,7 @@ class CpuRows:
         """Start with empty rows, which use the adapters in `bank`."""
         self._bank = bank
         self._size = capacity.page_size
+        self._window = Window(capacity.window, capacity.page_size)
         max_pages = -(-capacity.max_context // capacity.page_size)
         self._tokens: NDArray[np.int64] = np.zeros((capacity.max_rows, capacity.max_context + 1), np.int64)
         self._tables: NDArray[np.int64] = np.zeros((capacity.max_rows, max_pages), np.int64)
@@ -177,9 +179,10 @@ class CpuRows:
             while end < len(works) and self._pages(works[end].start + 1) <= most:
                 end += 1
             group = works[start:end]
-            width = self._pages(group[-1].start + 1)
-            pages = self._tables[[work.row for work in group], :width]
-            lengths = torch.tensor([work.start + 1 for work in group], dtype=torch.int64)
+            first, width = self._window.first_page(group[0].start), self._pages(group[-1].start + 1)
+            pages = self._tables[[work.row for work in group], first:width]
+            width -= first
+            lengths = torch.tensor([work.start + 1 - first * self._size for work in group], dtype=torch.int64)
             inside = np.arange(width) * self._size < lengths.numpy()[:, None]
             groups.append(DecodeGroup(start, torch.from_numpy(np.where(inside, pages, 0)), lengths))
             start = end
@@ -188,8 +191,8 @@ class CpuRows:
     def _prefills(self, works: Sequence[Work], start: int) -> tuple[PrefillRow, ...]:
         prefills = []
         for work in works:
-            length = work.start + work.num_tokens
-            pages_P = torch.from_numpy(self._tables[work.row, : self._pages(length)].copy())
-            prefills.append(PrefillRow(start, work.num_tokens, pages_P, length))
+            first, length = self._window.first_page(work.start), work.start + work.num_tokens
+            pages_P = torch.from_numpy(self._tables[work.row, first : self._pages(length)].copy())
+            prefills.append(PrefillRow(start, work.num_tokens, pages_P, length - first * self._size))
             start += work.num_tokens
         return tuple(prefills)

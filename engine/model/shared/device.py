@@ -85,4 +85,11 @@ def fit(config: EngineConfig, spec: DecoderSpec, limits: Limits, *, page_bytes: 
         max_batched_tokens=limits.batched_tokens,
         max_context=limits.context,
         vocab_size=spec.vocab_size,
+        window=_window(spec),
     )
+
+
+def _window(spec: DecoderSpec) -> int | None:
+    """Return the longest attention window of the layers, in tokens; None if some layer attends to all tokens."""
+    windows = [window for window in spec.windows if window is not None]
+    return max(windows) if len(windows) == spec.num_layers else None

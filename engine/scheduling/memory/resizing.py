@@ -85,7 +85,7 @@ class Resizing:
         return plans if copies or plans[0].spills or plans[0].entries else []
 
     def _slid_entries(self) -> list[PageEntry]:
-        """Return entries that replace pages which slid out of the window, as these may be gone; attention masks them."""
+        """Return entries in place of those of pages that slid out of the window, which may no longer exist."""
         return [entry for request in self._roster.requests.values() for entry in slid_entries(request)]
 
     def _follow(self, moved: dict[int, int]) -> dict[int, list[PageEntry]]:
