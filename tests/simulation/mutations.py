@@ -10,6 +10,7 @@ from typing import Any
 
 from simulation.rig import Rig
 
+from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.order.background import BackgroundLast
 from headrace.engine.scheduling.plan import LATE, StepPlan
 from headrace.engine.scheduling.policies import Ageing, Deadlines, FairShare, SizeClasses
@@ -549,3 +550,57 @@ def pages_are_offered_that_a_late_row_has_not_written(rig: Rig) -> None:
         return offers
 
     replace(prefixes, "offer", make)
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+class _Shorter(Window):
+    """A window that believes itself a page shorter than it is."""
+
+    def first_page(self, position: int) -> int:
+        return super().first_page(position + self.page_size)
+
+
+def _shorter(rig: Rig) -> Window:
+    return _Shorter(rig.capacity.window, rig.capacity.page_size)
+
+
+@planted
+def pages_are_given_back_that_attention_still_reads(rig: Rig) -> None:
+    rig.scheduler._growth._window = _shorter(rig)
+
+
+@planted
+def a_prefix_is_shared_though_a_page_of_its_window_is_gone(rig: Rig) -> None:
+    rig.scheduler.prefixes._window = _shorter(rig)
+
+
+@planted
+def a_fork_reads_pages_that_were_given_back(rig: Rig) -> None:
+    prefixes, size = rig.scheduler.prefixes, rig.capacity.page_size
+
+    def make(find: Callable[[Request, int], Any]) -> Callable[[Request, int], Any]:
+        def finds(request: Request, step: int) -> Any:
+            leader, needed = request.leader, len(request.tokens) - 1
+            ready = leader is not None and leader.launched_before(step) >= needed and not request.preemptions
+            if ready and leader.first_page and leader.copied != step and not (leader.discard or leader.failed):
+                request.found, request.first_page = needed, leader.first_page
+                return leader.pages[: max(0, -(-needed // size) - leader.first_page)]
+            return find(request, step)
+
+        return finds
+
+    replace(prefixes, "find", make)
+
+
+@planted
+def pages_that_were_swapped_out_come_back_in_other_places(rig: Rig) -> None:
+    def make(put_out: Callable[[Request], None]) -> Callable[[Request], None]:
+        def puts_out(request: Request) -> None:
+            put_out(request)
+            request.first_page = 0
+
+        return puts_out
+
+    replace(rig.scheduler.swaps, "put_out", make)

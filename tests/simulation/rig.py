@@ -112,6 +112,8 @@ class Rig:
         self.heard: dict[int, int] = {}
         """Request id -> place of its next token."""
         self.computed_tokens = 0
+        self.slid = 0
+        """Work items of requests whose first pages had slid out of the window."""
         self.copies = 0
         self._turns = 0
         self._events: deque[tuple[Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
@@ -281,6 +283,7 @@ class Rig:
         self._note(say_plan, plan, fault)
         flight = self._watch.planned(plan, owed, self.now)
         self.computed_tokens += plan.tokens
+        self.slid += sum(work.request.first_page > 0 for work in plan.works)
         self.copies += len(plan.copies)
         if fault != "launch":
             if fault:

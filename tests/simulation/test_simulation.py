@@ -42,6 +42,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
         reached["tokens of the host"] += sum(len(rig.output(r)) for r in rig.requests if r.processor is not None)
         reached["late masks"] += rig.runner.left_out
         reached["preemptions"] += rig.scheduler.preemptions
+        reached["slid pages"] += rig.slid
         reached["cached tokens"] += rig.scheduler.cached_tokens
         reached["forks that copied"] += rig.copies
         reached["alone"] += sum(len(rig.output(request)) for request in rig.requests if request.alone)
@@ -50,7 +51,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
     assert ends.keys() == {"length", "stop", "cancelled", "deadline", "RequestFailed", "NonFiniteLogits"}
     assert min(ends.values()) > 30 and min(reached[name] for name in ("preemptions", "forks that copied", "beams")) > 50
     assert min(reached["sends"], reached["branches"]) > 50 and reached["tokens of the host"] > 300
-    assert reached["late masks"] > 100
+    assert reached["late masks"] > 100 and reached["slid pages"] > 2000
     assert reached["cached tokens"] > 1000 and reached["alone"] > 300 and reached["alone, again"] > 20
 
 

@@ -59,16 +59,17 @@ class HostPages:
             if self.log is not None and self.log.is_on:
                 self.log.spilled(key)
 
-    def take(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the places of the leading `keys` that can be fetched now; the caller must fetch each of them."""
-        found = []
-        for key in keys:
+    def reach(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading `keys` could be fetched now."""
+        for count, key in enumerate(keys):
             place = self._cached.get(key)
             if place is None or place in self._in_flight:
-                break
-            found.append(place)
-            self._forget(key)
-        return found
+                return count
+        return len(keys)
+
+    def take(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the places of `keys`, all within `reach`; the caller must fetch each of them."""
+        return [self._forget(key) for key in keys]
 
     def is_ready(self, places: Iterable[int]) -> bool:
         """Return whether the next plan can fetch from all of `places`."""

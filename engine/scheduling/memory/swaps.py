@@ -62,10 +62,11 @@ class Swaps:
             self.host.release(request.places[: len(pages)])
             request.places, request.stored = [], 0
         elif self.host.num_places and request.room(size) == request.planned:
-            end = request.first_page + len(pages)
-            most = self._window.fewest_pages(request.known) - len(pages)
-            wanted = self.host.take(self._prefixes.usable(request)[end : end + max(0, most)])
-            reach = (end + len(wanted)) * size
+            keys, start = self._prefixes.usable(request), request.first_page + len(pages)
+            end = start + self.host.reach(keys[start:])
+            reach = end * size
+            self._slide(request, self._window.first_page(reach))
+            wanted = self.host.take(keys[max(start, request.first_page) : end])
         else:
             return
         for place in wanted:  # allocation may evict and spill a page, but never to these places
@@ -75,6 +76,16 @@ class Swaps:
         first = max(request.registered, request.first_page)
         for index in range(first, min(request.planned // size, len(request.keys))):
             self._prefixes.remember(request, index)
+
+    def _slide(self, request: Request, first: int) -> None:
+        """Give back the pages before the one with index `first`, which nothing reads once all fetched pages are there.
+
+        None of the fetched pages may be given back in the plan that fetches it, since spills come before fetches.
+        """
+        if first > request.first_page:
+            self._pool.release(request.pages[: first - request.first_page])
+            del request.pages[: first - request.first_page]
+            request.first_page = first
 
     def drop(self, request: Request) -> None:
         """Drop the stored pages of `request`."""
