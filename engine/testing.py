@@ -23,8 +23,8 @@ from headrace.engine.intake.prompts import ChatEnd
 from headrace.engine.life.opened import Opened
 from headrace.engine.options import EngineOptions
 from headrace.engine.scheduling import plan as plans
-from headrace.engine.scheduling.plan import NON_FINITE
 from headrace.engine.scheduling.pooling import Embedding
+from headrace.engine.scheduling.result import NoToken
 from headrace.engine.scripted.answers import Answer, Answers, NotScripted, ScriptedPrompt
 from headrace.engine.scripted.runner import (
     VECTOR,
@@ -50,6 +50,9 @@ __all__ = [
     "scripted_token",
     "scripted_vector",
 ]
+
+NON_FINITE: Final = NoToken.NON_FINITE
+"""Fault of a step whose first row has logits with NaN or infinity, for `ScriptedRunner(faults=...)`."""
 
 _ABILITIES: Final = frozenset[plans.Ability](("hooks", "shaping", "logprobs", "grammar", "pooling"))
 _SIZES: Final = frozenset(("max_context", "max_rows", "max_batched_tokens", "page_size"))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from headrace.engine.scheduling.memory.growth import Growth
 from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.result import StepResult
 
 __all__ = ["plan_decodes", "plan_tokens", "take_tokens"]
 
@@ -73,14 +74,14 @@ def plan_tokens(plan: StepPlan, request: Request, most: int, growth: Growth, now
 
 
 def take_tokens(
-    plan: StepPlan, tokens: Sequence[int], vocab_size: int, page_size: int
+    plan: StepPlan, result: StepResult, vocab_size: int, page_size: int
 ) -> tuple[list[Request], set[Request]]:
     """Append the tokens of a finished step to those of its decodes for which `Request.smooth` allows it.
 
     Args:
         plan: The plan of the step.
-        tokens: One token for each work item of the plan.
-        vocab_size: Size of the vocabulary; a token outside it is a code such as `NON_FINITE`.
+        result: The result of the step.
+        vocab_size: Size of the vocabulary; an id outside it is a defect of the device.
         page_size: Tokens in a page.
 
     Returns:
@@ -88,13 +89,17 @@ def take_tokens(
         were given nothing.
 
     Raises:
-        ValueError: The runner returned another number of tokens, which is a defect of the runner.
+        ValueError: The runner did not return one token for each work item, which is a defect of the runner.
     """
-    if len(tokens) != plan.size:
-        raise ValueError(f"{len(tokens)} tokens for {plan.size} works")
+    ids = result.ids
+    if len(ids) != plan.size or result.counts is not None:
+        raise ValueError(f"{len(ids)} tokens for {plan.size} works")
+    for index in result.instead:
+        if index < len(plan.decodes):
+            plan.decodes[index].smooth = 0
     full: list[Request] = []
     others = {work.request for work in plan.others}
-    for request, start, token in zip(plan.decodes, plan.starts, tokens, strict=False):
+    for request, start, token in zip(plan.decodes, plan.starts, ids, strict=False):
         if start < request.smooth and 0 <= token < vocab_size and token not in request.stop_ids:
             request.in_flight -= 1
             request.computed = end = start + 1

@@ -14,13 +14,10 @@ from headrace.engine.errors import PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Report, Reporting, Shaping
 
 __all__ = [
-    "CHOSEN_LATER",
-    "LATE",
-    "NON_FINITE",
-    "NOTHING_LEFT",
     "Ability",
     "Capacity",
     "Emission",
@@ -41,18 +38,6 @@ __all__ = [
 
 Ability: TypeAlias = Literal["hooks", "shaping", "logprobs", "grammar", "pooling"]
 """Optional features of a runner; each corresponds to parts of `RowOptions`."""
-
-NON_FINITE = -1
-"""Code that a step returns in place of a token if the logits held NaN or infinity."""
-NOTHING_LEFT = -2
-"""Code that a step returns in place of a token if the masks of the row's shaping allow no token."""
-
-CHOSEN_LATER = -3
-"""Code that a step returns in place of a token that the host has yet to choose, by calling an entry of
-`ReportedTokens.choices`."""
-LATE = -4
-"""Code that a step returns in place of a token if the mask of the row's grammar was not ready in time. No token was
-chosen, and the device skips the row until it is given tokens, or an empty list, from that position on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +139,7 @@ class RowOptions(NamedTuple):
 
 
 class GivenTokens(NamedTuple):
-    """Tokens of a row that the host chose; an empty list only lets a row go on that was `LATE`."""
+    """Tokens of a row that the host chose; an empty list only lets a row go on that was `NoToken.LATE`."""
 
     row: int
     start: int
@@ -290,13 +275,8 @@ class Outcome(NamedTuple):
 class Step(Protocol):
     """A launched step."""
 
-    def wait(self) -> Sequence[int]:
-        """Block the calling thread until the step is done.
-
-        Returns:
-            One vocabulary id for each work item of the plan, in order, or in its place one of the codes `NON_FINITE`,
-            `NOTHING_LEFT`, `CHOSEN_LATER` and `LATE`. The value is arbitrary if the item samples nothing, or if its row
-            is skipped since it was `LATE`. A `ReportedTokens` if a row wants more than a token.
+    def wait(self) -> StepResult:
+        """Block the calling thread until the step is done, and return its result.
 
         Raises:
             Exception: The step failed; what it wrote is undefined.

@@ -5,6 +5,7 @@ Next to read: plan.py, which the scheduler fills with work for its requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -138,7 +139,7 @@ class Request:
     unsent: int = 0
     """Number of trailing `tokens` that the host chose and the device does not know yet."""
     is_held: bool = False
-    """Whether the row was `LATE`, so that the device skips it until it is told to go on."""
+    """Whether the row was `NoToken.LATE`, so that the device skips it until it is told to go on."""
     copied: int = -1
     """Latest step that copies or fetches a page for the request; only later steps may copy that page."""
     stored: int = 0
@@ -209,7 +210,7 @@ class Request:
                 return len(self.prompt_reports)
         return len(self.tokens) - 1
 
-    def take_prompt_reports(self, start: int, reports: list[Report]) -> None:
+    def take_prompt_reports(self, start: int, reports: Sequence[Report]) -> None:
         """Keep reports on the tokens from position `start + 1`; those known from before a preemption stay."""
         self.prompt_reports += reports[len(self.prompt_reports) - start :]
 

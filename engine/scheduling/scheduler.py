@@ -27,10 +27,6 @@ from headrace.engine.scheduling.order.deadlines import DeadlineQueue
 from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.overview import Overview
 from headrace.engine.scheduling.plan import (
-    CHOSEN_LATER,
-    LATE,
-    NON_FINITE,
-    NOTHING_LEFT,
     Capacity,
     Emission,
     NewRow,
@@ -43,8 +39,8 @@ from headrace.engine.scheduling.plan import (
 from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.reports import accept_run, failure_of, forced_runs, take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.result import Chosen, NoToken, StepResult
 from headrace.engine.scheduling.roster import Roster
-from headrace.engine.scheduling.shaping import Report, ReportedTokens
 
 __all__ = ["Scheduler"]
 
@@ -265,12 +261,12 @@ class Scheduler(Overview):
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> Outcome:
+    def commit(self, plan: StepPlan, result: StepResult) -> Outcome:
         """Apply the results of a finished step; commit plans in the order in which they were made.
 
         Args:
             plan: A plan of this scheduler.
-            tokens: Result of `Step.wait`: one id for each work item.
+            result: Result of `Step.wait`.
 
         Returns:
             The token, end or failure of each request; tokens of requests that had already ended are dropped.
@@ -278,31 +274,32 @@ class Scheduler(Overview):
         self.swaps.host.settled(plan)
         if self.failures.is_cautious:
             self.failures.went_well()
-        if isinstance(tokens, ReportedTokens):
-            take_prompt_reports(plan, tokens)
-        full, others = take_tokens(plan, tokens, self.capacity.vocab_size, self.capacity.page_size)
+        if result.prompt_reports:
+            take_prompt_reports(plan, result)
+        full, others = take_tokens(plan, result, self.capacity.vocab_size, self.capacity.page_size)
         for request in full:
             self.prefixes.offer(request)
-        outcome = self._take_others(plan, tokens, others) if others else Outcome(plan.decodes, tokens, [])
-        return with_reports(plan, tokens, outcome) if isinstance(tokens, ReportedTokens) else outcome
+        outcome = self._take_others(plan, result, others) if others else Outcome(plan.decodes, result.ids, [])
+        return with_reports(plan, result, outcome) if result.reports or result.pooled else outcome
 
-    def _take_others(self, plan: StepPlan, tokens: Sequence[int], others: set[Request]) -> Outcome:
+    def _take_others(self, plan: StepPlan, result: StepResult, others: set[Request]) -> Outcome:
         """Commit the work items of `others`, and return the outcome of the whole step."""
         gained: list[tuple[Request, int]] = []
-        emissions, runs = [], forced_runs(plan, tokens, self.pace)
-        for (request, start, count, samples), token in zip(plan.shares(), tokens, strict=True):
+        emissions, runs = [], forced_runs(plan, result, self.pace)
+        for index, (request, start, count, samples) in enumerate(plan.shares()):
             if request not in others:
-                gained.append((request, token))
+                gained.append((request, result.ids[index]))
                 continue
+            token = result.instead.get(index, result.ids[index])
             request.in_flight -= 1
             if request.discard:
                 request.discard -= 1
-            elif token == LATE and samples:
+            elif token is NoToken.LATE and samples:
                 request.go_back(start + count)
             elif request.state is not State.FINISHED:
                 request.computed = start + count
                 self.prefixes.offer(request)
-                if token == CHOSEN_LATER and samples:
+                if token is NoToken.CHOSEN_LATER and samples:
                     request.awaited = plan.step
                 elif samples and request.jumps:
                     emissions += accept_run(request, start + count, token, runs.get(request.id, ()), self._accept)
@@ -312,7 +309,7 @@ class Scheduler(Overview):
                 self._roster.let_go(request)
         return Outcome([request for request, _ in gained], [token for _, token in gained], emissions)
 
-    def supply(self, request: Request, step: int, chosen: tuple[int, Report | None] | RequestFailed) -> list[Emission]:
+    def supply(self, request: Request, step: int, chosen: Chosen | RequestFailed) -> list[Emission]:
         """Accept the host's choice of a token after `step`, or its failure; ignore it if no longer awaited."""
         if request.awaited != step or request.state is State.FINISHED:
             return []
@@ -335,9 +332,9 @@ class Scheduler(Overview):
         waiting = [request for request in self._roster.requests.values() if request.wears is version]
         return [self._roster.fail(request, error) for request in waiting if request.state is State.WAITING]
 
-    def _accept(self, request: Request, token: int) -> Emission:
+    def _accept(self, request: Request, token: int | NoToken) -> Emission:
         """Append a sampled token and end the request if it is the last; a pooled request ends without one."""
-        if not 0 <= token < self.capacity.vocab_size or request.pooling is not None:
+        if isinstance(token, NoToken) or not 0 <= token < self.capacity.vocab_size or request.pooling is not None:
             return self._end_without(request, token)
         request.tokens.append(token)
         if token in request.stop_ids:
@@ -349,12 +346,12 @@ class Scheduler(Overview):
                 self.finish(request, "length")
         return Emission(request, token, request.finish_reason)
 
-    def _end_without(self, request: Request, token: int) -> Emission:
+    def _end_without(self, request: Request, token: int | NoToken) -> Emission:
         """End a request that was given no token of the vocabulary or was only pooled, and return its end."""
-        if request.pooling is not None and token not in (NON_FINITE, NOTHING_LEFT):
+        if request.pooling is not None and token is not NoToken.NON_FINITE:
             self.finish(request, "stop")
             return Emission(request, None, request.finish_reason)
-        if token == NON_FINITE:
+        if token is NoToken.NON_FINITE:
             for page in request.pages:  # any request that reads these pages would fail in the same way
                 self.pool.forget(page)
         return self._roster.fail(request, failure_of(request, token, self.capacity.vocab_size))

@@ -8,18 +8,16 @@ from the row's own tokens, which the device has, so a step sends nothing for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 __all__ = [
-    "Choice",
     "LogitsProcessor",
     "MOST_WORD_TOKENS",
     "Grammar",
     "GrammarState",
     "Report",
-    "ReportedTokens",
     "Reporting",
     "Shaping",
 ]
@@ -115,37 +113,3 @@ class Report(NamedTuple):
     """Number of likelier tokens, plus 1."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability) pairs of the likeliest tokens, in falling order, lower ids first among equals."""
-
-
-Choice: TypeAlias = Callable[[], tuple[int, Report | None]]
-"""Call that chooses one token on the host and takes as long as the caller's own code; made once, in any thread."""
-
-
-class ReportedTokens(list[int]):
-    """Token ids of a step, with all that its rows also asked for: reports, pooled results, choices, forced tokens."""
-
-    def __init__(
-        self,
-        tokens: Iterable[int],
-        chosen: Mapping[int, Report],
-        prompts: Mapping[int, list[Report]],
-        pooled: Mapping[int, Any] | None = None,
-        choices: Mapping[int, Choice] | None = None,
-        forced: Mapping[int, Sequence[int]] | None = None,
-    ) -> None:
-        """Hold one token id for each work item.
-
-        Args:
-            tokens: One token id for each work item.
-            chosen: Index of a work item -> the report on its sampled token.
-            prompts: Index of a work item -> reports on the prompt tokens from position `start + 1` of the item.
-            choices: Index of a work item whose token is `CHOSEN_LATER` -> the call that chooses the token.
-            forced: Index of a work item -> tokens that the row's grammar forces after its own token.
-            pooled: Index of a work item that ends a pooled request -> the result of pooling its hidden states.
-        """
-        super().__init__(tokens)
-        self.chosen = chosen
-        self.prompts = prompts
-        self.pooled = pooled or {}
-        self.choices = choices or {}
-        self.forced = forced or {}

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.scheduling.plan import NOTHING_LEFT, RowOptions
+from headrace.engine.scheduling.plan import RowOptions
+from headrace.engine.scheduling.result import Chosen, NoToken
 from headrace.engine.scheduling.shaping import Report
 from headrace.engine.steps.shaped_logits import processed_logits, shaper_of
 
@@ -58,7 +59,7 @@ class ScriptedRow:
         grammar = options.grammar
         self._state = None if grammar is None else grammar.begin(options.tokens[options.prompt_len :])
 
-    def choose(self, tokens: Sequence[int], logits_V: _Logits, *, scripted: bool) -> tuple[int, Report | None]:
+    def choose(self, tokens: Sequence[int], logits_V: _Logits, *, scripted: bool) -> Chosen:
         """Choose the token after `tokens`, the row's prompt and completion so far.
 
         Args:
@@ -67,7 +68,7 @@ class ScriptedRow:
             scripted: Whether an answer is scripted for the row.
 
         Returns:
-            The token or `NOTHING_LEFT`, and the report on it if one is wanted.
+            The token or `NoToken.NOTHING_LEFT`, and the report on it if one is wanted.
 
         Raises:
             HookFailed: The row's hook raised, or returned something other than logits.
@@ -78,14 +79,14 @@ class ScriptedRow:
         if options.processor is not None:
             logits_V = processed_logits(options.processor, list(tokens), logits_V)
         if self._shaper is not None and not self._shaper.shape(logits_V, np.array(tokens)):
-            return NOTHING_LEFT, None
+            return NoToken.NOTHING_LEFT, None
         if self._state is not None:
             if not scripted:
                 for token, bonus in _CLOSING.items():
                     logits_V[token : token + 1] += bonus
             logits_V[~allowed_ids(self._state.allowed(), len(logits_V))] = -np.inf
         if logits_V.max() == -np.inf:
-            return NOTHING_LEFT, None
+            return NoToken.NOTHING_LEFT, None
         token = int(logits_V.argmax())
         if self._shaper is not None:
             self._shaper.append(token)

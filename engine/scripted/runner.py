@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.scheduling import plan as plans
-from headrace.engine.scheduling.plan import CHOSEN_LATER, RowOptions, StepPlan, Work
-from headrace.engine.scheduling.shaping import Choice, Grammar, Report, ReportedTokens
+from headrace.engine.scheduling.plan import RowOptions, StepPlan, Work
+from headrace.engine.scheduling.result import Choice, NoToken, StepResult
+from headrace.engine.scheduling.shaping import Grammar, Report
 from headrace.engine.scripted.adapters import ScriptedBank
 from headrace.engine.scripted.rows import ScriptedRow, made_up_logits, report
 
@@ -57,19 +58,19 @@ def scripted_vector(tokens: Sequence[int]) -> NDArray[np.float32]:
 class ScriptedStep:
     """A step of `ScriptedRunner`: its result, or the error that it raises."""
 
-    def __init__(self, tokens: list[int], error: Exception | None, gate: Callable[[], None] | None) -> None:
+    def __init__(self, result: StepResult, error: Exception | None, gate: Callable[[], None] | None) -> None:
         """Hold a result until it is waited for."""
-        self._tokens = tokens
+        self._result = result
         self._error = error
         self._gate = gate
 
-    def wait(self) -> Sequence[int]:
-        """Return the step's tokens after the runner's `gate`, or raise the scripted error."""
+    def wait(self) -> StepResult:
+        """Return the step's result after the runner's `gate`, or raise the scripted error."""
         if self._gate is not None:
             self._gate()
         if self._error is not None:
             raise self._error
-        return self._tokens
+        return self._result
 
 
 class _Told(NamedTuple):
@@ -88,7 +89,7 @@ class ScriptedRunner:
         capacity: plans.Capacity | None = None,
         *,
         gate: Callable[[], None] | None = None,
-        faults: Mapping[int, Exception | int] | None = None,
+        faults: Mapping[int, Exception | int | NoToken] | None = None,
         eos: Mapping[int, int] | None = None,
     ) -> None:
         """Start with every page poisoned.
@@ -96,7 +97,8 @@ class ScriptedRunner:
         Args:
             capacity: Sizes of the pool and of the vocabulary; None is `Capacity()`.
             gate: Called by every `Step.wait`, in the waiter's thread; sleep in it to imitate a slow device.
-            faults: By step number, an exception that the step raises, or a token id that it returns for its first work.
+            faults: By step number, an exception that the step raises, or what the first work
+                gets: a token id, or what happens in its place.
             eos: By position, a token id to sample there, whatever the script says.
         """
         capacity = capacity or Capacity()
@@ -143,17 +145,13 @@ class ScriptedRunner:
             fault = self._faults.get(plan.step)
             if isinstance(fault, Exception):
                 self._spoil(plan)
-                return ScriptedStep([], fault, self._gate)
+                return ScriptedStep(StepResult(()), fault, self._gate)
             self._write(plan)
             self._told = _Told({}, {}, {})
             sampled = self._sample(plan)
-            if isinstance(fault, int):
+            if fault is not None:
                 sampled[0] = fault
-            pooled = {index: value for index, work in enumerate(plan.works) if (value := self._pool(work)) is not None}
-            told = self._told
-            if pooled or told.chosen or told.prompts or told.choices:
-                sampled = ReportedTokens(sampled, told.chosen, told.prompts, pooled, told.choices)
-            return ScriptedStep(sampled, None, self._gate)
+            return ScriptedStep(self._result(plan, sampled), None, self._gate)
 
     def open_host_pool(self, places: int) -> float:
         """Make room for any number of pages, and return 0 seconds as the time to move one."""
@@ -196,19 +194,29 @@ class ScriptedRunner:
                 self._cells[self._tables[work.row][position // size]][position % size] = _POISON
             self._tokens[work.row][work.start + work.num_tokens] = _POISON
 
-    def _sample(self, plan: StepPlan) -> list[int]:
-        sampled = []
+    def _result(self, plan: StepPlan, sampled: Sequence[int | NoToken]) -> StepResult:
+        """Return the result of a step that sampled these tokens, with all that its rows asked for."""
+        pooled = {index: value for index, work in enumerate(plan.works) if (value := self._pool(work)) is not None}
+        told = self._told
+        return StepResult.of(
+            sampled, reports=told.chosen, prompt_reports=told.prompts, pooled=pooled, choices=told.choices
+        )
+
+    def _sample(self, plan: StepPlan) -> list[int | NoToken]:
+        sampled: list[int | NoToken] = []
         for index, work in enumerate(plan.works):
-            token, options = 0, self._options.get(work.row)
+            token: int | NoToken = 0
+            options = self._options.get(work.row)
             if options is not None and (found := self._prompt_reports(work, options)):
                 self._told.prompts[index] = found
             if work.samples:
                 token = self._choose(index, work, options)
-                self._tokens[work.row][work.start + work.num_tokens] = token
+                stored = token.value if isinstance(token, NoToken) else token
+                self._tokens[work.row][work.start + work.num_tokens] = stored
             sampled.append(token)
         return sampled
 
-    def _choose(self, index: int, work: Work, options: RowOptions | None) -> int:
+    def _choose(self, index: int, work: Work, options: RowOptions | None) -> int | NoToken:
         """Return the token behind `work`: the scripted one for its place or its prompt, or else a hash."""
         read = self._read(work)
         token = self._eos.get(len(read))
@@ -227,11 +235,11 @@ class ScriptedRunner:
         choose = partial(row.choose, read, logits_V, scripted=scripted)
         if options.processor is not None:
             self._told.choices[index] = choose
-            return CHOSEN_LATER
-        token, told = choose()
+            return NoToken.CHOSEN_LATER
+        found, told = choose()
         if told is not None:
             self._told.chosen[index] = told
-        return token
+        return found
 
     def _scripted(self, work: Work, read: Sequence[int], grammar: Grammar | None) -> int | None:
         """Return the next token of the answer to the prompt, or for a beam, to its prompt before it branched off."""

@@ -8,10 +8,10 @@ request has room in them, no request waits for a row, and together they take `_S
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from headrace.engine.scheduling.plan import Step, StepPlan
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 
 __all__ = ["FailedLaunch", "Flight", "Flights"]
@@ -35,7 +35,7 @@ class FailedLaunch:
         """Fail with `error`."""
         self._error = error
 
-    def wait(self) -> Sequence[int]:
+    def wait(self) -> StepResult:
         """Raise the error of the launch."""
         raise self._error
 

@@ -26,8 +26,8 @@ from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, 
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.plan import Outcome, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.result import Choice, Chosen
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
 from headrace.engine.stats import EngineStats, Meter
 from headrace.engine.steps.changes import Changes
 from headrace.engine.steps.flights import FailedLaunch, Flight, Flights
@@ -320,7 +320,7 @@ class StepLoop:
         """Wait for a step and commit it."""
         try:
             try:
-                tokens = await self.wait_for(oldest.step.wait, "a step")
+                result = await self.wait_for(oldest.step.wait, "a step")
             finally:
                 self._launched.popleft()
         except EngineCrashed:
@@ -328,9 +328,9 @@ class StepLoop:
         except Exception as error:
             outcome = Outcome((), (), self.scheduler.fail(oldest.plan, as_failure(error)))
         else:
-            outcome = self.scheduler.commit(oldest.plan, tokens)
-            if isinstance(tokens, ReportedTokens) and tokens.choices:
-                self._choose_later(oldest.plan, tokens.choices)
+            outcome = self.scheduler.commit(oldest.plan, result)
+            if result.choices:
+                self._choose_later(oldest.plan, result.choices)
         generated = len(outcome.tokens) + sum(emission.token is not None for emission in outcome.others)
         seconds = self.meter.committed(self._clock(), generated)
         if oldest.plan.size:
@@ -346,7 +346,7 @@ class StepLoop:
             if request.awaited == plan.step:
                 self._hooks.submit(choice, partial(self._chosen, request, plan.step))
 
-    def _chosen(self, request: Request, step: int, chosen: tuple[int, Report | None] | None, error: Any) -> None:
+    def _chosen(self, request: Request, step: int, chosen: Chosen | None, error: Any) -> None:
         failure = error if isinstance(error, RequestFailed) else as_failure(error)
         emissions = self.scheduler.supply(request, step, failure if chosen is None else chosen)
         self.meter.generated_tokens += sum(emission.token is not None for emission in emissions)

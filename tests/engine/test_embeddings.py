@@ -27,7 +27,7 @@ from headrace.engine import (
     UnknownAdapter,
 )
 from headrace.engine.model.checkpoint.embedding import read_embedding
-from headrace.engine.scheduling.plan import NON_FINITE
+from headrace.engine.scheduling.result import NoToken
 from headrace.engine.testing import scripted_vector
 
 SHARED = [(at * 7) % 89 + 1 for at in range(40)]
@@ -316,7 +316,7 @@ async def test_closing_the_engine_ends_an_embedding() -> None:
 
 @pytest.mark.anyio
 async def test_what_is_not_finite_fails_its_own_prompt() -> None:
-    async with serving(faults={0: NON_FINITE}) as engine:
+    async with serving(faults={0: NoToken.NON_FINITE}) as engine:
         with pytest.raises(NonFiniteLogits, match=r"prompts\[0\]"):
             await engine.embed(["bad"])
         assert (await engine.embed("good")).vectors.shape == (1, 8)

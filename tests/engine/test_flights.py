@@ -7,6 +7,7 @@ from simulation.rig import capacity
 
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.steps.flights import FailedLaunch, Flight, Flights
 
@@ -17,8 +18,8 @@ class Done:
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
 
-    def wait(self) -> list[int]:
-        return [1] * self._plan.size
+    def wait(self) -> StepResult:
+        return StepResult([1] * self._plan.size)
 
 
 class Pipeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
@@ -29,6 +29,7 @@ from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.policy import FirstCome
 from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner, ScriptedStep
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +56,7 @@ class Recorder(ScriptedRunner):
         recorder, number = self, plan.step
 
         class Waited:
-            def wait(self) -> Sequence[int]:
+            def wait(self) -> StepResult:
                 recorder.note("wait", number)
                 return step.wait()
 
@@ -70,9 +71,9 @@ async def test_a_step_is_launched_before_the_one_before_it_is_waited_for(ahead: 
             assert engine._loop is not None
             scheduler, commit = engine._loop.scheduler, engine._loop.scheduler.commit
 
-            def noted_commit(plan: StepPlan, tokens: Sequence[int]) -> Any:
+            def noted_commit(plan: StepPlan, result: StepResult) -> Any:
                 runner.note("commit", plan.step)
-                return commit(plan, tokens)
+                return commit(plan, result)
 
             scheduler.commit = noted_commit  # type: ignore[method-assign]
             await read(engine.stream("in order", greedy(12)))

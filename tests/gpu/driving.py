@@ -12,6 +12,7 @@ from gpu.judge import Output
 
 from headrace.engine import Engine, SamplingParams
 from headrace.engine.scheduling.plan import Runner, Step, StepPlan
+from headrace.engine.scheduling.result import StepResult
 
 __all__ = ["Meddler", "at_rest", "draw", "greedy", "one_by_one", "open_engine", "together"]
 
@@ -83,8 +84,8 @@ class Meddler:
         assert engine._loop is not None
         self._runner: Runner = engine._loop._runner
         self.on_launch: Callable[[StepPlan], None] = lambda plan: None
-        self.on_result: Callable[[StepPlan, list[int]], None] = lambda plan, tokens: None
-        """Called in the waiter's thread with what the device returned, which it may change."""
+        self.on_result: Callable[[StepPlan, list[int]], None] = lambda plan, ids: None
+        """Called in the waiter's thread with the ids that the device returned, which it may change."""
         engine._loop._runner = self
 
     def launch(self, plan: StepPlan) -> Step:
@@ -101,10 +102,11 @@ class _MeddledStep:
     def __init__(self, meddler: Meddler, plan: StepPlan, step: Step) -> None:
         self._meddler, self._plan, self._step = meddler, plan, step
 
-    def wait(self) -> list[int]:
-        tokens = list(self._step.wait())
-        self._meddler.on_result(self._plan, tokens)
-        return tokens
+    def wait(self) -> StepResult:
+        result = self._step.wait()
+        ids = list(result.ids)
+        self._meddler.on_result(self._plan, ids)
+        return result._replace(ids=ids)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)

@@ -31,7 +31,8 @@ from leftovers import settle
 from serving import CAPACITY, Process, Serving, check_error, events_of, scripted, serving, until
 
 from headrace.engine.bench.host.fake_device import FakeEngine
-from headrace.engine.scheduling.plan import NON_FINITE, Capacity
+from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.scheduling.result import NoToken
 from headrace.engine.testing import ScriptedRunner
 from headrace.server import KeyLimits, ServerSettings
 from headrace.server.protocol.chat import ChatMessage
@@ -760,7 +761,7 @@ def test_45_a_prompt_that_the_pool_can_never_hold() -> None:
 @pytest.mark.parametrize(
     ("row", "fault", "status", "code"),
     [
-        ("26", NON_FINITE, 500, "non_finite_logits"),
+        ("26", NoToken.NON_FINITE, 500, "non_finite_logits"),
         ("47", MemoryError(), 503, "out_of_memory"),
         ("48", RuntimeError("device: /usr/lib/x 0x7fffdeadbeef"), 500, "request_failed"),
         ("51", 300, 500, "request_failed"),

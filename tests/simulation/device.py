@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.engine.model.shared.late_rows import LateRows
-from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, Capacity, StepPlan, Work
-from headrace.engine.scheduling.shaping import ReportedTokens
+from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.testing import ScriptedRunner, ScriptedStep, scripted_token
 
 __all__ = ["RigRunner"]
@@ -19,7 +20,7 @@ _LATE_IN = 5  # one of so many masks
 class RigRunner(ScriptedRunner):
     """Adds what pages can hide: choices of one prompt differ, and whatever is computed from spoilt cells is spoilt."""
 
-    def __init__(self, capacity: Capacity, faults: dict[int, Exception | int]) -> None:
+    def __init__(self, capacity: Capacity, faults: dict[int, Exception | int | NoToken]) -> None:
         super().__init__(capacity, faults=faults)
         self._seeds = [0] * capacity.max_rows
         self._hosted: set[int] = set()
@@ -27,6 +28,8 @@ class RigRunner(ScriptedRunner):
         self._masked: set[int] = set()
         self._late = LateRows()
         self.left_out = 0
+        self._forced: dict[int, list[int]] = {}
+        """Tokens that grammars force behind those of the step that is launched, by work."""
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
         plan = replace(plan, given=self._late.take(plan))
@@ -61,25 +64,29 @@ class RigRunner(ScriptedRunner):
             for page, cell in places[max(spoilt, work.start - self._first_read(work.start)) :]:
                 self._cells[page][cell] = SPOILT
 
-    def _sample(self, plan: StepPlan) -> list[int]:
-        sampled = []
-        forced: dict[int, list[int]] = {}
+    def _result(self, plan: StepPlan, sampled: Sequence[int | NoToken]) -> StepResult:
+        return super()._result(plan, sampled)._replace(forced=self._forced)
+
+    def _sample(self, plan: StepPlan) -> list[int | NoToken]:
+        sampled: list[int | NoToken] = []
+        self._forced = {}
         for index, work in enumerate(plan.works):
-            token = 0
+            token: int | NoToken = 0
             if work.row in self._late:
                 pass  # whatever it says, nobody may believe it
             elif work.samples and self._is_late(plan, work):
-                token = LATE
+                token = NoToken.LATE
             elif work.samples and work.row in self._hosted:
-                token = self._tokens[work.row][work.start + work.num_tokens] = CHOSEN_LATER
+                token = NoToken.CHOSEN_LATER
+                self._tokens[work.row][work.start + work.num_tokens] = token.value
             elif work.samples:
                 read = self._read(work)
                 token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
                 self._tokens[work.row][work.start + work.num_tokens] = token
                 if work.row in self._jumping and token % 3 == 0:
-                    forced[index] = self._following(self._seeds[work.row], [*read, token], token % 6)
+                    self._forced[index] = self._following(self._seeds[work.row], [*read, token], token % 6)
             sampled.append(token)
-        return ReportedTokens(sampled, {}, {}, forced=forced) if forced else sampled
+        return sampled
 
     def _is_late(self, plan: StepPlan, work: Work) -> bool:
         """Whether a row is left out; a step of one row waits for it."""

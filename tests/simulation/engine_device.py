@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -23,8 +23,9 @@ from simulation.machine import Machine
 from headrace.adapters.bank import AdapterDevice
 from headrace.engine.errors import AdapterRejected, EngineCrashed
 from headrace.engine.life.opened import Opened
-from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, NON_FINITE, Capacity, StepPlan, Work
-from headrace.engine.scheduling.shaping import Report, ReportedTokens
+from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.result import Choice, Chosen, NoToken, StepResult
+from headrace.engine.scheduling.shaping import Report
 from headrace.engine.testing import ScriptedEngine, ScriptedStep, scripted_token
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class SimulatedStep:
         """Until it is done."""
         return max(0.0, self._ends - self._runner.machine.loop.now)
 
-    def wait(self) -> Sequence[int]:
+    def wait(self) -> StepResult:
         first = self._runner.launched_steps.popleft()
         self._runner.machine.require(first is self, "steps are waited for out of order")
         return self._inner.wait()
@@ -164,10 +165,9 @@ class SimulatedRunner(RigRunner):
         self.worn = [-1] * capacity.max_rows
         """The slot of what each row wears."""
         self._processors: dict[int, Any] = {}
-        self._choices: dict[int, Callable[[], tuple[int, Report | None]]] = {}
+        self._choices: dict[int, Choice] = {}
         self._reports: dict[int, Report] = {}
-        self._forced: dict[int, list[int]] = {}
-        """What the step that is launched gives beside its tokens, by work."""
+        """Reports of the step that is launched, by work."""
         self._places: dict[int, Place] = {}
         """Where rows stand in their grammars."""
         self._free_at = 0.0
@@ -184,17 +184,14 @@ class SimulatedRunner(RigRunner):
             self._faults[plan.step] = self._fault(MemoryError() if memory else RuntimeError("scripted"))  # type: ignore[index]
         elif chance.random() < rates.row:
             self.happened.append("a bad row")
-            self._faults[plan.step] = chance.choice([NON_FINITE, self.capacity.vocab_size])  # type: ignore[index]
+            self._faults[plan.step] = chance.choice([NoToken.NON_FINITE, self.capacity.vocab_size])  # type: ignore[index]
         for row in plan.new_rows:
             self.worn[row.row] = row.slot
         self._processors.update((options.row, options.processor) for options in plan.options)
         self._follow(plan)
-        self._choices, self._reports, self._forced = {}, {}, {}
+        self._choices, self._reports = {}, {}
         inner = super().launch(plan)
         self._faults.pop(plan.step, None)  # type: ignore[attr-defined]  # its traceback would keep whoever waited
-        if self._choices or self._reports or self._forced:
-            pooled = getattr(inner._tokens, "pooled", None)
-            inner._tokens = ReportedTokens(inner._tokens, self._reports, {}, pooled, self._choices, self._forced)
         step = SimulatedStep(self, plan, inner, self._takes())
         self.launched_steps.append(step)
         return step
@@ -263,21 +260,26 @@ class SimulatedRunner(RigRunner):
                 if self._cells[page][cell] >= 0:
                     self._cells[page][cell] = written(self._cells[page][cell], self.slots[slot].number)
 
-    def _sample(self, plan: StepPlan) -> list[int]:
-        sampled = []
+    def _result(self, plan: StepPlan, sampled: Sequence[int | NoToken]) -> StepResult:
+        return super()._result(plan, sampled)._replace(reports=self._reports, choices=self._choices)
+
+    def _sample(self, plan: StepPlan) -> list[int | NoToken]:
+        sampled: list[int | NoToken] = []
+        self._forced = {}
         for index, work in enumerate(plan.works):
-            token = 0
+            token: int | NoToken = 0
             if work.row in self._late:
                 pass  # whatever it says, nobody may believe it
             elif work.samples and self._is_late(plan, work):
-                token = LATE
+                token = NoToken.LATE
             elif work.samples:
                 token = self._choose(index, work)
-                self._tokens[work.row][work.start + work.num_tokens] = token
+                stored = token.value if isinstance(token, NoToken) else token
+                self._tokens[work.row][work.start + work.num_tokens] = stored
             sampled.append(token)
         return sampled
 
-    def _choose(self, index: int, work: Work) -> int:
+    def _choose(self, index: int, work: Work) -> int | NoToken:  # type: ignore[override]
         seed, values = self._seeds[work.row], self._read(work)
         place = self._places.get(work.row)
         token = chosen(seed, values) if place is None else picked(seed, values, place.allowed())
@@ -288,7 +290,7 @@ class SimulatedRunner(RigRunner):
             told = report(values, token, reporting.completion)
         if work.row in self._hosted:
             self._choices[index] = partial(self._by_host, self._processors[work.row], values, token, told)
-            return CHOSEN_LATER
+            return NoToken.CHOSEN_LATER
         if told is not None:
             self._reports[index] = told
         if place is not None:
@@ -298,7 +300,7 @@ class SimulatedRunner(RigRunner):
         return token
 
     @staticmethod
-    def _by_host(processor: Any, values: list[int], token: int, told: Report | None) -> tuple[int, Report | None]:
+    def _by_host(processor: Any, values: list[int], token: int | NoToken, told: Report | None) -> Chosen:
         processor([value % _MIXED for value in values], None)
         return token, told
 

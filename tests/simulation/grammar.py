@@ -15,7 +15,8 @@ from headrace.engine.grammar.compiled import CompiledGrammar
 from headrace.engine.grammar.compiler import Grammars
 from headrace.engine.grammar.jobs import GrammarJob
 from headrace.engine.response_format import ResponseFormat
-from headrace.engine.scheduling.plan import NOTHING_LEFT, Capacity
+from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.scheduling.result import NoToken
 from headrace.engine.scheduling.shaping import Grammar
 from headrace.engine.testing import ScriptedEngine, scripted_token
 
@@ -41,9 +42,9 @@ FORMATS = [
 ]
 
 
-def picked(seed: int, values: Sequence[int], allowed: Sequence[int]) -> int:
+def picked(seed: int, values: Sequence[int], allowed: Sequence[int]) -> int | NoToken:
     """The token of a choice of that seed after cells of those values, among what a grammar allows."""
-    return allowed[scripted_token([seed, *values], len(allowed))] if allowed else NOTHING_LEFT
+    return allowed[scripted_token([seed, *values], len(allowed))] if allowed else NoToken.NOTHING_LEFT
 
 
 def is_whole(wanted: ResponseFormat, text: str) -> bool:
@@ -65,11 +66,11 @@ class Place:
         """What may come next; nothing after the end."""
         return [] if self._ended else _ids(self._state.allowed())
 
-    def advance(self, token: int) -> list[int]:
+    def advance(self, token: int | NoToken) -> list[int]:
         """Go on with what was chosen; what a forced text, if the token began one, goes on with."""
         forced = list(self._state.forced())
         self._ended = self._ended or token == END
-        if token >= 0:
+        if not isinstance(token, NoToken):
             self._state.advance(token)
         return forced[1:] if forced[:1] == [token] else []
 

@@ -12,10 +12,11 @@ from simulation.rig import Rig
 
 from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.order.background import BackgroundLast
-from headrace.engine.scheduling.plan import LATE, StepPlan
+from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.policies import Ageing, Deadlines, FairShare, SizeClasses
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.result import NoToken, StepResult
 
 __all__ = ["MUTATIONS"]
 
@@ -509,11 +510,11 @@ def after_a_late_mask(rig: Rig, change: Callable[[Request], None]) -> None:
     """Have `change` happen to a request whose row was left out."""
 
     def make(take_others: Callable[..., Any]) -> Callable[..., Any]:
-        def takes_others(plan: StepPlan, tokens: Sequence[int], others: set[Request]) -> Any:
-            outcome = take_others(plan, tokens, others)
-            for work, token in zip(plan.works, tokens, strict=True):
-                if token == LATE and work.request.is_held:
-                    change(work.request)
+        def takes_others(plan: StepPlan, result: StepResult, others: set[Request]) -> Any:
+            outcome = take_others(plan, result, others)
+            for index, what in result.instead.items():
+                if what is NoToken.LATE and plan.works[index].request.is_held:
+                    change(plan.works[index].request)
             return outcome
 
         return takes_others

@@ -21,6 +21,7 @@ from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, Sampling, State, branch, goes_on
+from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.testing import scripted_token, scripted_vector
 
@@ -98,7 +99,8 @@ class Rig:
         )
         self.now = 0.0
         """Seconds; whoever drives the rig moves it on."""
-        self.faults: dict[int, Exception | int] = {-1: 0}  # the runner would replace an empty mapping by its own
+        self.faults: dict[int, Exception | int | NoToken] = {-1: 0}
+        """Faults by step number; not empty, or the runner would replace the mapping by its own."""
         self.runner = RigRunner(capacity, self.faults)
         self.requests: list[Request] = []
         self.prompts: dict[int, list[int]] = {}
@@ -292,11 +294,11 @@ class Rig:
         self._settled()
         return plan
 
-    def complete(self, bad: tuple[int, int] | None = None) -> list[Emission]:
+    def complete(self, bad: tuple[int, int | NoToken] | None = None) -> list[Emission]:
         """Wait for the oldest step and commit it, or fail it if it raises.
 
         Args:
-            bad: Index of a work (taken modulo their number) and the token id the device shall have returned for it.
+            bad: Index of a work (taken modulo their number) and what the device shall have returned for it.
         """
         if not self.flights:
             return []
@@ -305,7 +307,7 @@ class Rig:
         try:
             if flight.step is None:
                 raise RuntimeError("never launched")
-            tokens = flight.step.wait()
+            result = flight.step.wait()
         except MemoryError:
             self._note(lambda step: f"no memory  step {step}", plan.step)
             emissions = self.scheduler.fail(plan, OutOfMemory("scripted"))
@@ -315,9 +317,9 @@ class Rig:
             assert all(work.request.state is State.FINISHED for work in plan.works), "a failed step's request goes on"
         else:
             if bad is not None:
-                tokens[bad[0] % len(tokens)] = bad[1]  # type: ignore[index]  # of lists alone
-            self._note(say_commit, plan, tokens)
-            emissions = list(self.scheduler.commit(plan, tokens).each())
+                result = _changed(result, bad[0] % plan.size, bad[1])
+            self._note(say_commit, plan, result)
+            emissions = list(self.scheduler.commit(plan, result).each())
             self.awaited += [(r, plan.step) for r, *_ in plan.works if r.awaited == plan.step]
         for emission in emissions:
             self._take(emission)
@@ -501,8 +503,18 @@ def say_plan(plan: StepPlan, fault: str) -> str:
     return f"plan       step {plan.step}{f' ({fault} will fail)' if fault else ''}: {works}{moved}"
 
 
-def say_commit(plan: StepPlan, tokens: Sequence[int]) -> str:
+def _changed(result: StepResult, index: int, token: int | NoToken) -> StepResult:
+    """The result with `token` for one of its works."""
+    if isinstance(token, NoToken):
+        return result._replace(instead={**result.instead, index: token})
+    instead = {at: what for at, what in result.instead.items() if at != index}
+    return result._replace(ids=[token if at == index else old for at, old in enumerate(result.ids)], instead=instead)
+
+
+def say_commit(plan: StepPlan, result: StepResult) -> str:
     got = " ".join(
-        f"r{work.request.id}={token}" for work, token in zip(plan.works, tokens, strict=True) if work.samples
+        f"r{work.request.id}={result.instead.get(index, result.ids[index])}"
+        for index, work in enumerate(plan.works)
+        if work.samples
     )
     return f"commit     step {plan.step}: {got or 'no tokens'}"

@@ -12,9 +12,9 @@ from typing import Any
 from simulation.rig import Rig, capacity
 
 from headrace.engine.errors import Overloaded, PromptTooLong
-from headrace.engine.scheduling.plan import NON_FINITE
 from headrace.engine.scheduling.policies import POLICIES, policy_of
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.result import NoToken
 
 __all__ = ["NARROW", "Broken", "World", "play"]
 
@@ -152,9 +152,9 @@ class World:
         fault = chance.choice(self._fault) if chance.random() < self._faults else ""
         plan = rig.launch(fault)
         if rig.flights and (plan is None or len(rig.flights) >= rig.depth or chance.random() < 0.2):
-            bad = (
-                (chance.randrange(8), chance.choice([NON_FINITE, _VOCAB])) if chance.random() < self._bad_rows else None
-            )
+            bad = None
+            if chance.random() < self._bad_rows:
+                bad = chance.randrange(8), chance.choice([NoToken.NON_FINITE, _VOCAB])
             rig.complete(bad)
 
     def _outside(self) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from headrace.engine.engine import Engine
 from headrace.engine.life.opened import Opened
 from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.stats import EngineInfo
 from headrace.engine.testing import ByteTokenizer
 
@@ -32,12 +32,12 @@ class _FakeStep:
         self._works = works
         self._closed = closed
 
-    def wait(self) -> Sequence[int]:
+    def wait(self) -> StepResult:
         """Sleep until the step's end, and return the same letter for every work."""
         pause = self._ends - time.monotonic()
         if pause > 0:
             self._closed.wait(pause)
-        return [ord(FAKE_LETTER)] * self._works
+        return StepResult([ord(FAKE_LETTER)] * self._works)
 
 
 class _FakeRunner:

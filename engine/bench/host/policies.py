@@ -19,6 +19,7 @@ from headrace.engine.errors import Overloaded
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policies import POLICIES, policy_of
 from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 
 __all__ = [
@@ -120,7 +121,7 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], itl_target: float | None 
         made.now += seconds
         prefilled = sum(work.num_tokens for work in plan.works if work.num_tokens > 1)
         made.scheduler.pace.observe(prefilled, seconds)
-        _take(made, made.scheduler.commit(plan, [5] * len(plan.works)).each())
+        _take(made, made.scheduler.commit(plan, StepResult([5] * len(plan.works))).each())
     return made
 
 
@@ -306,7 +307,7 @@ def _host_time(policy: str) -> float:
         started = time.perf_counter()
         plan = scheduler.plan(1.0 + turn / 100)
         if pending is not None:
-            scheduler.commit(pending, [5] * len(pending.works))
+            scheduler.commit(pending, StepResult([5] * len(pending.works)))
         if plan is not None and plan.tokens == rows:
             spent.append(time.perf_counter() - started)
         pending = plan

@@ -8,6 +8,7 @@ from statistics import median
 from headrace.engine.bench.report import conditions, percentile, show
 from headrace.engine.scheduling.plan import Capacity, StepPlan
 from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 
 __all__ = ["run"]
@@ -38,7 +39,7 @@ def run(*, rows: int, json_path: str | None) -> None:
         plan = scheduler.plan()
         planned = time.perf_counter()
         if pending is not None:
-            scheduler.commit(pending, [5] * pending.size)
+            scheduler.commit(pending, StepResult([5] * pending.size))
         if pending is not None and pending.size == pending.tokens == rows:
             plans.append(planned - started)
             commits.append(time.perf_counter() - planned)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.model.cpu.grammars import CpuMasks
-from headrace.engine.scheduling.plan import LATE, NON_FINITE, NOTHING_LEFT, GivenTokens, RowOptions, StepPlan, Work
+from headrace.engine.model.shared.results import LATE, NON_FINITE, NOTHING_LEFT
+from headrace.engine.scheduling.plan import GivenTokens, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report
 from headrace.engine.steps.shaped_logits import shaper_of
 from headrace.ops.cpu.logprobs import Logprobs, logprobs

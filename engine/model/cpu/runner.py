@@ -22,10 +22,11 @@ from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
-from headrace.engine.model.shared.pools import settle
+from headrace.engine.model.shared.results import step_result
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
-from headrace.engine.scheduling.plan import CHOSEN_LATER, Ability, Capacity, StepPlan
-from headrace.engine.scheduling.shaping import Choice, Report, ReportedTokens
+from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
+from headrace.engine.scheduling.result import Choice, StepResult
+from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuKv, CpuOps, Weigh
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.lora import CpuAdapterOps, Wearers
@@ -159,7 +160,7 @@ class CpuRunner:
         del self._kv, self._ops, self._any
         return_freed_memory()
 
-    def _carry_out(self, plan: StepPlan) -> Sequence[int]:
+    def _carry_out(self, plan: StepPlan) -> StepResult:
         decoder = self._decoder
         assert decoder is not None
         if plan.spills and self._host is not None:
@@ -170,7 +171,7 @@ class CpuRunner:
             self._host.fetch(self._kv.pages_LPsKTD, plan.fetches)
         tokens = [0] * len(plan.works)
         if self._rows.all_stopped(plan.works):
-            return tokens
+            return StepResult(tokens)
         batch = self._rows.batch(plan.works)
         steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
         last_S = batch.last_S
@@ -193,12 +194,11 @@ class CpuRunner:
                 tokens[index] = token
                 work = plan.works[index]
                 if hosts.asks[work.row]:
-                    tokens[index] = CHOSEN_LATER
                     choices[index] = hosts.choice(work.row, logits_SV[place].float().numpy())
             reports = {batch.samplers[place]: report for place, report in found.items()}
             forced = {batch.samplers[place]: rest for place, rest in runs.items()}
         if not (reports or choices or forced or batch.prompts or batch.pooled):
-            return tokens
+            return step_result(tokens)
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
 
         def logits(hidden_PE: Tensor, work: int) -> Tensor:
@@ -207,7 +207,9 @@ class CpuRunner:
 
         prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], logits)
         pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
-        return ReportedTokens(tokens, reports, prompts, settle(pooled, tokens), choices, forced)
+        return step_result(
+            tokens, reports=reports, prompt_reports=prompts, pooled=pooled, choices=choices, forced=forced
+        )
 
     def _adapted(self, wearers: Sequence[Wearers]) -> Mapping[MixerSpec, CpuAdapterOps] | None:
         """Return the operations of a step in which tokens use adapters; None if no token does."""

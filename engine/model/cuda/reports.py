@@ -6,8 +6,8 @@ sampling.py, and ops/cuda/sampling/logprobs.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.scheduling.plan import Capacity, NewRow, RowOptions, Work
-from headrace.engine.scheduling.shaping import Report, ReportedTokens, Reporting
+from headrace.engine.scheduling.shaping import Report, Reporting
 from headrace.ops.cuda.sampling.logprobs import HEAD, ListScratch, logprobs
 
-__all__ = ["MOST_POSITIONS", "USUAL_PLACES", "Lines", "ReportedRows", "SentLines", "with_reports"]
+__all__ = ["MOST_POSITIONS", "USUAL_PLACES", "Lines", "ReportedRows", "SentLines", "read_reports"]
 
 USUAL_PLACES: Final = 32
 """Places of a line for the likeliest tokens: more than `SamplingParams.logprobs` may be. A beam search may ask more."""
@@ -145,19 +145,17 @@ def _places(wants: int) -> int:
     return max(USUAL_PLACES, 1 << (wants - 2).bit_length()) if wants else 0
 
 
-def with_reports(
-    tokens: list[int], words: _Words, sent: Sequence[SentLines], pooled: Mapping[int, Any]
-) -> ReportedTokens:
-    """Return a step's tokens with log-probabilities, decoded from pinned `words`, and with pooled hidden states."""
+def read_reports(words: _Words, sent: Sequence[SentLines]) -> tuple[dict[int, Report], dict[int, list[Report]]]:
+    """Decode log-probabilities from pinned `words`; return those of new tokens and of prompts, by index of the work."""
     chosen: dict[int, Report] = {}
     prompts: dict[int, list[Report]] = {}
     for each in sent:
         for work, report in _read(words, each):
             if each.of_prompt:
                 prompts.setdefault(work, []).append(report)
-            elif tokens[work] >= 0:
+            else:
                 chosen[work] = report
-    return ReportedTokens(tokens, chosen, prompts, pooled)
+    return chosen, prompts
 
 
 def _read(words: _Words, sent: SentLines) -> Iterator[tuple[int, Report]]:

@@ -23,7 +23,7 @@ from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.shaping import ShapedRows
 from headrace.engine.model.shared.host_choice import HostChoices
 from headrace.engine.scheduling.plan import Capacity, GivenTokens, StepPlan
-from headrace.engine.scheduling.shaping import Choice
+from headrace.engine.scheduling.result import Choice
 from headrace.ops.cuda.sampling.sample import SampleScratch, sample
 from headrace.ops.cuda.sampling.shape import count_chosen, shape
 
@@ -158,7 +158,7 @@ class RowSampler:
             logits_BV: Logits as the model gave them.
             rows_B: int32 row numbers, of which the padding row may come more than once.
             positions_B: Position of each row's input token, int32 or int64.
-            ids_B: int32 tensor that ids go to; `NON_FINITE` and `NOTHING_LEFT` mean the same as in plan.py.
+            ids_B: int32 tensor that ids go to; codes below 0 are those of `NoToken`.
             variant: The options of the rows.
             first: First of the rows' lines of log-probabilities.
             pdl: Whether to use programmatic dependent launch.

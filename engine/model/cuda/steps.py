@@ -16,10 +16,10 @@ from torch import Tensor
 
 from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda.decodes import Decodes, Ordering
-from headrace.engine.model.cuda.reports import Lines, SentLines, with_reports
-from headrace.engine.model.shared.pools import settle
-from headrace.engine.scheduling.plan import CHOSEN_LATER, LATE, StepPlan, Work
-from headrace.engine.scheduling.shaping import Choice
+from headrace.engine.model.cuda.reports import Lines, SentLines, read_reports
+from headrace.engine.model.shared.results import LATE, step_result
+from headrace.engine.scheduling.plan import StepPlan, Work
+from headrace.engine.scheduling.result import Choice, StepResult
 
 __all__ = ["CudaStep", "Result", "faults_are_fatal", "places_of", "split"]
 
@@ -102,8 +102,8 @@ class CudaStep:
         self._reading = threading.Lock()
         self._tokens: list[int] | None = None
 
-    def wait(self) -> Sequence[int]:
-        """Return the step's tokens and reports once it has run.
+    def wait(self) -> StepResult:
+        """Return the step's result once it has run.
 
         Raises:
             EngineCrashed: The device failed; nothing on it can be trusted any more.
@@ -117,18 +117,22 @@ class CudaStep:
             with faults_are_fatal():
                 tokens = self._read()
             if not (self.lines or self.pooled or self.choices or self.forced):
-                return tokens
-            told = with_reports(tokens, self.result.lines.numpy(), self.lines, settle(self.pooled, tokens))
-            for work in self.choices:
-                told[work] = CHOSEN_LATER
-            told.choices = {work: ready() for work, ready in self.choices.items()}
-            told.forced = self.forced
-            return told
+                return step_result(tokens)
+            reports, prompt_reports = read_reports(self.result.lines.numpy(), self.lines)
+            choices = {work: ready() for work, ready in self.choices.items()}
+            return step_result(
+                tokens,
+                reports=reports,
+                prompt_reports=prompt_reports,
+                pooled=self.pooled,
+                choices=choices,
+                forced=self.forced,
+            )
         finally:
             self.result.taken = False
 
     def tokens(self) -> Sequence[int] | None:
-        """Return the tokens that `wait` returns, whether or not it was called; None where enqueuing failed."""
+        """Return an id or a code for each work item, whether or not `wait` was called; None if enqueuing failed."""
         return self._read() if self.error is None else None
 
     def _read(self) -> list[int]:

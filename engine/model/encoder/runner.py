@@ -27,10 +27,10 @@ from headrace.engine.model.shared.memory import (
     return_stream,
 )
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
-from headrace.engine.model.shared.pools import settle
+from headrace.engine.model.shared.results import step_result
 from headrace.engine.scheduling.plan import Ability, StepPlan
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.scheduling.shaping import ReportedTokens
+from headrace.engine.scheduling.result import StepResult
 
 __all__ = ["EncoderRunner"]
 
@@ -130,7 +130,7 @@ class EncoderRunner:
         else:
             return_device_memory()
 
-    def _carry_out(self, plan: StepPlan) -> Sequence[int]:
+    def _carry_out(self, plan: StepPlan) -> StepResult:
         for options in plan.options:
             assert options.pooling is not None
             self._rows[options.row] = _Row(options.tokens, options.pooling)
@@ -141,11 +141,11 @@ class EncoderRunner:
         ]
         tokens = [0] * len(plan.works)
         if not ended:
-            return tokens
+            return StepResult(tokens)
         ended.sort(key=lambda each: len(each.row.tokens))
         with self._on_stream(), _faults_are_fatal():
             pooled = self._pool(ended)
-        return ReportedTokens(tokens, {}, {}, settle(pooled, tokens))
+        return step_result(tokens, pooled=pooled)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.engine.scheduling.plan import NON_FINITE, NOTHING_LEFT, Capacity, RowOptions, StepPlan
+from headrace.engine.scheduling.plan import Capacity, RowOptions, StepPlan
 from headrace.engine.scheduling.request import Sampling
-from headrace.engine.scheduling.shaping import Choice, GrammarState, LogitsProcessor, Report, Reporting
+from headrace.engine.scheduling.result import Choice, Chosen, NoToken
+from headrace.engine.scheduling.shaping import GrammarState, LogitsProcessor, Report, Reporting
 from headrace.engine.steps.shaped_logits import processed_logits, shaper_of
 from headrace.ops.cpu.logprobs import logprobs
 from headrace.ops.cpu.sample import Choosing, sample
@@ -82,21 +83,22 @@ class _HostRow:
         self._shaper = None if options.shaping is None else shaper_of(options, options.shaping, vocab_size)
         self._state: GrammarState | None = None
 
-    def choose(self, logits_V: _Logits) -> tuple[int, Report | None]:
+    def choose(self, logits_V: _Logits) -> Chosen:
         """Return the next token, and the report on it if one is wanted.
 
         Raises:
             HookFailed: The hook raised, or returned something other than logits.
         """
         if not math.isfinite(logits_V.max()):
-            return NON_FINITE, None
+            return NoToken.NON_FINITE, None
         reporting = self._options.reporting
         top = None if reporting is None else reporting.completion
         given_V = None if top is None else logits_V.copy()
         token = self._chosen(processed_logits(self._processor, list(self._tokens), logits_V))
-        if token >= 0:
-            self._keep(token)
-        if token < 0 or given_V is None or top is None:
+        if isinstance(token, NoToken):
+            return token, None
+        self._keep(token)
+        if given_V is None or top is None:
             return token, None
         return token, Report(*logprobs(torch.from_numpy(given_V[None]), [token], [top])[0])
 
@@ -107,13 +109,13 @@ class _HostRow:
         if self._state is not None:
             self._state.advance(token)
 
-    def _chosen(self, logits_V: _Logits) -> int:
+    def _chosen(self, logits_V: _Logits) -> int | NoToken:
         if self._shaper is not None and not self._shaper.shape(logits_V, np.array(self._tokens)):
-            return NOTHING_LEFT
+            return NoToken.NOTHING_LEFT
         if self._options.grammar is not None:
             self._mask(logits_V)
         if logits_V.max() == -math.inf:
-            return NOTHING_LEFT
+            return NoToken.NOTHING_LEFT
         asked = self._sampling
         choosing = Choosing(asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.seed, len(self._tokens))
         return sample(torch.from_numpy(logits_V[None]), [choosing])[0]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from headrace.engine.model.shared.torch_threads import use_threads
 from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.result import StepResult
 
 __all__ = ["PlanStep", "PlanThread"]
 
@@ -17,32 +18,32 @@ __all__ = ["PlanStep", "PlanThread"]
 class PlanStep:
     """A launched step whose result comes from the thread."""
 
-    __slots__ = ("_done", "_error", "_tokens")
+    __slots__ = ("_done", "_error", "_result")
 
     def __init__(self) -> None:
         """Start without a result."""
         self._done = threading.Event()
-        self._tokens: Sequence[int] = ()
+        self._result = StepResult(())
         self._error: BaseException | None = None
 
-    def settle(self, tokens: Sequence[int], error: BaseException | None) -> None:
+    def settle(self, result: StepResult, error: BaseException | None) -> None:
         """Set the result; called in the thread."""
-        self._tokens = tokens
+        self._result = result
         self._error = error
         self._done.set()
 
-    def wait(self) -> Sequence[int]:
-        """Return the tokens once the step has run; raise its error if it failed."""
+    def wait(self) -> StepResult:
+        """Return the result once the step has run; raise its error if it failed."""
         self._done.wait()
         if self._error is not None:
             raise self._error
-        return self._tokens
+        return self._result
 
 
 class PlanThread:
     """Thread in which all steps of a runner run, so that launching never waits."""
 
-    def __init__(self, carry_out: Callable[[StepPlan], Sequence[int]], *, name: str, threads: int) -> None:
+    def __init__(self, carry_out: Callable[[StepPlan], StepResult], *, name: str, threads: int) -> None:
         """Start the thread.
 
         Args:
@@ -50,7 +51,7 @@ class PlanThread:
             name: Name of the thread, for debuggers.
             threads: Number of threads that one operation uses on a CPU.
         """
-        self._carry_out: Callable[[StepPlan], Sequence[int]] | None = carry_out
+        self._carry_out: Callable[[StepPlan], StepResult] | None = carry_out
         self._plans: queue.SimpleQueue[tuple[StepPlan, PlanStep] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
         self._thread.start()
@@ -75,9 +76,10 @@ class PlanThread:
             while (item := self._plans.get()) is not None:
                 plan, step = item
                 try:
-                    tokens = carry_out(plan)
+                    result = carry_out(plan)
                 except Exception as error:
-                    step.settle((), error)
+                    step.settle(StepResult(()), error)
                 else:
-                    step.settle(tokens, None)
+                    step.settle(result, None)
+                    del result
                 del item, plan, step

@@ -6,15 +6,15 @@ Owns the sums of rows that are not done; never runs a model and never waits for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.engine.scheduling.plan import NON_FINITE, StepPlan, Work
+from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.engine.scheduling.pooling import Pooling
 
-__all__ = ["PoolSpan", "Pools", "settle"]
+__all__ = ["PoolSpan", "Pools"]
 
 
 class PoolSpan(NamedTuple):
@@ -107,18 +107,3 @@ class Pools:
                 pooled[span.work] = row.result()
                 del self._rows[span.row]
         return pooled
-
-
-def settle(pooled: dict[int, Tensor], tokens: list[int]) -> dict[int, Any]:
-    """Return a step's pooled results: vectors become arrays, and `tokens` marks works whose vectors are not finite.
-
-    Args:
-        pooled: The result of `Pools.pool`; its vectors are in host memory, with copies done.
-        tokens: The step's result for each work, changed in place.
-    """
-    settled: dict[int, Any] = {}
-    for work, value in pooled.items():
-        settled[work] = value if value.dim() > 1 else value.numpy().copy()  # another step may use the vector's memory
-        if value.dim() == 1 and not bool(value.isfinite().all()):
-            tokens[work] = NON_FINITE
-    return settled

@@ -8,8 +8,9 @@ import pytest
 from simulation.rig import Rig, capacity
 
 from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
-from headrace.engine.scheduling.plan import NON_FINITE, StepPlan
+from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import State
+from headrace.engine.scheduling.result import NoToken
 from headrace.engine.testing import ScriptedStep
 
 SHARED = [position * 5 % 97 for position in range(16)]
@@ -97,9 +98,19 @@ def test_a_paused_sharer_of_a_failed_step_starts_over_when_it_is_resumed() -> No
     assert rig.ends[sharer.id] == "length"
 
 
-@pytest.mark.parametrize(("token", "error"), [(NON_FINITE, NonFiniteLogits), (97, RequestFailed), (-2, NoTokenLeft)])
+TOKENS = [
+    (NoToken.NON_FINITE, NonFiniteLogits),
+    (NoToken.NOTHING_LEFT, NoTokenLeft),
+    (97, RequestFailed),
+    (-2, RequestFailed),
+]
+
+
+@pytest.mark.parametrize(("token", "error"), TOKENS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_token_that_cannot_be_ends_its_request_alone(depth: int, token: int, error: type[RequestFailed]) -> None:
+def test_a_token_that_cannot_be_ends_its_request_alone(
+    depth: int, token: int | NoToken, error: type[RequestFailed]
+) -> None:
     rig = rig_of(depth)
     requests = [rig.submit([name, name + 1, 5], 6)[0] for name in range(3)]
     rig.turn()
@@ -116,7 +127,7 @@ def test_what_a_step_returns_for_a_row_that_samples_nothing_means_nothing() -> N
     rig = rig_of(1, budget=8)
     (request,) = rig.submit(SHARED, 2)
     rig.launch()
-    assert rig.complete(bad=(0, NON_FINITE)) == []
+    assert rig.complete(bad=(0, NoToken.NON_FINITE)) == []
     rig.run()
     rig.check_empty()
     assert rig.ends[request.id] == "length"
@@ -139,7 +150,7 @@ def test_pages_behind_logits_that_were_not_finite_are_not_found_again() -> None:
     rig = Rig(capacity(pages=40, size=4, rows=4), depth=2)
     rig.submit(SHARED, 6)
     rig.launch()
-    rig.complete(bad=(0, NON_FINITE))
+    rig.complete(bad=(0, NoToken.NON_FINITE))
     rig.run()
     (again,) = rig.submit(SHARED, 6)
     rig.run()

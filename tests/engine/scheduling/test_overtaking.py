@@ -12,6 +12,7 @@ from headrace.adapters.slots import AdapterVersion, Move, Residency, SlotTable
 from headrace.engine.scheduling.order.overtaking import Overtaking
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.scheduling.request import Request, Sampling, State
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 
 ROWS = 4
@@ -57,7 +58,7 @@ class Rig:
             assert (slot == -1) if version is None else (self.held.get(slot) is version), (
                 "a row wears another's adapter"
             )
-        self.scheduler.commit(plan, [7] * len(plan.works))
+        self.scheduler.commit(plan, StepResult([7] * len(plan.works)))
         self.scheduler.check()
         return [work.request for work in plan.works]
 

@@ -10,9 +10,9 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from simulation.rig import Rig, capacity
 
 from headrace.engine.errors import PromptTooLong
-from headrace.engine.scheduling.plan import NON_FINITE
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.result import NoToken
 
 VOCAB = 11
 
@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.launch(fault)
 
     @precondition(lambda self: self.rig.flights)
-    @rule(bad=st.sampled_from([None, None, None, None, (0, NON_FINITE), (1, VOCAB), (2, 10**9)]))
+    @rule(bad=st.sampled_from([None, None, None, None, (0, NoToken.NON_FINITE), (1, VOCAB), (2, 10**9)]))
     def complete(self, bad: tuple[int, int] | None) -> None:
         self.rig.complete(bad)
 

@@ -1,0 +1,71 @@
+"""`StepResult`: what a finished step gives back, in columns over the work items of its plan; it has no behaviour.
+
+The common step is decodes that gained a token each: one list of ids and nothing else. What happened to a few rows, or
+what they asked for besides, stands in sparse mappings by the index of the work item. Next to read: commit.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self, TypeAlias
+
+from headrace.engine.scheduling.shaping import Report
+
+__all__ = ["Choice", "Chosen", "NoToken", "StepResult"]
+
+
+class NoToken(Enum):
+    """What happened to a row in place of a new token.
+
+    The values are the codes that devices write in place of an id into memory of their own.
+    """
+
+    NON_FINITE = -1
+    """The logits held NaN or infinity."""
+    NOTHING_LEFT = -2
+    """The masks of the row's options allow no token."""
+    CHOSEN_LATER = -3
+    """The host has yet to choose the token, by calling an entry of `StepResult.choices`."""
+    LATE = -4
+    """The mask of the row's grammar was not ready in time. No token was chosen, and the device skips the row until it
+    is given tokens, or an empty list, from that position on."""
+
+
+Chosen: TypeAlias = tuple[int | NoToken, Report | None]
+"""New token of a row, or what happened in its place, and the report on the token, if one is wanted."""
+
+Choice: TypeAlias = Callable[[], Chosen]
+"""Call that chooses one token on the host and takes as long as the caller's own code; made once, in any thread."""
+
+_NONE: Mapping[int, Any] = MappingProxyType({})
+
+
+class StepResult(NamedTuple):
+    """Result of a step. Every mapping is from the index of a work item of the plan."""
+
+    ids: Sequence[int]
+    """New token ids of the work items, in order. The id of an item is arbitrary if the item samples nothing, if
+    `instead` has the item, or if its row is skipped since it was `NoToken.LATE`."""
+    counts: Sequence[int] | None = None
+    """Number of ids of each work item, in order; None, the only case so far, if each has one."""
+    instead: Mapping[int, NoToken] = _NONE
+    """What happened in place of a new token. Entries of items that sample nothing have no meaning, unless the item ends
+    a pooled request."""
+    reports: Mapping[int, Report] = _NONE
+    """Reports on new tokens."""
+    prompt_reports: Mapping[int, Sequence[Report]] = _NONE
+    """Reports on the prompt tokens from position `start + 1` of the item on."""
+    pooled: Mapping[int, Any] = _NONE
+    """Results of pooling, of items that end a pooled request: arrays or tensors of the runner."""
+    choices: Mapping[int, Choice] = _NONE
+    """Calls that choose the tokens that are `NoToken.CHOSEN_LATER`."""
+    forced: Mapping[int, Sequence[int]] = _NONE
+    """Tokens that a row's grammar forces after its new token."""
+
+    @classmethod
+    def of(cls, tokens: Sequence[int | NoToken], **more: Any) -> Self:
+        """Return the result of a step with one of `tokens` for each work item, and the fields in `more`."""
+        instead = {index: token for index, token in enumerate(tokens) if isinstance(token, NoToken)}
+        return cls([0 if isinstance(token, NoToken) else token for token in tokens], instead=instead, **more)
