@@ -476,10 +476,10 @@ class EngineWorld:
                 self._check_readers(made)
             return made
 
-        def commits(made: Any, tokens: Any) -> Any:
+        def commits(made: Any, result: Any) -> Any:
             assert self.watch.flights.popleft().plan is made, "steps are committed out of order"
-            self.note(say_commit, made, list(tokens))
-            return commit(made, tokens)
+            self.note(say_commit, made, result)
+            return commit(made, result)
 
         def fails(made: Any, error: Any) -> Any:
             assert self.watch.flights.popleft().plan is made, "steps are committed out of order"
