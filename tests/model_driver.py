@@ -21,6 +21,7 @@ from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPla
 from headrace.engine.scheduling.request import Request, Sampling
 from headrace.ops.cpu.block import CpuKv, CpuOps
 from headrace.ops.cpu.lora import CpuAdapterOps
+from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 
 __all__ = ["ModelUnderTest", "capacity", "request"]
 
@@ -56,7 +57,7 @@ class ModelUnderTest:
         """Open a folder by the package's own loader."""
         spec = from_hf(read_hf_config(folder))
         weights = load_weights(folder, spec, dtype=dtype, device="cpu")
-        return spec, cls._make(spec, weights, dtype, capacity(spec.vocab_size, **sizes))
+        return spec, cls.make(spec, weights, dtype, capacity(spec.vocab_size, **sizes))
 
     @classmethod
     def open_gguf(cls, path: Path, dtype: torch.dtype, keep_packed: bool) -> ModelUnderTest:
@@ -64,11 +65,19 @@ class ModelUnderTest:
         with GgufFile(path) as file:
             spec = file.spec()
             weights = load_weights(file, spec, dtype=dtype, device="cpu", keep_packed=keep_packed)
-        return cls._make(spec, weights, dtype, capacity(spec.vocab_size, page_size=16, max_context=512))
+        return cls.make(spec, weights, dtype, capacity(spec.vocab_size, page_size=16, max_context=512))
 
     @classmethod
-    def _make(cls, spec: DecoderSpec, weights: DecoderWeights, dtype: torch.dtype, size: Capacity) -> ModelUnderTest:
-        ops = cpu_ops(spec, page_size=size.page_size, max_positions=size.max_context, dtype=dtype)
+    def make(
+        cls,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        dtype: torch.dtype,
+        size: Capacity,
+        products: Sequence[CpuKernel] = PRODUCTS,
+    ) -> ModelUnderTest:
+        """Multiply by loaded weights with the kernels of `products`."""
+        ops = cpu_ops(spec, page_size=size.page_size, max_positions=size.max_context, dtype=dtype, products=products)
         kv = next(iter(ops.values())).allocate_kv(spec.num_layers, size.num_pages)
         return cls(Decoder(spec, weights, ops), ops, kv, size)
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -20,11 +22,13 @@ import torch
 
 from headrace.engine import EngineInfo
 from headrace.engine.bench.shapes import spec_of
-from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.plan import all_parts
+from headrace.engine.model.checkpoint.weights import open_files
 from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.formats import Dense
 
-__all__ = ["Cost", "Speed", "cost_of", "measure", "model_cost"]
+__all__ = ["Cost", "Speed", "cost_of", "measure", "model_cost", "stored_bytes"]
 
 _COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}
 _PRODUCT = {"cuda": 8192, "cpu": 1024}
@@ -104,13 +108,13 @@ class Cost:
         return seconds
 
 
-def cost_of(spec: DecoderSpec, *, weight_size: float, kv_size: float) -> Cost:
-    """Return the cost of a model with `weight_size` bytes a weight and `kv_size` bytes a cached element."""
+def cost_of(spec: DecoderSpec, *, weight_bytes: int, kv_size: float) -> Cost:
+    """Return the cost of a model with `weight_bytes` of weights to read and `kv_size` bytes a cached element."""
     attention = spec.uniform_attention
     linear = sum(math.prod(shape) for part, shape in all_parts(spec) if part.layer is not None and len(shape) == 2)
     head = spec.hidden_size * spec.vocab_size
     return Cost(
-        weight_bytes=round(weight_size * (linear + head)),
+        weight_bytes=weight_bytes,
         kv_bytes=spec.num_layers * attention.state.elements * kv_size,
         linear_params=linear,
         head_params=head,
@@ -120,28 +124,41 @@ def cost_of(spec: DecoderSpec, *, weight_size: float, kv_size: float) -> Cost:
 
 
 def model_cost(path: str, info: EngineInfo) -> Cost:
-    """Return the cost of the model at `path` as the engine opened it; weights of a `.gguf` file count as stored.
+    """Return the cost of the model at `path` as the engine opened it.
 
     Raises:
         ModelRejected: The file is gone or not a model.
     """
     spec = spec_of(path)
     positions = spec.num_layers * spec.uniform_attention.state.elements
-    element = getattr(torch, info.dtype).itemsize
-    cost = cost_of(spec, weight_size=element, kv_size=info.page_bytes / info.page_size / positions)
-    if not path.endswith(".gguf"):
-        return cost
-    with GgufFile(path) as file:
-        read = [name for name in file.tensors if name != "token_embd.weight" or spec.tied_head]
-        stored = sum(map(file.nbytes, read))
-    return Cost(
-        weight_bytes=stored,
-        kv_bytes=cost.kv_bytes,
-        linear_params=cost.linear_params,
-        head_params=cost.head_params,
-        attention_flops=cost.attention_flops,
-        windows=cost.windows,
-    )
+    weight_bytes = stored_bytes(path, spec, getattr(torch, info.dtype))
+    return cost_of(spec, weight_bytes=weight_bytes, kv_size=info.page_bytes / info.page_size / positions)
+
+
+def stored_bytes(path: str | None, spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of all weights that a decode step reads, each part of each as it is stored.
+
+    Args:
+        path: A `.gguf` file or a model folder. Where a folder has no weights, or for None, all are dense.
+        spec: The model's shape.
+        dtype: The dtype of weights that the checkpoint holds as plain numbers; others count as in the files.
+
+    Raises:
+        ModelRejected: The files are gone, or not those of the model.
+    """
+    with ExitStack() as opened:
+        found = None
+        if path is not None and (path.endswith(".gguf") or any(Path(path).glob("*.safetensors"))):
+            found = Inventory(open_files(path, opened), spec)
+        total = 0
+        for part, shape in all_parts(spec):
+            if len(shape) == 1 or (part.role == "embedding.weight" and not spec.tied_head):
+                continue
+            if found is None or found.is_plain(part):
+                total += sum(each.nbytes for each in Dense(dtype).parts(shape).values())
+            else:
+                total += found.of(part).nbytes(found.files)
+        return total
 
 
 def measure(device: str) -> Speed:

@@ -18,9 +18,10 @@ import torch
 from torch.nn import functional
 
 from headrace.ops.cpu.head import CpuHead
-from headrace.ops.cpu.linear import CpuLinear, linear
+from headrace.ops.cpu.linear import CpuLinear
+from headrace.ops.cpu.products import PRODUCTS, CpuKernel, pack_product
 from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece
-from headrace.ops.quantised import GroupQuantised
+from headrace.ops.formats import Stored
 from headrace.ops.sizes import padded_size
 from headrace.ops.stream import Stream
 
@@ -71,7 +72,8 @@ class CpuOps:
     `cos` and `sin` are float32 tables `[positions, D / 2]`; the first half of a head rotates with its second half. A
     token attends to the last `window` tokens, itself included (all if None). `scale` multiplies scores (default
     `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax). `dtype` is that of
-    activations, keys and values: bfloat16 or float32.
+    activations, keys and values: bfloat16 or float32. `products` are the kernels for products by weights, in order of
+    preference.
     """
 
     def __init__(
@@ -88,11 +90,12 @@ class CpuOps:
         window: int | None = None,
         scale: float | None = None,
         weigh: Weigh | None = None,
+        products: Sequence[CpuKernel] = PRODUCTS,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
-        self.dtype, self.window = dtype, window
+        self.dtype, self.window, self._products = dtype, window, products
         self.scale = head_dim**-0.5 if scale is None else scale
         self._weigh = weigh
         self._group = heads // kv_heads
@@ -210,13 +213,13 @@ class CpuOps:
 
     # --- what the decoder calls
 
-    def pack(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CpuLinear:
+    def pack(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
         """Pack a weight and its bias for `product`."""
-        return linear(weight, bias_O, dtype=self.dtype)
+        return pack_product(weight, bias_O, dtype=self.dtype, products=self._products)
 
-    def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CpuHead:
+    def pack_head(self, weight_VE: Stored) -> CpuHead:
         """Pack the output head's weight for `logits`."""
-        return CpuHead(weight_VE, dtype=self.dtype)
+        return CpuHead(weight_VE, dtype=self.dtype, products=self._products)
 
     def logits(self, x_SE: Tensor, head: CpuLinear) -> Tensor:
         """Return the output head's product, in float32."""

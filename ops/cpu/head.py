@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.ops.cpu.linear import linear
-from headrace.ops.quantised import GroupQuantised
+from headrace.ops.cpu.products import PRODUCTS, pack_product
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from headrace.ops.cpu.products import CpuKernel
+    from headrace.ops.formats import Stored
 
 __all__ = ["CpuHead"]
 
@@ -30,38 +34,31 @@ _MOST = 64  # logits of a row: if more are that close, as in a model of zeros, t
 class CpuHead:
     """Output head of one model."""
 
-    def __init__(self, weight_VE: Tensor | GroupQuantised, *, dtype: torch.dtype) -> None:
-        """Pack the weight for products with activations in `dtype`.
+    def __init__(self, weight_VE: Stored, *, dtype: torch.dtype, products: Sequence[CpuKernel] = PRODUCTS) -> None:
+        """Pack the weight for products with activations in `dtype`, by the first of `products` that can.
 
-        With bfloat16 the plain weight is kept, too, since rows cannot be read from the packed one. For a tied head this
-        is the embedding table, which costs nothing more; for any other head it costs the weight's memory.
+        With bfloat16 the stored weight is kept, too, since rows cannot be read from the packed one. For a tied head
+        that is the embedding table, which costs nothing more; for any other head it costs the weight's memory.
         """
-        self._product = linear(weight_VE, None, dtype=dtype)
+        self._product = pack_product(weight_VE, None, dtype=dtype, products=products)
         self._weight_VE = weight_VE if dtype is torch.bfloat16 else None
 
     def __call__(self, x_SE: Tensor) -> Tensor:
         """Return float32 logits [S, V] of `x_SE`, which has the head's dtype."""
         logits_SV = self._product(x_SE).float()
         if self._weight_VE is not None:
-            self._refine(logits_SV.numpy(), x_SE)
+            self._refine(self._weight_VE, logits_SV.numpy(), x_SE)
         return logits_SV
 
-    def _refine(self, logits_SV: NDArray[np.float32], x_SE: Tensor) -> None:
+    @staticmethod
+    def _refine(weight_VE: Stored, logits_SV: NDArray[np.float32], x_SE: Tensor) -> None:
         """Compute the logits near the largest of each row in float32, in place and all in one product."""
         ids_of = [_near_largest(row_V) for row_V in logits_SV]
         rows_K = np.repeat(np.arange(len(ids_of)), [len(ids) for ids in ids_of])
         ids_K = np.concatenate(ids_of)
         x_KE = x_SE.index_select(0, torch.from_numpy(rows_K))
-        logits_SV[rows_K, ids_K] = (self._rows(torch.from_numpy(ids_K)).mul_(x_KE)).sum(-1).numpy()
-
-    def _rows(self, ids_K: Tensor) -> Tensor:
-        """Return some rows of the weight in float32."""
-        weight = self._weight_VE
-        if isinstance(weight, GroupQuantised):
-            parts = (each.index_select(0, ids_K) for each in (weight.values_OI, weight.scale_OG, weight.minimum_OG))
-            return GroupQuantised(*parts).dense(torch.float32)
-        assert weight is not None
-        return weight.index_select(0, ids_K).float()
+        weight_KE = weight_VE.rows(torch.from_numpy(ids_K), torch.float32)
+        logits_SV[rows_K, ids_K] = weight_KE.mul_(x_KE).sum(-1).numpy()
 
 
 def _near_largest(row_V: NDArray[np.float32]) -> NDArray[np.int64]:

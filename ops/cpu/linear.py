@@ -1,54 +1,120 @@
-"""Linear layers on the CPU, each with its weight in the layouts that its products need.
+"""Kernels of linear layers on the CPU: each packs a weight in the layout that its product needs, and multiplies by it.
 
-Owns the packing of weights and the choice between packed formats; never reads files and never knows a model.
-
-`y_NO = x_NI W^T (+ bias_O)`. A weight is a float matrix or 4-bit groups. Float weights are packed once for oneDNN,
-which halves the time of small products. For bfloat16, 4-bit groups are held twice: packed 4-bit for a few tokens, where
-reading weights is all the work, and packed bfloat16 for more, where unpacking would cost more than it saves. float32
-always multiplies in float32.
+`y_NO = x_NI W^T (+ bias_O)`. This module owns the layouts and what each kernel needs; it never chooses between kernels,
+which products.py does.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional
 
-from headrace.ops.quantised import BLOCK_OUTS, GROUP, GroupQuantised, row_blocks
+from headrace.ops.formats import Int4Groups, row_blocks
 from headrace.ops.sizes import padded_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CpuLinear", "linear"]
+    from headrace.ops.formats import Stored
 
+__all__ = ["ANY_ROWS", "CpuLinear", "Int4Kernel", "OneDnnKernel", "TorchKernel"]
+
+ANY_ROWS = range(1, sys.maxsize)
+"""Numbers of rows where a kernel pays that pays for all of them."""
 # Measured on two cores with AVX-512: the 4-bit kernel works in blocks of four tokens, and its second block loses.
-_INT4_TOKENS = 4
+_INT4_ROWS = range(1, 5)
 _INT4_OUT_MULTIPLE = 16
+_INT4_GROUPS = (32, 64, 128, 256)
 _INT4_ZERO = 8
+_BLOCK_OUTS = 64  # outputs in one block of the packed 4-bit layout; blocks lie one after the other
 _STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of the tokens is padding
 
 
 class CpuLinear(Protocol):
-    """A linear layer ready to multiply: takes `x_NI`, returns `y_NO`, both in the layer's dtype."""
+    """A linear layer ready to multiply: takes `x_NI`, returns `y_NO`, both in the dtype it was packed for."""
 
     def __call__(self, x_NI: Tensor, /) -> Tensor: ...
 
 
-def linear(weight: Tensor | GroupQuantised, bias_O: Tensor | None, *, dtype: torch.dtype) -> CpuLinear:
-    """Pack a weight `[out, in]` for products with activations in `dtype` (bfloat16 or float32).
+class OneDnnKernel:
+    """Product with the dense weight in oneDNN's own blocked layout, which halves the time of small products."""
 
-    The result keeps its own packed copies, so the caller may drop the weight.
+    name = "onednn"
+
+    def refuses(self, weight: Stored, dtype: torch.dtype) -> str | None:
+        """Return why oneDNN cannot multiply in `dtype` here, None if it can."""
+        if len(weight.shape) != 2:
+            return _not_a_matrix(weight)
+        if not torch.backends.mkldnn.is_available():
+            return "this build of torch has no oneDNN"
+        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return "oneDNN has no bfloat16 on this processor"
+        return None if dtype in (torch.bfloat16, torch.float32) else f"packs bfloat16 and float32, not {dtype}"
+
+    def rows(self, _weight: Stored) -> range:
+        """Return all numbers of rows."""
+        return ANY_ROWS
+
+    def pack(self, weight: Stored, bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
+        """Copy the dense weight into oneDNN's layout."""
+        return _OneDnn(weight.dense(dtype), bias_O)
+
+
+class TorchKernel:
+    """Torch's own product with the dense weight, for machines on which oneDNN cannot pack it."""
+
+    name = "torch"
+
+    def refuses(self, weight: Stored, _dtype: torch.dtype) -> str | None:
+        """Return None for every matrix."""
+        return None if len(weight.shape) == 2 else _not_a_matrix(weight)
+
+    def rows(self, _weight: Stored) -> range:
+        """Return all numbers of rows."""
+        return ANY_ROWS
+
+    def pack(self, weight: Stored, bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
+        """Keep the dense weight."""
+        return _Torch(weight.dense(dtype), bias_O)
+
+
+class Int4Kernel:
+    """Product with 4-bit groups for a few rows, where reading the weight is all the work.
+
+    For more rows, unpacking would cost more than it saves.
     """
-    bias_O = None if bias_O is None else bias_O.to(dtype)
-    if isinstance(weight, torch.Tensor):
-        return _dense(weight.to(dtype), bias_O)
-    many = _dense(weight.dense(dtype), bias_O)
-    if dtype is not torch.bfloat16 or weight.values_OI.shape[0] % _INT4_OUT_MULTIPLE:
-        return many
-    return _Int4(weight, bias_O, many)
+
+    name = "int4"
+
+    def refuses(self, weight: Stored, dtype: torch.dtype) -> str | None:
+        """Return why the 4-bit product cannot take a weight, None if it can."""
+        if not isinstance(weight.format, Int4Groups):
+            return f"multiplies by 4-bit groups, not by {weight.format.name}"
+        if len(weight.shape) != 2:
+            return _not_a_matrix(weight)
+        if dtype is not torch.bfloat16:
+            return f"multiplies in bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        if weight.format.group not in _INT4_GROUPS:
+            return f"takes groups of {', '.join(map(str, _INT4_GROUPS))} inputs, not of {weight.format.group}"
+        if weight.shape[0] % _INT4_OUT_MULTIPLE:
+            return f"takes outputs in a multiple of {_INT4_OUT_MULTIPLE}, not {weight.shape[0]}"
+        return None
+
+    def rows(self, _weight: Stored) -> range:
+        """Return the numbers of rows that one block of the kernel holds."""
+        return _INT4_ROWS
+
+    def pack(self, weight: Stored, bias_O: Tensor | None, _dtype: torch.dtype) -> CpuLinear:
+        """Copy values, scales and minima into the layout of torch's product."""
+        return _Int4(weight, bias_O)
+
+
+def _not_a_matrix(weight: Stored) -> str:
+    return f"multiplies by a matrix, not by a weight of shape {list(weight.shape)}"
 
 
 def _pack_by_torch(values_OI: Tensor) -> Tensor:
@@ -64,7 +130,7 @@ def _pack_blocks(values_OI: Tensor) -> Tensor:
     places further in its high half.
     """
     outs, ins = values_OI.shape
-    halves_B2oI = values_OI.view(-1, 2, BLOCK_OUTS // 2, ins)
+    halves_B2oI = values_OI.view(-1, 2, _BLOCK_OUTS // 2, ins)
     bytes_BoI = torch.bitwise_left_shift(halves_B2oI[:, 1], 4).bitwise_or_(halves_B2oI[:, 0])
     return bytes_BoI.transpose(1, 2).reshape(outs, ins // 2)
 
@@ -72,21 +138,12 @@ def _pack_blocks(values_OI: Tensor) -> Tensor:
 @cache
 def _packs_blocks() -> bool:
     """Return whether `_pack_blocks` gives this processor's layout, which torch does not document."""
-    numbers = torch.arange(2 * BLOCK_OUTS * GROUP)
-    values_OI = (numbers * 2654435761 >> 16).bitwise_and_(15).to(torch.uint8).view(-1, GROUP)
+    numbers = torch.arange(2 * _BLOCK_OUTS * 32)
+    values_OI = (numbers * 2654435761 >> 16).bitwise_and_(15).to(torch.uint8).view(-1, 32)
     return torch.equal(_pack_blocks(values_OI), _pack_by_torch(values_OI))
 
 
-def _dense(weight_OI: Tensor, bias_O: Tensor | None) -> CpuLinear:
-    onednn: bool = torch.backends.mkldnn.is_available()
-    if onednn and (weight_OI.dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return _Packed(weight_OI, bias_O)
-    return _Plain(weight_OI, bias_O)
-
-
-class _Plain:
-    """Torch's own product, for machines on which oneDNN cannot pack the weight."""
-
+class _Torch:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight_OI, self._bias_O = weight_OI, bias_O
 
@@ -94,7 +151,7 @@ class _Plain:
         return functional.linear(x_NI, self._weight_OI, self._bias_O)
 
 
-class _Packed:
+class _OneDnn:
     """Product with a weight in oneDNN's own blocked layout, for few different numbers of tokens."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
@@ -112,21 +169,19 @@ class _Packed:
 
 
 class _Int4:
-    """Product with 4-bit groups for a few tokens; more tokens go to the dense layer."""
-
-    def __init__(self, weight: GroupQuantised, bias_O: Tensor | None, many: CpuLinear) -> None:
-        values_OI = weight.values_OI
-        pack = _pack_blocks if _packs_blocks() and len(values_OI) % BLOCK_OUTS == 0 else _pack_by_torch
-        self._packed = torch.cat([pack(values_OI[rows]) for rows in row_blocks(values_OI)])
+    def __init__(self, weight: Stored, bias_O: Tensor | None) -> None:
+        assert isinstance(weight.format, Int4Groups)
+        values_OI, scale_OG, minimum_OG = (weight.parts[name] for name in ("values", "scale", "minimum"))
+        pack = _pack_blocks if _packs_blocks() and len(values_OI) % _BLOCK_OUTS == 0 else _pack_by_torch
+        outs, ins = values_OI.shape
+        self._packed = torch.cat([pack(values_OI[rows]) for rows in row_blocks(outs, ins, _BLOCK_OUTS)])
         # The kernel computes (q - 8) * scale + zero.
-        zero_OG = weight.minimum_OG + _INT4_ZERO * weight.scale_OG
-        pairs_GO2 = torch.stack((weight.scale_OG, zero_OG), dim=-1).transpose(0, 1)
+        zero_OG = minimum_OG + _INT4_ZERO * scale_OG
+        pairs_GO2 = torch.stack((scale_OG, zero_OG), dim=-1).transpose(0, 1)
         self._scale_and_zero_GO2 = pairs_GO2.to(torch.bfloat16).contiguous()
-        self._bias_O, self._many = bias_O, many
+        self._group, self._bias_O = weight.format.group, bias_O
         self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        if x_NI.shape[0] > _INT4_TOKENS:
-            return self._many(x_NI)
-        y_NO: Tensor = self._multiply(x_NI, self._packed, GROUP, self._scale_and_zero_GO2)
+        y_NO: Tensor = self._multiply(x_NI, self._packed, self._group, self._scale_and_zero_GO2)
         return y_NO if self._bias_O is None else y_NO.add_(self._bias_O)

@@ -26,7 +26,6 @@ from headrace.ops.cuda.products.linear import MAX_ROWS, LinearScratch, linear, l
 from headrace.ops.cuda.products.tile_linear import TileLinear
 from headrace.ops.cuda.products.vector import AddNorm, vector_linear
 from headrace.ops.paged import UNSCALED, KvScales
-from headrace.ops.quantised import GroupQuantised
 from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.adapters.rows import WornSite
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.fused import DecodeInputs
+    from headrace.ops.formats import Stored
     from headrace.ops.stream import HeadNorms
 
 __all__ = ["CudaOps", "CudaProduct", "DecodeStep", "GivenRows", "PrefillStep"]
@@ -151,13 +151,11 @@ class CudaOps:
 
     # --- what the decoder calls
 
-    def pack(self, weight: Tensor | GroupQuantised, bias_O: Tensor | None) -> CudaProduct:
-        """Pack a weight and its bias for `product`."""
-        if isinstance(weight, GroupQuantised):
-            weight = weight.dense(self.shape.dtype)
-        return CudaProduct(weight.contiguous(), bias_O)
+    def pack(self, weight: Stored, bias_O: Tensor | None) -> CudaProduct:
+        """Pack a weight and its bias for `product`; values in the dtype of activations keep their address."""
+        return CudaProduct(weight.dense(self.shape.dtype).contiguous(), bias_O)
 
-    def pack_head(self, weight_VE: Tensor | GroupQuantised) -> CudaProduct:
+    def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
         return self.pack(weight_VE, None)
 

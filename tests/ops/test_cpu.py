@@ -10,14 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from product_shapes import ProductShapes
+from stored_weights import random_groups
 from torch import Tensor
 
 from headrace.ops import reference
 from headrace.ops.cpu import block as cpu
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.linear import linear
+from headrace.ops.cpu.products import pack_product
+from headrace.ops.formats import Stored
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
-from headrace.ops.quantised import GROUP, GroupQuantised
 from headrace.ops.stream import Stream
 
 POSITIONS = 700
@@ -159,7 +160,7 @@ def test_bfloat16_stays_near_the_truth_with_real_head_sizes(window: int | None) 
 def test_steps_of_all_sizes_multiply_in_few_shapes(window: int | None) -> None:
     ops = make_ops(page_size=16, window=window, dtype=torch.bfloat16)
     kv = ops.allocate_kv(1, 1)
-    layer = linear(torch.randn(64, 32), None, dtype=torch.bfloat16)
+    layer = pack_product(Stored.from_dense(torch.randn(64, 32)), None, dtype=torch.bfloat16)
     with ProductShapes() as shapes:
         for length in range(2, 600, 6):
             pages_P = torch.zeros(-(-length // 16), dtype=torch.int64)
@@ -253,12 +254,6 @@ def test_norms_and_gates_match(dtype: torch.dtype, tolerance: float, tokens: int
     torch.testing.assert_close(ops.silu_mul(x).float(), reference.silu_mul(x), rtol=tolerance, atol=tolerance)
 
 
-def random_groups(outs: int, ins: int) -> GroupQuantised:
-    scale = torch.rand(outs, ins // GROUP) * 0.02
-    values = torch.randint(0, 16, (outs, ins), dtype=torch.uint8)
-    return GroupQuantised(values, scale, -8 * scale + torch.randn_like(scale) * 0.01)
-
-
 def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected).norm() / expected.norm())
 
@@ -271,8 +266,8 @@ def test_four_bit_products_match_the_weight_they_stand_for(tokens: int, outs: in
     bias = torch.randn(outs) if biased else None
     x = torch.randn(tokens, ins).bfloat16()
     expected = reference.linear(x, weight.dense(torch.float32), bias)
-    assert relative_error(linear(weight, bias, dtype=torch.bfloat16)(x), expected) < 0.01
-    exact = linear(weight, bias, dtype=torch.float32)(x.float())
+    assert relative_error(pack_product(weight, bias, dtype=torch.bfloat16)(x), expected) < 0.01
+    exact = pack_product(weight, bias, dtype=torch.float32)(x.float())
     torch.testing.assert_close(exact, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -280,19 +275,18 @@ def test_four_bit_products_match_the_weight_they_stand_for(tokens: int, outs: in
 @pytest.mark.parametrize("biased", [False, True])
 def test_float_products_match(tokens: int, biased: bool) -> None:
     weight, bias, x = torch.randn(70, 90), torch.randn(70) if biased else None, torch.randn(tokens, 90)
-    expected = reference.linear(x, weight, bias)
-    torch.testing.assert_close(linear(weight, bias, dtype=torch.float32)(x), expected, rtol=1e-5, atol=1e-4)
-    assert relative_error(linear(weight, bias, dtype=torch.bfloat16)(x.bfloat16()), expected) < 0.01
+    expected, stored = reference.linear(x, weight, bias), Stored.from_dense(weight)
+    exact, rounded = (pack_product(stored, bias, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    torch.testing.assert_close(exact(x), expected, rtol=1e-5, atol=1e-4)
+    assert relative_error(rounded(x.bfloat16()), expected) < 0.01
 
 
-def test_stacked_groups_multiply_as_their_parts_do() -> None:
-    parts = [random_groups(outs, 64) for outs in (32, 16, 16)]
-    x = torch.randn(2, 64).bfloat16()
-    apart = torch.cat([linear(part, None, dtype=torch.bfloat16)(x) for part in parts], dim=1)
-    whole = linear(GroupQuantised.cat(parts), None, dtype=torch.bfloat16)(x)
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_pieces_of_one_weight_multiply_as_it_does(tokens: int) -> None:
+    weight, x = random_groups(64, 64), torch.randn(tokens, 64).bfloat16()
+    pieces = weight.split([32, 16, 16])
+    apart = torch.cat([pack_product(piece, None, dtype=torch.bfloat16)(x) for piece in pieces], dim=1)
+    stacked = pack_product(Stored.stack(pieces), None, dtype=torch.bfloat16)(x)
+    whole = pack_product(weight, None, dtype=torch.bfloat16)(x)
     torch.testing.assert_close(whole, apart, rtol=0.01, atol=0.01)
-
-
-def test_groups_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="scales"):
-        GroupQuantised(torch.zeros(4, 40, dtype=torch.uint8), torch.zeros(4, 1), torch.zeros(4, 1))
+    torch.testing.assert_close(whole, stacked, rtol=0.01, atol=0.01)

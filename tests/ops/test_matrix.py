@@ -68,6 +68,7 @@ class Chip:
         from headrace.ops.cuda.attention.paged import HeadShape
         from headrace.ops.cuda.block import CudaOps
         from headrace.ops.cuda.products.linear import LinearScratch
+        from headrace.ops.formats import Stored
 
         self.arch, self.model = Arch.named(arch), model
         shape = HeadShape(
@@ -82,11 +83,11 @@ class Chip:
         width = (model.heads + 2 * model.kv_heads) * model.head_dim
         self.norm = empty(model.hidden)
         self.head_norms = HeadNorms(empty(model.head_dim), empty(model.head_dim)) if model.has_head_norms else None
-        self.qkv = self.ops.pack(empty(width, model.hidden), None)
-        self.out = self.ops.pack(empty(model.hidden, model.heads * model.head_dim), None)
-        self.gate_up = self.ops.pack(empty(2 * model.ffn, model.hidden), None)
-        self.down = self.ops.pack(empty(model.hidden, model.ffn), None)
-        self.head = self.ops.pack(empty(model.vocabulary, model.hidden), None)
+        self.qkv = self.ops.pack(Stored.from_dense(empty(width, model.hidden)), None)
+        self.out = self.ops.pack(Stored.from_dense(empty(model.hidden, model.heads * model.head_dim)), None)
+        self.gate_up = self.ops.pack(Stored.from_dense(empty(2 * model.ffn, model.hidden)), None)
+        self.down = self.ops.pack(Stored.from_dense(empty(model.hidden, model.ffn)), None)
+        self.head = self.ops.pack(Stored.from_dense(empty(model.vocabulary, model.hidden)), None)
         self.pdl = self.ops.pdl
 
     def inputs(self, rows: int) -> Any:

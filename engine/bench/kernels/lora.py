@@ -26,6 +26,7 @@ from headrace.ops.cuda.block import CudaOps, DecodeStep
 from headrace.ops.cuda.products.even_heads import EvenHeads
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.linear import MAX_ROWS, LinearScratch
+from headrace.ops.formats import Stored
 from headrace.ops.stream import Stream
 
 __all__ = ["lora", "lora_sweep"]
@@ -119,7 +120,7 @@ class _Layers:
             self.step.attention.deal(self.step.inputs)
         norm, stream = self.norm, Stream(self.embedding[self.tokens])
         for number, layer in enumerate(self.layers):
-            qkv, o, gate_up, down = (self.ops.pack(weight, None) for weight in layer)
+            qkv, o, gate_up, down = (self.ops.pack(Stored.from_dense(weight), None) for weight in layer)
             after = norm if number + 1 < len(self.layers) else None
             x, total = ops.attend(stream, norm, qkv, None, self.step, self.kv, number)
             stream = ops.add(x, o, total, norm, number, "o")

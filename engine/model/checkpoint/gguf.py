@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -283,7 +284,7 @@ class GgufFile:
             divisors = tuple(value for _, rows in self.blocks("rope_freqs.weight") for value in rows.flatten().tolist())
         return from_gguf(self.metadata, self.shapes, divisors, self.name)
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor's shape by its name, outer size first."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}

@@ -1,39 +1,33 @@
 """Reads the parameters of a decoder from a checkpoint; never decides which there are or when they are read.
 
-Each tensor goes block by block from its file to its place in a fused parameter, in the wanted dtype and on the wanted
-device. A name that is missing, left over or of another shape is an error before anything is allocated. On a CPU several
-threads may read parameters at a time.
+Each tensor goes piece by piece from its file to its place in a fused parameter, in its own format or in the wanted
+dtype, and on the wanted device. On a CPU several threads may read parameters at a time. Next to read: readers.py.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from headrace.engine.errors import ModelRejected
-from headrace.engine.model.checkpoint.gguf import GgufFile
-from headrace.engine.model.checkpoint.plan import all_parts
-from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.checkpoint.inventory import Inventory
+from headrace.engine.model.checkpoint.readers import Found
 from headrace.engine.model.roles import Fused, Part
 from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.formats import Dense, Format, Stored, joins
 from headrace.ops.paged import KvScales
-from headrace.ops.quantised import GROUP, GroupQuantised
 
-__all__ = ["Empty", "FileMaker", "Progress", "Weight"]
+__all__ = ["Empty", "FileMaker", "Progress"]
 
-Weight: TypeAlias = Tensor | GroupQuantised
 Empty: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Function that makes an uninitialised tensor on the device, from its shape and dtype."""
 Progress: TypeAlias = Callable[[int, int], None]
 """Function that is called with the bytes done and the bytes in all."""
 
-_TIED_LEFTOVER = "lm_head.weight"
-_PREFIX = "model."
 _CPU_BLOCK_ELEMENTS = 1 << 18  # in float32 a quarter of what a core caches
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
@@ -48,7 +42,7 @@ class _Staging:
         self._turn = 0
 
     def __call__(self, count: int) -> Tensor:
-        """Return `count` bytes of memory that nothing reads any more."""
+        """Return `count` bytes of memory that nothing reads any more; a weight's piece has room in one call."""
         if not self._sent:
             return torch.empty(count, dtype=torch.uint8)
         self._turn = 1 - self._turn
@@ -58,10 +52,15 @@ class _Staging:
         return self._buffers[self._turn][:count]
 
     def send(self, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """Start to copy a block to the device, where it becomes `dtype`; its memory is reused once that is done."""
+        """Copy a block to the device, where it becomes `dtype`.
+
+        If it lies in this memory, the copy is only started, and the memory is reused once it is done.
+        """
+        staged = self._buffers[self._turn].untyped_storage().data_ptr()
+        if not self._sent or block.untyped_storage().data_ptr() != staged:
+            return block.to(self._device, dtype)
         rows = block.to(self._device, non_blocking=True)
-        if self._sent:
-            self._sent[self._turn].record()
+        self._sent[self._turn].record()
         return rows.to(dtype)
 
 
@@ -70,7 +69,7 @@ class FileMaker:
 
     def __init__(
         self,
-        source: SafetensorsFolder | GgufFile,
+        inventory: Inventory,
         spec: DecoderSpec,
         empty: Empty,
         dtype: torch.dtype,
@@ -78,13 +77,9 @@ class FileMaker:
         keep_packed: bool,
         progress: Progress | None,
     ) -> None:
+        self.inventory = inventory
         self.empty = empty
-        self.source = source
-        self.names = spec.names
-        self.is_bare = not any(name.startswith(_PREFIX) for name in source.shapes)
-        """Whether the checkpoint was saved without the class that holds the head, as folders may be."""
-        if self.is_bare:
-            self.names = spec.names.without(_PREFIX)
+        self.names = inventory.names
         self.dtype = dtype
         self.device = device
         self.keep_packed = keep_packed
@@ -93,117 +88,103 @@ class FileMaker:
         self.extremes: list[tuple[str, Tensor]] = []
         """Smallest and largest value of each block that went to a GPU."""
         self.block_elements = _CPU_BLOCK_ELEMENTS if device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
-        wanted = self._check_names(spec)
         self.advancing = threading.Lock()
         self.done_bytes = 0
-        self.total_bytes = sum(source.nbytes(name) for name in wanted)
+        self.total_bytes = inventory.nbytes
 
     def dense(self, fused: Fused) -> Tensor:
         """Return a parameter as a tensor of its shape, in `dtype`."""
         out = self.empty(fused.shape, self.dtype)
         first = 0
         for part in fused.parts:
-            self._fill(out[first : first + part.rows], part)
+            self._fill(Stored.from_dense(out[first : first + part.rows]), part)
             first += part.rows
         return out
 
-    def linear(self, fused: Fused) -> Weight:
-        """Return a matrix in 4-bit groups where that is wanted and the file stores it so, else the same as `dense`."""
-        if not self.keep_packed or not isinstance(self.source, GgufFile):
-            return self.dense(fused)
-        if not all(self.source.has_groups(self.names.of(part)) for part in fused.parts):
-            return self.dense(fused)
-        rows, columns = fused.shape
-        values_OI = torch.empty(rows, columns, dtype=torch.uint8, device=self.device)
-        scale_OG, minimum_OG = torch.empty(2, rows, columns // GROUP, device=self.device).unbind()
-        first = 0
-        for part in fused.parts:
-            here = slice(first, first + part.rows)
-            self._fill_groups((values_OI[here], scale_OG[here], minimum_OG[here]), self.source, part)
-            first += part.rows
-        return GroupQuantised(values_OI, scale_OG, minimum_OG)
+    def weight(self, fused: Fused) -> Stored:
+        """Return a matrix, each of its tensors in the checkpoint's own format where that is kept, else in `dtype`.
 
-    def check_tied(self, embedding: str) -> None:
+        Tensors of one format become one weight in it if they join. Otherwise each keeps its own, in a `Stacked` weight.
+        """
+        formats = [self._format(part) for part in fused.parts]
+        outputs = [part.rows for part in fused.parts]
+        if all(each == formats[0] for each in formats) and joins(formats[0], fused.shape, outputs):
+            whole = Stored.allocate(formats[0], fused.shape, self.empty)
+            pieces = whole.split(outputs)
+        else:
+            shapes = [(rows, *fused.shape[1:]) for rows in outputs]
+            pieces = [Stored.allocate(*each, self.empty) for each in zip(formats, shapes, strict=True)]
+            whole = Stored.stack(pieces)
+        for piece, part in zip(pieces, fused.parts, strict=True):
+            self._fill(piece, part)
+        return whole
+
+    def check_tied(self, embedding: Part) -> None:
         """Refuse a tied checkpoint whose stored head is not its embedding."""
-        if _TIED_LEFTOVER not in self.source.shapes:
+        head, name = self.inventory.tied_leftover, self.inventory.names.of(embedding)
+        if head is None:
             return
-        heads = self.source.blocks(_TIED_LEFTOVER, self.block_elements)
-        rows = self.source.blocks(embedding, self.block_elements)
-        pairs = zip(heads, rows, strict=True)
-        if not all(torch.equal(head.to(self.dtype), row.to(self.dtype)) for (_, head), (_, row) in pairs):
-            self._refuse(_TIED_LEFTOVER, "tensor", f"equal to {embedding}, since tie_word_embeddings is true")
+        pairs = zip(*(self._host_blocks(each) for each in (head, self.inventory.of(embedding))), strict=True)
+        if not all(torch.equal(*pair) for pair in pairs):
+            self._refuse(head.tensors[0], "tensor", f"equal to {name}, since tie_word_embeddings is true")
 
-    def _check_names(self, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-        wanted = {self.names.of(part): shape for part, shape in all_parts(spec)}
-        found = self.source.shapes
-        missing = [name for name in wanted if name not in found]
-        if missing:
-            self._refuse(missing[0], "missing", f"the {len(wanted)} tensors of the model ({len(missing)} missing)")
-        known = wanted.keys() | {name for layer in range(spec.num_layers) for name in self._scale_names(layer)}
-        left = [name for name in found if name not in known and not self.names.harmless.fullmatch(name)]
-        head_shape = (spec.vocab_size, spec.hidden_size)
-        if spec.tied_head and not self.is_bare and found.get(_TIED_LEFTOVER) == head_shape:
-            left.remove(_TIED_LEFTOVER)  # check_tied compares it
-        if left:
-            self._refuse(left[0], "left over", f"the tensors of the model ({len(left)} left over)")
-        for name, shape in wanted.items():
-            if found[name] != shape:
-                self._refuse(name, list(found[name]), f"the shape {list(shape)}")
-        return wanted
-
-    def kv_scales(self, layers: int) -> dict[int, KvScales]:
+    def kv_scales(self) -> dict[int, KvScales]:
         """Return (keys, values) scales of the layers that have any.
 
         Checkpoints that were calibrated for an 8-bit cache hold them, under the names of one tool or another.
         """
         scales = {}
-        for layer in range(layers):
-            held = {name.rsplit(".", 1)[1]: name for name in self._scale_names(layer) if name in self.source.shapes}
+        for layer, names in enumerate(self.inventory.scales):
+            held = {name.rsplit(".", 1)[1]: name for name in names if name in self.inventory.files.shapes}
             if held:
                 scales[layer] = KvScales(**{kind[0]: self._scale(name) for kind, name in held.items()})
         return scales
 
-    def _scale_names(self, layer: int) -> list[str]:
-        prefix = self.names.layer_prefix.format(layer)
-        return [prefix + name.format(kind) for kind in "kv" for name in self.names.kv_scales]
-
     def _scale(self, name: str) -> float:
-        if math.prod(self.source.shapes[name]) != 1:
-            self._refuse(name, list(self.source.shapes[name]), "one number")
-        ((_, block),) = self.source.blocks(name, 1)
+        files = self.inventory.files
+        if math.prod(files.shapes[name]) != 1:
+            self._refuse(name, list(files.shapes[name]), "one number")
+        ((_, block),) = files.blocks(name, 1)
         value = float(block)
         if not 0.0 < value < math.inf:
             self._refuse(name, value, "a positive number")
         return value
 
-    def _fill(self, target: Tensor, part: Part) -> None:
-        """Write one tensor of the checkpoint over `target`, its rows of a fused parameter."""
-        name = self.names.of(part)
-        order = self._row_order(part)
-        for first, rows in self._blocks(name):
-            self._note_extremes(name, rows)
-            _place(target, rows, first, order)
-        self._advance(name)
+    def _format(self, part: Part) -> Format:
+        """Return the format in which a tensor of the checkpoint is kept."""
+        found, plain = self.inventory.of(part), Dense(self.dtype)
+        if not self.keep_packed or isinstance(found.format, Dense):
+            return plain
+        if self._row_order(part) is None:
+            return found.format
+        has_rows = all(spec.outputs == 1 for spec in found.format.parts(found.shape).values())
+        return found.format if has_rows else plain
 
-    def _blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield a tensor's rows in order as (first row, rows), in the wanted dtype and on the device."""
-        if isinstance(self.source, GgufFile):
-            for first, block in self.source.blocks(name, self.block_elements):
-                yield first, block.to(self.device, self.dtype)
-        else:
-            for first, block in self.source.blocks(name, self.block_elements, self.staging):
-                yield first, self.staging.send(block, self.dtype)
+    def _fill(self, target: Stored, part: Part) -> None:
+        """Write one tensor of the checkpoint over `target`, its part of a parameter."""
+        name, order = self.inventory.names.of(part), self._row_order(part)
+        found = self.inventory.of(part)
+        is_kept = not isinstance(target.format, Dense)
+        for first, piece in found.pieces(self.block_elements, self.staging):
+            parts = piece.parts
+            if is_kept:
+                parts = {name: each.to(self.device) for name, each in parts.items()}
+            elif isinstance(piece.format, Dense):
+                parts = {name: self.staging.send(each, self.dtype) for name, each in parts.items()}
+            else:
+                parts = {"values": piece.dense(self.dtype).to(self.device)}
+            if not is_kept:
+                self._note_extremes(name, parts["values"])
+            _place(target, parts, first, order)
+        if is_kept:
+            for each in target.parts.values():
+                if each.is_floating_point():
+                    self._note_extremes(name, each)
+        self._advance(found)
 
-    def _fill_groups(self, targets: tuple[Tensor, Tensor, Tensor], source: GgufFile, part: Part) -> None:
-        """Write the quants, scales and minima of one tensor over `targets`, its rows of a packed parameter."""
-        name = self.names.of(part)
-        order = self._row_order(part)
-        for first, block in source.groups(name, self.block_elements):
-            for target, rows in zip(targets, block, strict=True):
-                _place(target, rows.to(self.device), first, order)
-        for constants in targets[1:]:
-            self._note_extremes(name, constants)
-        self._advance(name)
+    def _host_blocks(self, found: Found) -> Iterator[Tensor]:
+        for _, piece in found.pieces(self.block_elements, _host_memory):
+            yield piece.dense(self.dtype)
 
     def _row_order(self, part: Part) -> Tensor | None:
         """Return the place of each of the file's rows, or None where they are in order."""
@@ -214,7 +195,7 @@ class FileMaker:
 
     def _note_extremes(self, name: str, rows: Tensor) -> None:
         """Refuse a block that holds NaN or infinity: at once on a CPU, later and for all blocks together on a GPU."""
-        extremes = torch.aminmax(rows)
+        extremes = torch.aminmax(rows if rows.dtype.itemsize > 1 else rows.bfloat16())
         if self.device.type != "cpu":
             self.extremes.append((name, torch.stack(extremes).float()))
         elif not all(math.isfinite(float(extreme)) for extreme in extremes):
@@ -229,9 +210,9 @@ class FileMaker:
             if not is_finite:
                 self._refuse_not_finite(name)
 
-    def _advance(self, name: str) -> None:
+    def _advance(self, found: Found) -> None:
         with self.advancing:
-            self.done_bytes += self.source.nbytes(name)
+            self.done_bytes += found.nbytes(self.inventory.files)
             if self.progress is not None:
                 self.progress(self.done_bytes, self.total_bytes)
 
@@ -239,14 +220,23 @@ class FileMaker:
         self._refuse(name, "not finite", f"finite values in {str(self.dtype).removeprefix('torch.')}")
 
     def _refuse(self, tensor: str, value: object, limit: object) -> NoReturn:
-        message = f"{self.source.name}: the tensor {tensor[:200]} is {value}; wanted: {limit}"
-        raise ModelRejected(message, field=tensor, value=value, limit=limit)
+        self.inventory.refuse(tensor, value, limit)
 
 
-def _place(target: Tensor, rows: Tensor, first: int, order: Tensor | None) -> None:
-    """Write rows of a tensor, counted from `first`, to their places in `target`."""
-    here = slice(first, first + len(rows))
-    if order is None:
-        target[here].copy_(rows)
-    else:
-        target.index_copy_(0, order[here], rows)
+def _host_memory(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def _place(target: Stored, parts: Mapping[str, Tensor], first: int, order: Tensor | None) -> None:
+    """Write parts of a weight's outputs, counted from `first`, to their places in `target`."""
+    for name, spec in target.format.parts(target.shape).items():
+        rows, whole = parts[name], target.parts[name]
+        if spec.outputs is None:
+            whole.copy_(rows)
+            continue
+        start = first // spec.outputs
+        here = slice(start, start + len(rows))
+        if order is None:
+            whole[here].copy_(rows)
+        else:
+            whole.index_copy_(0, order[here], rows)

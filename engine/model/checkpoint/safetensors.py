@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn, Self
@@ -27,6 +28,19 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_SHARDS = 4096
 _WEIGHT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_DTYPES = _WEIGHT_DTYPES | {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
 
 
 def _allocate(count: int) -> torch.Tensor:
@@ -86,7 +100,7 @@ class SafetensorsFolder:
         """Release the files; idempotent."""
         self._open.close()
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor's shape by its name."""
         return {tensor: entry.shape for tensor, entry in self._entries.items()}
@@ -94,6 +108,17 @@ class SafetensorsFolder:
     def nbytes(self, tensor: str) -> int:
         """Return how many bytes of a file the tensor takes."""
         return self._entries[tensor].nbytes
+
+    def weight_dtype(self, tensor: str) -> torch.dtype:
+        """Return the floating-point dtype that the file holds the tensor in.
+
+        Raises:
+            ModelRejected: The dtype is not one that a weight can have.
+        """
+        dtype = self._entries[tensor].dtype
+        if dtype not in _WEIGHT_DTYPES:
+            refuse_file(self._where[tensor][1], f"the dtype of {tensor}", dtype, ", ".join(_WEIGHT_DTYPES))
+        return _WEIGHT_DTYPES[dtype]
 
     def blocks(
         self, tensor: str, elements: int, allocate: Callable[[int], torch.Tensor] = _allocate
@@ -108,11 +133,22 @@ class SafetensorsFolder:
         Raises:
             ModelRejected: The dtype is not one that a weight can have, or the file has shrunk since it was opened.
         """
+        self.weight_dtype(tensor)
+        yield from self.raw_blocks(tensor, elements, allocate)
+
+    def raw_blocks(
+        self, tensor: str, elements: int, allocate: Callable[[int], torch.Tensor] = _allocate
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield a tensor's rows as `blocks` does, whatever its dtype: codes and scales of a stored format, too.
+
+        Raises:
+            ModelRejected: The file has shrunk since it was opened.
+        """
         entry = self._entries[tensor]
         file, name = self._where[tensor]
-        dtype = _WEIGHT_DTYPES.get(entry.dtype)
-        if dtype is None:
-            refuse_file(name, f"the dtype of {tensor}", entry.dtype, ", ".join(_WEIGHT_DTYPES))
+        if not entry.nbytes:
+            return
+        dtype = _DTYPES[entry.dtype]
         rows, *inner = entry.shape or (1,)
         row_bytes = entry.nbytes // rows
         step = max(elements // math.prod(inner), 1)

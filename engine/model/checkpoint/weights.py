@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.gguf import GgufFile
-from headrace.engine.model.checkpoint.parameters import Empty, FileMaker, Progress, Weight
+from headrace.engine.model.checkpoint.inventory import Inventory
+from headrace.engine.model.checkpoint.parameters import Empty, FileMaker, Progress
 from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
+from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Reader
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.formats import Stored
 from headrace.ops.paged import KvScales
 
 __all__ = [
@@ -31,8 +34,8 @@ __all__ = [
     "Layers",
     "Source",
     "SublayerWeights",
-    "Weight",
     "load_weights",
+    "open_files",
     "open_weights",
 ]
 
@@ -45,7 +48,7 @@ _INIT_STD = 0.02
 class SublayerWeights:
     """Parameters of a mixer or a feed, by the names that its spec gives to them."""
 
-    matrices: Mapping[str, Weight]
+    matrices: Mapping[str, Stored]
     """Matrices [out, in]."""
     vectors: Mapping[str, Tensor]
     """Biases and the weights of norms; only those that the spec has."""
@@ -74,18 +77,18 @@ class DecoderWeights:
     embedding_VE: Tensor
     layers: Layers
     final_norm_E: Tensor
-    head: Weight
-    """Output head [V, E]; the very object `embedding_VE` where the spec ties them."""
+    head: Stored
+    """Output head [V, E]; its values are the very tensor `embedding_VE` where the spec ties them."""
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """Scales of an 8-bit cache, for the layers for which the checkpoint has them."""
 
 
 class _Maker(Protocol):
-    """Protocol that makes one parameter: a tensor, or packed where that is wanted and possible."""
+    """Protocol that makes one parameter: as a tensor, or in the format in which it is stored."""
 
     def dense(self, fused: Fused) -> Tensor: ...
 
-    def linear(self, fused: Fused) -> Weight: ...
+    def weight(self, fused: Fused) -> Stored: ...
 
 
 class _UnreadLayers:
@@ -108,7 +111,7 @@ def _assemble(spec: DecoderSpec, maker: _Maker, layers: Layers | None = None) ->
     if layers is None:
         layers = tuple(_layer(spec, maker, layer) for layer in range(spec.num_layers))
     final_norm_E = maker.dense(top["final_norm_E"])
-    head = maker.linear(top["head"]) if "head" in top else embedding_VE
+    head = maker.weight(top["head"]) if "head" in top else Stored.from_dense(embedding_VE)
     return DecoderWeights(embedding_VE, layers, final_norm_E, head)
 
 
@@ -119,7 +122,7 @@ def _layer(spec: DecoderSpec, maker: _Maker, layer: int) -> LayerWeights:
 
 def _sublayer(plan: Mapping[str, Fused], maker: _Maker) -> SublayerWeights:
     vectors = {name: maker.dense(fused) for name, fused in plan.items() if fused.columns is None}
-    matrices = {name: maker.linear(fused) for name, fused in plan.items() if fused.columns is not None}
+    matrices = {name: maker.weight(fused) for name, fused in plan.items() if fused.columns is not None}
     return SublayerWeights(matrices, vectors)
 
 
@@ -135,8 +138,8 @@ class _Random:
         out = self.empty(fused.shape, self.dtype)
         return out.fill_(1.0) if fused.is_norm else out.normal_(0.0, _INIT_STD, generator=self.generator)
 
-    def linear(self, fused: Fused) -> Weight:
-        return self.dense(fused)
+    def weight(self, fused: Fused) -> Stored:
+        return Stored.from_dense(self.dense(fused))
 
 
 @contextmanager
@@ -148,6 +151,7 @@ def open_weights(
     keep_packed: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
+    readers: Sequence[Reader] = READERS,
 ) -> Iterator[DecoderWeights]:
     """Yield a model's parameters on the CPU until the block ends; each layer is read when it is asked for.
 
@@ -159,7 +163,8 @@ def open_weights(
         if source == "random":
             yield load_weights(source, spec, dtype=dtype, device=device, seed=seed)
             return
-        maker = FileMaker(_open(source, files), spec, partial(_empty, device), dtype, device, keep_packed, progress)
+        inventory = Inventory(open_files(source, files), spec, readers)
+        maker = FileMaker(inventory, spec, partial(_empty, device), dtype, device, keep_packed, progress)
         yield _load(maker, spec, _UnreadLayers(spec, maker))
 
 
@@ -172,6 +177,7 @@ def load_weights(
     keep_packed: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
+    readers: Sequence[Reader] = READERS,
     empty: Empty | None = None,
 ) -> DecoderWeights:
     """Return a model's parameters in `dtype` on `device`.
@@ -179,12 +185,13 @@ def load_weights(
     Args:
         source: Source of the parameters; `"random"` draws N(0, 0.02), and norms of 1.
         spec: The shape of the model.
-        dtype: A floating-point dtype for every tensor that is not kept packed.
+        dtype: A floating-point dtype for every tensor that is not kept as it is stored.
         device: The device of the parameters.
-        keep_packed: Whether products whose parts are all Q4_0 or Q4_1 stay in their 4 bits.
+        keep_packed: Whether weights of products stay in the formats in which the checkpoint stores them.
         seed: Seed of the numbers that `"random"` draws.
         progress: Called after each tensor with the bytes done and the bytes in all.
-        empty: Makes the tensors that are not kept packed, always in the same order; None uses torch's own.
+        readers: Readers of the ways in which a checkpoint may store a weight, in the order in which they are asked.
+        empty: Makes all tensors, parts of stored weights included, always in the same order; None uses torch's own.
 
     Raises:
         ModelRejected: A tensor is missing, left over, of another shape or not finite, or a file is damaged.
@@ -194,15 +201,20 @@ def load_weights(
     with ExitStack() as files:
         if source == "random":
             return _assemble(spec, _Random(empty, dtype, device, seed))
-        return _load(FileMaker(_open(source, files), spec, empty, dtype, device, keep_packed, progress), spec)
+        inventory = Inventory(open_files(source, files), spec, readers)
+        return _load(FileMaker(inventory, spec, empty, dtype, device, keep_packed, progress), spec)
 
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _open(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> SafetensorsFolder | GgufFile:
-    """Return the files of `source`; `files` will close them unless they were open already."""
+def open_files(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> Checkpoint:
+    """Return the checkpoint at `source`; `files` will close it unless it was open already.
+
+    Raises:
+        ModelRejected: A file is missing or damaged.
+    """
     if isinstance(source, GgufFile):
         return source
     path = Path(source)
@@ -213,7 +225,7 @@ def _open(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> Safete
 
 def _load(maker: FileMaker, spec: DecoderSpec, layers: Layers | None = None) -> DecoderWeights:
     if spec.tied_head:
-        maker.check_tied(maker.names.of(top_plan(spec)["embedding_VE"].parts[0]))
+        maker.check_tied(top_plan(spec)["embedding_VE"].parts[0])
     weights = _assemble(spec, maker, layers)
     maker.check_finite()
-    return replace(weights, kv_scales=maker.kv_scales(spec.num_layers))
+    return replace(weights, kv_scales=maker.kv_scales())

@@ -30,6 +30,7 @@ from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuKv, CpuOps, Weigh
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.lora import CpuAdapterOps, Wearers
+from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 from headrace.ops.cpu.step import CpuStep
 
 __all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
@@ -46,7 +47,13 @@ _VARIANTS: Variants = MappingProxyType({})
 
 
 def cpu_ops(
-    spec: DecoderSpec, *, page_size: int, max_positions: int, dtype: torch.dtype, variants: Variants = _VARIANTS
+    spec: DecoderSpec,
+    *,
+    page_size: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    variants: Variants = _VARIANTS,
+    products: Sequence[CpuKernel] = PRODUCTS,
 ) -> dict[MixerSpec, CpuOps]:
     """Return the operations of each kind of mixer that `spec` has.
 
@@ -56,6 +63,7 @@ def cpu_ops(
         max_positions: Number of positions for which rotations are made.
         dtype: Dtype of activations, keys and values.
         variants: The variants of attention that can be computed beside softmax.
+        products: The kernels for products by weights, in order of preference.
 
     Raises:
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
@@ -82,6 +90,7 @@ def cpu_ops(
             window=attention.window,
             scale=attention.scale,
             weigh=None if variant is None else variant(attention),
+            products=products,
         )
     return found
 

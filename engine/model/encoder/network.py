@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.model.encoder.spec import EncoderSpec
-from headrace.engine.model.encoder.weights import Affine, EncoderLayer, EncoderWeights
+from headrace.engine.model.encoder.weights import Affine, BiasedWeight, EncoderLayer, EncoderWeights
 from headrace.ops.sizes import padded_size
 
 __all__ = ["Encoder", "Texts"]
@@ -112,6 +112,31 @@ def _group(starts_B: Tensor, lengths_B: Tensor, span: slice, device: torch.devic
     return _Group(places_BT.to(device), mask_B11T, places_BT[inside_BT].to(device), cells_M.to(device))
 
 
+class _Dense(NamedTuple):
+    """Weight [out, in] and bias of a product as torch multiplies by them."""
+
+    weight_OI: Tensor
+    bias_O: Tensor
+
+    @classmethod
+    def of(cls, product: BiasedWeight) -> _Dense:
+        return cls(product.weight.dense(product.bias.dtype), product.bias)
+
+
+class _Block(NamedTuple):
+    qkv: _Dense
+    o: _Dense
+    attention_norm: Affine
+    up: _Dense
+    down: _Dense
+    output_norm: Affine
+
+    @classmethod
+    def of(cls, layer: EncoderLayer) -> _Block:
+        products = {name: _Dense.of(getattr(layer, name)) for name in ("qkv", "o", "up", "down")}
+        return cls(attention_norm=layer.attention_norm, output_norm=layer.output_norm, **products)
+
+
 class Encoder:
     """Embeddings, blocks and, if the model scores pairs, the head of one model."""
 
@@ -119,6 +144,8 @@ class Encoder:
         """Compute with `weights`."""
         self.spec = spec
         self.weights = weights
+        self._blocks = tuple(map(_Block.of, weights.layers))
+        self._head = None if weights.head is None else tuple(map(_Dense.of, weights.head))
         half = weights.words_VE.is_cuda and weights.words_VE.dtype in (torch.float16, torch.bfloat16)
         self.pads = not half or (spec.hidden_size // spec.num_heads) % _EVEN != 0
         """Whether attention pads texts."""
@@ -134,20 +161,20 @@ class Encoder:
         x_NE = weights.words_VE[texts.tokens_N] + weights.types_TE[texts.types_N.clamp(max=self.spec.num_types - 1)]
         x_NE = self._norm(x_NE + weights.positions_PE[texts.positions_N + self.spec.first_position], weights.norm)
         x_NE = _few_sizes(x_NE)
-        for layer in weights.layers:
-            attended_NE = _product(self._attention(_product(x_NE, layer.qkv), texts), layer.o)
-            x_NE = self._norm(x_NE + attended_NE, layer.attention_norm)
-            x_NE = self._norm(x_NE + self._feed(x_NE, layer), layer.output_norm)
+        for block in self._blocks:
+            attended_NE = _product(self._attention(_product(x_NE, block.qkv), texts), block.o)
+            x_NE = self._norm(x_NE + attended_NE, block.attention_norm)
+            x_NE = self._norm(x_NE + self._feed(x_NE, block), block.output_norm)
         return x_NE[: len(texts.tokens_N)]
 
     def scores(self, first_BE: Tensor) -> Tensor:
         """Return the head's logits, [B, 1], for the hidden states of the texts' first tokens."""
-        head = self.weights.head
-        assert head is not None
-        return _product(torch.tanh(_product(_few_sizes(first_BE), head[0])), head[1])[: len(first_BE)]
+        assert self._head is not None
+        dense, out = self._head
+        return _product(torch.tanh(_product(_few_sizes(first_BE), dense)), out)[: len(first_BE)]
 
-    def _feed(self, x_NE: Tensor, layer: EncoderLayer) -> Tensor:
-        return _product(functional.gelu(_product(x_NE, layer.up), approximate=self.spec.gelu), layer.down)
+    def _feed(self, x_NE: Tensor, block: _Block) -> Tensor:
+        return _product(functional.gelu(_product(x_NE, block.up), approximate=self.spec.gelu), block.down)
 
     def _norm(self, x_NE: Tensor, norm: Affine) -> Tensor:
         return functional.layer_norm(x_NE, (x_NE.shape[-1],), norm.weight, norm.bias, self.spec.norm_eps)
@@ -175,5 +202,5 @@ def _few_sizes(x_NE: Tensor) -> Tensor:
     return functional.pad(x_NE, (0, 0, 0, missing)) if missing else x_NE
 
 
-def _product(x_NI: Tensor, affine: Affine) -> Tensor:
-    return functional.linear(x_NI, affine.weight, affine.bias)
+def _product(x_NI: Tensor, dense: _Dense) -> Tensor:
+    return functional.linear(x_NI, dense.weight_OI, dense.bias_O)

@@ -15,8 +15,9 @@ from torch import Tensor
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.encoder.spec import EncoderSpec
+from headrace.ops.formats import Stored
 
-__all__ = ["Affine", "EncoderLayer", "EncoderWeights", "load_encoder"]
+__all__ = ["Affine", "BiasedWeight", "EncoderLayer", "EncoderWeights", "load_encoder"]
 
 _HARMLESS = re.compile(r"(bert\.|roberta\.)?(pooler\.dense\.(weight|bias)|embeddings\.(position|token_type)_ids)")
 """Names that may be left over in a checkpoint: weights that only a head would use, and values that are computed."""
@@ -25,7 +26,7 @@ _BLOCK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Weight and bias of a product, [out, in] and [out], or of a layer norm, [E] and [E]."""
+    """Weight and bias of a layer norm, [E] and [E]."""
 
     weight: Tensor
     bias: Tensor
@@ -36,15 +37,27 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
+class BiasedWeight:
+    """Weight and bias of a product, [out, in] and [out]."""
+
+    weight: Stored
+    bias: Tensor
+
+    def to(self, device: torch.device) -> BiasedWeight:
+        """Return the same parameters on `device`."""
+        return BiasedWeight(self.weight.to(device), self.bias.to(device))
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderLayer:
     """Parameters of one block."""
 
-    qkv: Affine
+    qkv: BiasedWeight
     """Product whose rows are E of queries, E of keys and E of values."""
-    o: Affine
+    o: BiasedWeight
     attention_norm: Affine
-    up: Affine
-    down: Affine
+    up: BiasedWeight
+    down: BiasedWeight
     output_norm: Affine
 
     def to(self, device: torch.device) -> EncoderLayer:
@@ -61,7 +74,7 @@ class EncoderWeights:
     types_TE: Tensor
     norm: Affine
     layers: tuple[EncoderLayer, ...]
-    head: tuple[Affine, Affine] | None
+    head: tuple[BiasedWeight, BiasedWeight] | None
     """Products [E, E] and [1, E] of the head, if the model scores pairs, else None."""
 
     def to(self, device: torch.device) -> EncoderWeights:
@@ -124,20 +137,26 @@ class _Loader:
         name = f"{self._prefix}encoder.layer.{layer}"
         parts = [self._affine(f"{name}.attention.self.{part}", hidden, hidden) for part in ("query", "key", "value")]
         return EncoderLayer(
-            qkv=Affine(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])),
-            o=self._affine(f"{name}.attention.output.dense", hidden, hidden),
+            qkv=BiasedWeight(
+                Stored.from_dense(torch.cat([part.weight for part in parts])), torch.cat([part.bias for part in parts])
+            ),
+            o=self._product(f"{name}.attention.output.dense", hidden, hidden),
             attention_norm=self._affine(f"{name}.attention.output.LayerNorm", hidden),
-            up=self._affine(f"{name}.intermediate.dense", ffn, hidden),
-            down=self._affine(f"{name}.output.dense", hidden, ffn),
+            up=self._product(f"{name}.intermediate.dense", ffn, hidden),
+            down=self._product(f"{name}.output.dense", hidden, ffn),
             output_norm=self._affine(f"{name}.output.LayerNorm", hidden),
         )
 
-    def _head(self) -> tuple[Affine, Affine] | None:
+    def _head(self) -> tuple[BiasedWeight, BiasedWeight] | None:
         if self._spec.head is None:
             return None
         hidden = self._spec.hidden_size
         dense, out = self._spec.head
-        return self._affine(dense, hidden, hidden), self._affine(out, 1, hidden)
+        return self._product(dense, hidden, hidden), self._product(out, 1, hidden)
+
+    def _product(self, name: str, rows: int, columns: int) -> BiasedWeight:
+        weight, bias = self._tensor(f"{name}.weight", rows, columns), self._tensor(f"{name}.bias", rows)
+        return BiasedWeight(Stored.from_dense(weight), bias)
 
     def _affine(self, name: str, rows: int, *inner: int) -> Affine:
         return Affine(self._tensor(f"{name}.weight", rows, *inner), self._tensor(f"{name}.bias", rows))

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from headrace.engine.model.checkpoint.weights import Weight
+from headrace.ops.formats import Stored
 from headrace.ops.stream import HeadNorms, Stream
 
 __all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "Step"]
@@ -86,10 +86,10 @@ class BlockOps(Protocol[_Packed, _Step, _Kv]):
 class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
     """Protocol of a device's operations without adapters, which also pack the weights for all others."""
 
-    def pack(self, weight: Weight, bias_O: Tensor | None) -> Packed:
+    def pack(self, weight: Stored, bias_O: Tensor | None) -> Packed:
         """Return a weight [O, I] and its bias in the form in which this device multiplies by them."""
         ...
 
-    def pack_head(self, weight_VE: Weight) -> Packed:
+    def pack_head(self, weight_VE: Stored) -> Packed:
         """Return the output head's weight in the form in which this device multiplies by it."""
         ...

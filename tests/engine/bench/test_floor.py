@@ -8,9 +8,10 @@ from pathlib import Path
 import anyio
 import pytest
 import tiny_models
+import torch
 
 from headrace.engine import Engine
-from headrace.engine.bench.floor import Cost, Speed, cost_of, measure, model_cost
+from headrace.engine.bench.floor import Cost, Speed, cost_of, measure, model_cost, stored_bytes
 from headrace.engine.bench.shapes import SHAPES
 from headrace.engine.bench.workload import public_workload
 from headrace.engine.model.families.registry import from_hf
@@ -19,7 +20,8 @@ H200 = Speed(4.3e12, 791e12)
 
 
 def bf16(name: str) -> Cost:
-    return cost_of(from_hf(SHAPES[name]), weight_size=2, kv_size=2)
+    spec = from_hf(SHAPES[name])
+    return cost_of(spec, weight_bytes=stored_bytes(None, spec, torch.bfloat16), kv_size=2)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from headrace.engine import (
 from headrace.engine.grammar.compiled import CompiledGrammar
 from headrace.engine.scheduling.plan import Capacity, PageEntry, StepPlan
 from headrace.engine.scheduling.request import Sampling
+from headrace.ops.formats import Stored
 
 LENGTHS = (1, 2, 16, 17, 37, 65, 127, 128)
 """As many as an engine has rows."""
@@ -457,7 +458,7 @@ def test_logits_leave_the_head_in_float32(gpu: Gpu, rows: int) -> None:
     )
     weight_VE = torch.ones(128, 64)
     weight_VE[100, 0] += 1 / 128
-    logits_SV = ops.logits(torch.ones(rows, 64).bfloat16(), ops.pack_head(weight_VE.bfloat16()))
+    logits_SV = ops.logits(torch.ones(rows, 64).bfloat16(), ops.pack_head(Stored.from_dense(weight_VE.bfloat16())))
     assert logits_SV.dtype is torch.float32
     assert torch.equal(logits_SV.argmax(-1), torch.full((rows,), 100))
 

@@ -20,7 +20,7 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
-from headrace.ops.quantised import GroupQuantised
+from headrace.ops.formats import Int4Groups, Stored
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 4, 2, 64, 512, 40
 SHAPES = {
@@ -97,10 +97,8 @@ def in_halves(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def tensor_of(weight: object) -> torch.Tensor:
-    if isinstance(weight, GroupQuantised):
-        return weight.dense(torch.float32)
-    assert isinstance(weight, torch.Tensor)
-    return weight
+    assert isinstance(weight, Stored)
+    return weight.dense(torch.float32)
 
 
 @pytest.mark.parametrize("keep_packed", [False, True])
@@ -118,11 +116,11 @@ def test_every_kind_loads_as_the_package_dequantises_it(kind: Kind, keep_packed:
     }
     for field, values in wanted.items():
         found = (layer.feed if field in layer.feed.matrices else layer.mixer).matrices[field]
-        assert isinstance(found, GroupQuantised) is (keep_packed and kind in (Kind.Q4_0, Kind.Q4_1))
+        assert isinstance(found.format, Int4Groups) is (keep_packed and kind in (Kind.Q4_0, Kind.Q4_1))
         assert np.array_equal(tensor_of(found).numpy(), values), field
     assert np.array_equal(weights.embedding_VE.numpy(), expected["token_embd.weight"])
     assert np.array_equal(layer.feed.vectors["norm_E"].numpy(), expected["blk.0.ffn_norm.weight"])
-    assert weights.head is weights.embedding_VE
+    assert weights.head.parts["values"] is weights.embedding_VE
 
 
 def test_only_the_llama_architecture_interleaves_pairs(tmp_path: Path) -> None:
@@ -192,9 +190,9 @@ def test_smollm2_agrees_with_the_package(smollm2: Path) -> None:
     qkv = np.concatenate([in_halves(q), in_halves(k), v])
     assert np.array_equal(tensor_of(weights.layers[29].mixer.matrices["qkv"]).numpy(), qkv)
     kept = packed.layers[29].mixer.matrices["qkv"]
-    assert isinstance(kept, GroupQuantised)
+    assert kept.format == Int4Groups(32)
     assert np.array_equal(tensor_of(kept).numpy(), qkv)
-    assert kept.values_OI.dtype == torch.uint8 and int(kept.values_OI.max()) == 15
+    assert int(kept.parts["values"].max()) == 15
     assert np.array_equal(weights.embedding_VE.numpy(), dequantised("token_embd.weight"))
     assert torch.equal(packed.embedding_VE, weights.embedding_VE.bfloat16())
 

@@ -13,14 +13,14 @@ import tiny_models
 import torch
 from leftovers import Threads
 from safetensors.torch import load_file, save_file
+from stored_weights import random_groups
 
 from headrace.engine import ModelRejected
 from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.weights import LayerWeights, load_weights, open_weights
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.shared.load_threads import load_threads
-from headrace.ops.cpu.linear import linear
-from headrace.ops.quantised import GROUP, GroupQuantised
+from headrace.ops.cpu.linear import Int4Kernel
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -82,9 +82,11 @@ def test_the_earliest_error_ends_a_load(count: int) -> None:
 
 
 def tensors_of(layer: LayerWeights) -> dict[tuple[int, str], torch.Tensor]:
-    parts = (layer.mixer.matrices, layer.mixer.vectors, layer.feed.matrices, layer.feed.vectors)
-    named = {(number, name): tensor for number, part in enumerate(parts) for name, tensor in part.items()}
-    return {name: torch.as_tensor(tensor) for name, tensor in named.items()}
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for number, part in enumerate((layer.mixer, layer.feed)):
+        found |= {(number, name): matrix.dense(torch.bfloat16) for name, matrix in part.matrices.items()}
+        found |= {(number, name): vector for name, vector in part.vectors.items()}
+    return found
 
 
 def test_layers_read_one_by_one_are_those_of_a_whole_load(tmp_path: Path) -> None:
@@ -99,7 +101,8 @@ def test_layers_read_one_by_one_are_those_of_a_whole_load(tmp_path: Path) -> Non
     for number, layer in enumerate(layers):
         found, expected = tensors_of(layer), tensors_of(whole.layers[number])
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    assert torch.equal(weights.embedding_VE, whole.embedding_VE) and torch.equal(weights.head, whole.head)
+    assert torch.equal(weights.embedding_VE, whole.embedding_VE)
+    assert torch.equal(weights.head.dense(torch.bfloat16), whole.head.dense(torch.bfloat16))
     done = [first for first, _ in told]
     assert done == sorted(set(done)) and told[-1][0] == told[-1][1] == told[0][1]
 
@@ -119,14 +122,13 @@ def test_a_damaged_layer_is_refused_when_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outs", [16, 48, 9600, 9616])
 def test_a_weight_packed_in_parts_is_the_weight_packed_at_once(outs: int) -> None:
-    generator = torch.Generator().manual_seed(outs)
-    values_OI = torch.randint(0, 16, (outs, 2 * GROUP), dtype=torch.uint8, generator=generator)
-    scale_OG, minimum_OG = torch.randn(2, outs, 2, generator=generator).unbind()
-    weight = GroupQuantised(values_OI, scale_OG, minimum_OG)
-    product: Any = linear(weight, None, dtype=torch.bfloat16)
+    torch.manual_seed(outs)
+    weight = random_groups(outs, 64)
+    values_OI, scale_OG, minimum_OG = (weight.parts[name] for name in ("values", "scale", "minimum"))
+    product: Any = Int4Kernel().pack(weight, None, torch.bfloat16)
     whole = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values_OI.int(), 1)
     assert torch.equal(product._packed, whole)
-    expected_OGg = values_OI.view(outs, 2, GROUP) * scale_OG[..., None] + minimum_OG[..., None]
+    expected_OGg = values_OI.view(outs, 2, 32) * scale_OG[..., None] + minimum_OG[..., None]
     assert torch.equal(weight.dense(torch.bfloat16), expected_OGg.flatten(1).to(torch.bfloat16))
 
 

@@ -103,15 +103,15 @@ def test_fused_parameters_equal_the_modules(family: str, tied: bool, shard_size:
     reference = model(family, tied)
     assert torch.equal(weights.embedding_VE, reference.model.embed_tokens.weight)
     assert torch.equal(weights.final_norm_E, reference.model.norm.weight)
-    assert (weights.head is weights.embedding_VE) is tied
-    assert isinstance(weights.head, torch.Tensor) and torch.equal(weights.head, reference.lm_head.weight)
+    assert (weights.head.parts["values"] is weights.embedding_VE) is tied
+    assert torch.equal(weights.head.dense(torch.float32), reference.lm_head.weight)
     assert len(weights.layers) == 2
     for found, layer in zip(weights.layers, reference.model.layers, strict=True):
         for part, expected in zip((found.mixer, found.feed), expected_layer(layer), strict=True):
-            values = {**part.matrices, **part.vectors}
+            values = {name: matrix.dense(torch.float32) for name, matrix in part.matrices.items()} | dict(part.vectors)
             assert values.keys() == {field for field, tensor in expected.items() if tensor is not None}
             for field, value in values.items():
-                assert torch.equal(torch.as_tensor(value), expected[field]), field
+                assert torch.equal(value, expected[field]), field
     assert done == sorted(done) and done[-1][0] == done[-1][1] == sum(p.nbytes for p in reference.parameters())
 
 
@@ -139,10 +139,11 @@ def test_random_weights_come_from_the_seed_alone() -> None:
         return load_weights("random", spec, dtype=torch.float32, device="cpu", seed=seed)
 
     first, again, other = make(1), make(1), make(2)
-    one, two = (torch.as_tensor(made.layers[1].mixer.matrices["qkv"]) for made in (first, again))
+    one, two = (made.layers[1].mixer.matrices["qkv"].dense(torch.float32) for made in (first, again))
     assert torch.equal(one, two)
     assert not torch.equal(first.embedding_VE, other.embedding_VE)
-    assert first.head is first.embedding_VE and first.embedding_VE.std().item() == pytest.approx(0.02, rel=0.1)
+    assert first.head.parts["values"] is first.embedding_VE
+    assert first.embedding_VE.std().item() == pytest.approx(0.02, rel=0.1)
     vectors = first.layers[0].mixer.vectors
     assert (first.final_norm_E == 1).all() and (vectors["q_norm_D"] == 1).all() and "qkv_bias" not in vectors
 
@@ -206,7 +207,7 @@ def test_harmless_leftovers_are_allowed(tmp_path: Path) -> None:
         },
     )
     _, weights = load(tmp_path)
-    assert weights.head is weights.embedding_VE
+    assert weights.head.parts["values"] is weights.embedding_VE
 
 
 def test_scales_of_an_8_bit_cache_are_read_under_either_name(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""`Inventory`: the tensors of a model in a checkpoint, found and checked by name and shape; never reads their numbers.
+
+A name that is missing, left over or of another shape is an error before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from headrace.engine.errors import ModelRejected
+from headrace.engine.model.checkpoint.plan import all_parts
+from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Found, Reader, find
+from headrace.engine.model.roles import Names, Part
+from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.formats import Dense
+
+__all__ = ["Inventory"]
+
+_TIED_LEFTOVER = "lm_head.weight"
+_PREFIX = "model."
+
+
+class Inventory:
+    """How an open checkpoint holds each tensor that a decoder needs."""
+
+    def __init__(self, files: Checkpoint, spec: DecoderSpec, readers: Sequence[Reader] = READERS) -> None:
+        """Find all tensors of `spec`, each by the first of `readers` that knows it.
+
+        Raises:
+            ModelRejected: A tensor is missing, left over, or of another shape.
+        """
+        self.files = files
+        is_bare = not any(name.startswith(_PREFIX) for name in files.shapes)
+        self.names: Names = spec.names.without(_PREFIX) if is_bare else spec.names
+        """Names of the tensors; a folder may have been saved without the class that holds the head."""
+        self.scales = [self._scale_names(layer) for layer in range(spec.num_layers)]
+        """Names of each layer's scales of an 8-bit cache, which it may have."""
+        self.tied_leftover: Found | None = None
+        """A stored head that should be the embedding, since the spec ties them; None if there is none."""
+        wanted = {self.names.of(part): shape for part, shape in all_parts(spec)}
+        self._found = {name: found for name in wanted if (found := find(files, name, readers)) is not None}
+        missing = [name for name in wanted if name not in self._found]
+        if missing:
+            self.refuse(missing[0], "missing", f"the {len(wanted)} tensors of the model ({len(missing)} missing)")
+        head_shape = (spec.vocab_size, spec.hidden_size)
+        if spec.tied_head and not is_bare and files.shapes.get(_TIED_LEFTOVER) == head_shape:
+            self.tied_leftover = find(files, _TIED_LEFTOVER, readers)
+        self._check_leftovers()
+        for name, shape in wanted.items():
+            self._check_shape(name, shape)
+
+    def of(self, part: Part) -> Found:
+        """Return how the checkpoint holds a tensor of the model."""
+        return self._found[self.names.of(part)]
+
+    def is_plain(self, part: Part) -> bool:
+        """Return whether the checkpoint holds a tensor as numbers of one floating-point dtype, nothing packed."""
+        found = self.of(part)
+        plain = sum(spec.nbytes for spec in found.format.parts(found.shape).values())
+        return isinstance(found.format, Dense) and found.nbytes(self.files) == plain
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that hold the model's tensors."""
+        return sum(found.nbytes(self.files) for found in self._found.values())
+
+    def refuse(self, tensor: str, value: object, limit: object) -> NoReturn:
+        """Raise `ModelRejected` that says: the tensor is `value`, but `limit` is wanted."""
+        message = f"{self.files.name}: the tensor {tensor[:200]} is {value}; wanted: {limit}"
+        raise ModelRejected(message, field=tensor, value=value, limit=limit)
+
+    def _check_leftovers(self) -> None:
+        known = {tensor for found in self._found.values() for tensor in found.tensors}
+        known.update(name for names in self.scales for name in names)
+        if self.tied_leftover is not None:
+            known.add(_TIED_LEFTOVER)
+        left = [name for name in self.files.shapes if name not in known and not self.names.harmless.fullmatch(name)]
+        if left:
+            self.refuse(left[0], "left over", f"the tensors of the model ({len(left)} left over)")
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        found = self._found[name]
+        if found.shape != shape:
+            self.refuse(name, list(found.shape), f"the shape {list(shape)}")
+        try:
+            found.format.parts(shape)
+        except ValueError as error:
+            self.refuse(name, f"stored as {found.format.name}", error)
+
+    def _scale_names(self, layer: int) -> list[str]:
+        prefix = self.names.layer_prefix.format(layer)
+        return [prefix + name.format(kind) for kind in "kv" for name in self.names.kv_scales]

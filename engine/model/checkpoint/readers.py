@@ -1,0 +1,115 @@
+"""Readers: find out how a checkpoint stores a weight, and read it in that format; never decide what a model needs.
+
+A loader asks its readers in order, and the first that knows a weight reads it. So a stored format that headrace does
+not know comes as one reader in front of `READERS`, with nothing else changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.ops.formats import Dense, Format, Int4Groups, Stored
+
+__all__ = ["READERS", "Allocate", "Checkpoint", "Found", "GgufGroups", "Pieces", "PlainTensors", "Reader", "find"]
+
+Checkpoint: TypeAlias = SafetensorsFolder | GgufFile
+"""The open files of a model. `shapes` has all tensors by name."""
+Allocate: TypeAlias = Callable[[int], Tensor]
+"""Function that returns uint8 host memory of a given number of bytes, valid until the next piece is asked for."""
+Pieces: TypeAlias = Iterator[tuple[int, Stored]]
+"""A weight in pieces in host memory, in order, each with its first output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A weight as a checkpoint holds it; nothing of it is read yet."""
+
+    format: Format
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]
+    """Names of the checkpoint's tensors from which the weight is read."""
+    pieces: Callable[[int, Allocate], Pieces]
+    """Function that reads the weight, given about how many elements a piece has and where one part of it may lie."""
+
+    def nbytes(self, files: Checkpoint) -> int:
+        """Return the bytes of the files that hold the weight."""
+        return sum(map(files.nbytes, self.tensors))
+
+
+class Reader(Protocol):
+    """Protocol of what knows one way in which checkpoints store weights."""
+
+    def find(self, files: Checkpoint, name: str) -> Found | None:
+        """Return how `files` hold the weight of a name such as `model.layers.0.mlp.up_proj.weight`.
+
+        None if they do not hold it in this reader's way. Shapes in `files` are those of a possibly hostile header.
+
+        Raises:
+            ModelRejected: They hold it in this way, but it is damaged.
+        """
+        ...
+
+
+class GgufGroups:
+    """Reads Q4_0 and Q4_1 matrices of GGUF files as groups of 4-bit values."""
+
+    _FORMAT = Int4Groups(32)
+
+    def find(self, files: Checkpoint, name: str) -> Found | None:
+        """Return the matrix of a GGUF file if it has groups."""
+        if not isinstance(files, GgufFile) or name not in files.tensors or not files.has_groups(name):
+            return None
+        shape = files.shapes[name]
+
+        def pieces(elements: int, _allocate: Allocate) -> Pieces:
+            for first, (values_OI, scale_OG, minimum_OG) in files.groups(name, elements):
+                parts = {"values": values_OI, "scale": scale_OG, "minimum": minimum_OG}
+                yield first, Stored(self._FORMAT, (len(values_OI), shape[-1]), parts)
+
+        return Found(self._FORMAT, shape, (name,), pieces)
+
+
+class PlainTensors:
+    """Reads a weight from the tensor of its own name: numbers as they are, or as a GGUF file's blocks unpack."""
+
+    def find(self, files: Checkpoint, name: str) -> Found | None:
+        """Return the tensor if there is one of this name.
+
+        Raises:
+            ModelRejected: The tensor has a dtype that a weight cannot have.
+        """
+        shape = files.shapes.get(name)
+        if shape is None:
+            return None
+        dtype = torch.float32 if isinstance(files, GgufFile) else files.weight_dtype(name)
+
+        def pieces(elements: int, allocate: Allocate) -> Pieces:
+            # The blocks of a GGUF file are unpacked, so that they lie in memory of their own.
+            if isinstance(files, GgufFile):
+                blocks = files.blocks(name, elements)
+            else:
+                blocks = files.blocks(name, elements, allocate)
+            for first, block in blocks:
+                yield first, Stored.from_dense(block)
+
+        return Found(Dense(dtype), shape, (name,), pieces)
+
+
+READERS: tuple[Reader, ...] = (GgufGroups(), PlainTensors())
+"""The readers of a loader that is given no others."""
+
+
+def find(files: Checkpoint, name: str, readers: Sequence[Reader]) -> Found | None:
+    """Return how `files` hold the weight `name`, by the first of `readers` that knows it; None if none does.
+
+    Raises:
+        ModelRejected: A reader knows the weight, but it is damaged.
+    """
+    return next((found for reader in readers if (found := reader.find(files, name)) is not None), None)
