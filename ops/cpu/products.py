@@ -99,9 +99,10 @@ def _chosen(weight: Stored, dtype: torch.dtype, products: Sequence[CpuKernel]) -
     while start < ANY_ROWS.stop:
         best = next((kernel for rows, kernel in usable if start in rows), None)
         if best is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in _refusals(weight, dtype, products).items())
             raise ValueError(
-                f"no product kernel for {start} rows by a weight {list(weight.shape)} in {weight.format.name}: "
-                f"{_refusals(weight, dtype, products)}"
+                f"no product kernel takes {start} rows and a weight {list(weight.shape)} in {weight.format.name}"
+                + (f": {reasons}" if reasons else "")
             )
         # The next number of rows at which a range begins or ends.
         stop = min(edge for rows, _ in [(ANY_ROWS, best), *usable] for edge in (rows.start, rows.stop) if edge > start)

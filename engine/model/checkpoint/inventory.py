@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.plan import all_parts
-from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Found, Reader, find
+from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Found, Reader, find, refuse_tensor
 from headrace.engine.model.roles import Names, Part
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense
@@ -67,8 +66,7 @@ class Inventory:
 
     def refuse(self, tensor: str, value: object, limit: object) -> NoReturn:
         """Raise `ModelRejected` that says: the tensor is `value`, but `limit` is wanted."""
-        message = f"{self.files.name}: the tensor {tensor[:200]} is {value}; wanted: {limit}"
-        raise ModelRejected(message, field=tensor, value=value, limit=limit)
+        refuse_tensor(self.files, tensor, value, limit)
 
     def _check_leftovers(self) -> None:
         known = {tensor for found in self._found.values() for tensor in found.tensors}

@@ -6,18 +6,33 @@ not know comes as one reader in front of `READERS`, with nothing else changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.ops.formats import Dense, Format, Int4Groups, Stored
 
-__all__ = ["READERS", "Allocate", "Checkpoint", "Found", "GgufGroups", "Pieces", "PlainTensors", "Reader", "find"]
+__all__ = [
+    "READERS",
+    "Allocate",
+    "Checkpoint",
+    "Found",
+    "GgufGroups",
+    "Pieces",
+    "PlainTensors",
+    "Reader",
+    "find",
+    "in_parts",
+    "refuse_tensor",
+]
 
 Checkpoint: TypeAlias = SafetensorsFolder | GgufFile
 """The open files of a model. `shapes` has all tensors by name."""
@@ -88,18 +103,14 @@ class PlainTensors:
         shape = files.shapes.get(name)
         if shape is None:
             return None
-        dtype = torch.float32 if isinstance(files, GgufFile) else files.weight_dtype(name)
+        if isinstance(files, SafetensorsFolder):
+            return in_parts(files, Dense(files.weight_dtype(name)), shape, {"values": name})
 
-        def pieces(elements: int, allocate: Allocate) -> Pieces:
-            # The blocks of a GGUF file are unpacked, so that they lie in memory of their own.
-            if isinstance(files, GgufFile):
-                blocks = files.blocks(name, elements)
-            else:
-                blocks = files.blocks(name, elements, allocate)
-            for first, block in blocks:
+        def pieces(elements: int, _allocate: Allocate) -> Pieces:
+            for first, block in files.blocks(name, elements):
                 yield first, Stored.from_dense(block)
 
-        return Found(Dense(dtype), shape, (name,), pieces)
+        return Found(Dense(torch.float32), shape, (name,), pieces)
 
 
 READERS: tuple[Reader, ...] = (GgufGroups(), PlainTensors())
@@ -113,3 +124,61 @@ def find(files: Checkpoint, name: str, readers: Sequence[Reader]) -> Found | Non
         ModelRejected: A reader knows the weight, but it is damaged.
     """
     return next((found for reader in readers if (found := reader.find(files, name)) is not None), None)
+
+
+def in_parts(files: SafetensorsFolder, format: Format, shape: tuple[int, ...], tensors: Mapping[str, str]) -> Found:
+    """Return how `files` hold a matrix or vector each of whose parts is a tensor of its own.
+
+    Args:
+        files: The open checkpoint.
+        format: The format of the weight.
+        shape: Shape of the weight, [out, in] or [out].
+        tensors: Name of the tensor that is each part of the format.
+
+    Raises:
+        ModelRejected: A part is missing, or has another shape or dtype than the format says.
+    """
+    try:
+        specs = format.parts(shape)
+    except ValueError as error:
+        refuse_tensor(files, next(iter(tensors.values())), f"stored as {format.name}", error)
+    for part, spec in specs.items():
+        wanted, name = f"{spec.dtype} {list(spec.shape)}", tensors[part]
+        if name not in files.shapes:
+            refuse_tensor(files, name, "missing", wanted)
+        found = f"{files.dtype(name)} {list(files.shapes[name])}"
+        if found != wanted:
+            refuse_tensor(files, name, found, wanted)
+    return Found(format, shape, tuple(tensors[part] for part in specs), partial(_pieces, files, format, shape, tensors))
+
+
+def _pieces(
+    files: SafetensorsFolder,
+    format: Format,
+    shape: tuple[int, ...],
+    tensors: Mapping[str, str],
+    elements: int,
+    allocate: Allocate,
+) -> Pieces:
+    specs = format.parts(shape)
+    # Whole slices of every part.
+    grain = math.lcm(*(spec.outputs or 1 for spec in specs.values()))
+    outputs = max(elements // math.prod(shape[1:]) // grain, 1) * grain
+    largest = max(specs, key=lambda part: specs[part].nbytes)
+    whole, rows = {}, {}
+    for part, spec in specs.items():
+        if spec.outputs is None:
+            ((_, block),) = files.raw_blocks(tensors[part], math.prod(spec.shape))
+            whole[part] = block.view(spec.shape)
+        else:
+            count = outputs // spec.outputs * math.prod(spec.shape[1:])
+            rows[part] = files.raw_blocks(tensors[part], count, *([allocate] if part == largest else []))
+    for first, blocks in zip(range(0, shape[0], outputs), zip(*rows.values(), strict=True), strict=True):
+        parts = {part: block for part, (_, block) in zip(rows, blocks, strict=True)}
+        yield first, Stored(format, (min(outputs, shape[0] - first), *shape[1:]), parts | whole)
+
+
+def refuse_tensor(files: Checkpoint, tensor: str, value: object, limit: object) -> NoReturn:
+    """Raise `ModelRejected` that says: the tensor is `value`, but `limit` is wanted."""
+    message = f"{files.name}: the tensor {tensor[:200]} is {value}; wanted: {limit}"
+    raise ModelRejected(message, field=tensor, value=value, limit=limit)

@@ -109,6 +109,10 @@ class SafetensorsFolder:
         """Return how many bytes of a file the tensor takes."""
         return self._entries[tensor].nbytes
 
+    def dtype(self, tensor: str) -> torch.dtype:
+        """Return the dtype that the file holds the tensor in, of codes and scales, too."""
+        return _DTYPES[self._entries[tensor].dtype]
+
     def weight_dtype(self, tensor: str) -> torch.dtype:
         """Return the floating-point dtype that the file holds the tensor in.
 
