@@ -6,19 +6,20 @@ kernel multiplies by them without a multiplication for each weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from document_blocks import blocks, run_block
 from model_driver import ModelUnderTest, capacity
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.engine import ModelRejected
-from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Found, in_parts
+from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Found, Reader, in_parts
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
 from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
@@ -102,9 +103,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return packed, plain
 
 
-def load(folder: Path, *, keep_packed: bool) -> tuple[DecoderSpec, DecoderWeights]:
+def load(
+    folder: Path, *, keep_packed: bool, readers: Sequence[Reader] = (TernaryReader(), *READERS)
+) -> tuple[DecoderSpec, DecoderWeights]:
     spec = from_hf(read_hf_config(folder))
-    readers = (TernaryReader(), *READERS)
     weights = load_weights(folder, spec, dtype=torch.float32, device="cpu", keep_packed=keep_packed, readers=readers)
     return spec, weights
 
@@ -120,6 +122,17 @@ def test_logits_are_those_of_the_plain_model(folders: tuple[Path, Path], keep_pa
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert bool(kernel.ran) is keep_packed and max(kernel.ran, default=0) <= 8
+
+
+def test_the_documented_format_does_the_same(folders: tuple[Path, Path]) -> None:
+    document = "docs/extending_formats.md"
+    names = run_block(document, "\n".join(source for _, source in blocks(document)))
+    spec, weights = load(folders[0], keep_packed=True, readers=names["readers"])
+    assert weights.layers[0].down.format == names["Ternary"]()
+    tested = ModelUnderTest.make(spec, weights, torch.float32, capacity(96), names["products"])
+    _, reference = ModelUnderTest.load(folders[1])
+    (found,), (expected,) = (model.logits([IDS], 5, prompt=20) for model in (tested, reference))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_each_product_keeps_the_formats_of_its_tensors(folders: tuple[Path, Path]) -> None:

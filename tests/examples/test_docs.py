@@ -24,8 +24,12 @@ from document_blocks import ROOT, blocks
 from headrace.engine import Engine, EngineConfig, SamplingParams
 
 PROGRAMS = ["README.md", "docs/adapters.md", "docs/embedding.md", "docs/scheduling.md", "docs/serving.md"]
-ELSEWHERE = ["docs/cookbook.md", *(f"docs/coming_from_{tool}.md" for tool in ("vllm", "openai", "llama_cpp"))]
-"""Run by test_cookbook.py and test_coming_from.py."""
+ELSEWHERE = [
+    "docs/cookbook.md",
+    "docs/extending_formats.md",
+    *(f"docs/coming_from_{tool}.md" for tool in ("vllm", "openai", "llama_cpp")),
+]
+"""Run by test_cookbook.py, tests/additive/test_toy_format.py and test_coming_from.py."""
 FRAGMENTS = ["docs/sampling.md", "docs/hooks.md", "docs/embedding.md", "docs/embeddings.md", "docs/serving.md"]
 
 

@@ -2,47 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import pytest
 import torch
-from stored_weights import random_groups
+from stored_weights import Blocks, Table, random_groups
 from torch import Tensor
 
-from headrace.ops.formats import Dense, Int4Groups, PartSpec, Stacked, Stored, joins
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """8-bit floats with one scale for each block of outputs and inputs, the last of which may be partial."""
-
-    outputs: int = 8
-    inputs: int = 16
-    name: str = "blocks"
-
-    def parts(self, shape: tuple[int, ...]) -> Mapping[str, PartSpec]:
-        *outer, outs, ins = shape
-        blocks = (*outer, -(-outs // self.outputs), -(-ins // self.inputs))
-        scale = PartSpec(blocks, torch.float32, outputs=self.outputs)
-        return {"values": PartSpec(shape, torch.float8_e4m3fn), "scale": scale}
-
-    def dense(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        scale = parts["scale"].repeat_interleave(self.outputs, -2).repeat_interleave(self.inputs, -1)
-        return (parts["values"].float() * scale[..., : shape[-2], : shape[-1]]).to(dtype)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Indices into one table of values for the whole weight."""
-
-    name: str = "table"
-
-    def parts(self, shape: tuple[int, ...]) -> Mapping[str, PartSpec]:
-        return {"index": PartSpec(shape, torch.uint8), "table": PartSpec((16,), torch.float32, outputs=None)}
-
-    def dense(self, parts: Mapping[str, Tensor], _shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return parts["table"][parts["index"].long()].to(dtype)
+from headrace.ops.formats import Dense, Int4Groups, Stacked, Stored, joins
 
 
 def blocks(*shape: int) -> Stored:
