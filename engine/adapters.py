@@ -360,7 +360,7 @@ class Adapters:
             failure = AdapterUnavailable(f"the adapter could not be brought to the device: {error}")
             failure.__cause__ = error
             self._slots.failed(version)
-            self._loop.fail_wearers(version, failure)
+            self._loop.fail_adapter(version, failure)
         self._loop.wake()
 
     def _join(self) -> None:

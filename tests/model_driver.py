@@ -17,8 +17,9 @@ from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 from headrace.ops.cpu.block import CpuKv, CpuOps
 from headrace.ops.cpu.lora import CpuAdapterOps
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel
@@ -34,13 +35,7 @@ def capacity(vocab_size: int, **changes: int) -> Capacity:
 
 def request(ids: Sequence[int], count: int, sampling: Sampling | None = None) -> Request:
     """A request for `count` tokens after `ids`."""
-    return Request(
-        tokens=list(ids),
-        prompt_len=len(ids),
-        limit=len(ids) + count,
-        sampling=sampling or Sampling(),
-        stop_ids=frozenset(),
-    )
+    return Request(Asked(limit=len(ids) + count, sampling=sampling or Sampling()), list(ids))
 
 
 class ModelUnderTest:

@@ -139,7 +139,7 @@ async def serving(
                     if isinstance(gate, Gate):
                         gate.release()
                 assert engine._loop is not None
-                engine._loop.scheduler.check()
+                engine._loop.scheduler.roster.check()
             assert not held(engine._loop.scheduler)
 
 
@@ -199,7 +199,7 @@ async def until(condition: Callable[[], object], what: str = "what the test wait
 
 def held(scheduler: Any) -> int:
     """Requests and pages that a scheduler still keeps."""
-    return len(scheduler.requests) + scheduler.pool.held
+    return len(scheduler.roster.requests) + scheduler.pool.held
 
 
 async def returned(engine: ScriptedEngine, steps: int = 2) -> None:
@@ -215,8 +215,8 @@ async def returned(engine: ScriptedEngine, steps: int = 2) -> None:
             await anyio.sleep(0.001)  # not a busy loop: it would keep the waiter's thread from running
     assert now.steps - first <= steps, f"came back after {now.steps - first} steps"
     assert engine._loop is not None
-    engine._loop.scheduler.check()
-    assert not engine._loop.scheduler.requests and not engine._loop._generations
+    engine._loop.scheduler.roster.check()
+    assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
 
 
 async def read(stream: TokenStream) -> list[Token]:

@@ -103,7 +103,8 @@ async def test_seeds_belong_to_their_engine() -> None:
 
     def seeds(engine: ScriptedEngine) -> list[int]:
         return [
-            engine.stream("x", SamplingParams(max_tokens=1))._generation.requests[0].sampling.seed for _ in range(4)
+            engine.stream("x", SamplingParams(max_tokens=1))._generation.requests[0].asked.sampling.seed
+            for _ in range(4)
         ]
 
     async with serving(seed=7) as one:
@@ -112,7 +113,7 @@ async def test_seeds_belong_to_their_engine() -> None:
         mixed = []
         for _ in range(4):
             seeds(other)
-            mixed.append(one.stream("x", SamplingParams(max_tokens=1))._generation.requests[0].sampling.seed)
+            mixed.append(one.stream("x", SamplingParams(max_tokens=1))._generation.requests[0].asked.sampling.seed)
     assert mixed == alone
     assert len(set(alone)) == 4
 

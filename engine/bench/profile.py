@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace.engine import Engine
 from headrace.engine.bench.report import percentile
-from headrace.engine.scheduling.plan import Outcome
+from headrace.engine.scheduling.plan import Committed
 
 __all__ = ["Commit", "HostProfile", "Watch", "host_profile", "steady_intervals", "watching"]
 
@@ -55,7 +55,7 @@ def watching(engine: Engine, requests: int) -> Iterator[Watch]:
         return call
 
     def deliver(original: _Method) -> _Method:
-        def call(outcome: Outcome) -> None:
+        def call(outcome: Committed) -> None:
             if len(watch.first_tokens) < requests:
                 now = time.perf_counter()
                 for emission in outcome.each():

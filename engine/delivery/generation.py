@@ -170,12 +170,12 @@ class Generation:
     def share(self) -> None:
         """Note that one more reader may continue after this generation."""
         for request in self.requests:
-            request.keepers += 1
+            request.streams += 1
 
     def let_go(self) -> None:
         """Note that one reader fewer may continue after this generation; each reader says so once."""
         for request in self.requests:
-            if request.keepers:
+            if request.streams:
                 self._control.let_go(request)
 
     @property

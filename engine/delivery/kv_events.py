@@ -47,9 +47,9 @@ class KvLoad:
         """Return the figures of this moment."""
         pool = scheduler.pool
         return cls(
-            waiting=scheduler.num_waiting,
-            running=scheduler.num_running,
-            paused=scheduler.num_paused,
+            waiting=scheduler.roster.num_waiting,
+            running=scheduler.roster.num_running,
+            paused=scheduler.roster.num_paused,
             pages=pool.num_pages,
             pages_held=pool.held,
             pages_cached=pool.cached,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from headrace.adapters.slots import AdapterVersion
 from headrace.engine.config import EngineConfig
@@ -16,9 +17,10 @@ from headrace.engine.intake.asking import Asking, check_asking
 from headrace.engine.intake.prompts import TokenizerLike
 from headrace.engine.intake.wearing import dressed, root_of, worn_by
 from headrace.engine.params import SamplingParams
+from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, LogitsProcessor, Reporting, Shaping
 
 __all__ = ["make_generation", "make_pooling_request", "make_requests"]
@@ -64,34 +66,42 @@ def make_requests(
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
     shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
+    asked = replace(
+        _asked(asking, worn, len(ids) + (_UNLIMITED if params.max_tokens is None else params.max_tokens)),
+        stop_ids=stop_ids,
+        shaping=shaping,
+        grammar=grammar,
+        jumps=grammar is not None and shaping is None and _takes_runs(asking),
+        processor=_processor(asking, worn),
+        alone=params.deterministic,
+        deadline=asking.ends,
+    )
     requests: list[Request] = []
     for choice in range(params.n):
+        sampling = _sampling(params, seed + choice * _GOLDEN)
         requests.append(
             Request(
-                tokens=list(ids),
-                prompt_len=len(ids),
-                limit=len(ids) + (_UNLIMITED if params.max_tokens is None else params.max_tokens),
-                sampling=_sampling(params, seed + choice * _GOLDEN),
-                shaping=shaping,
-                reporting=_reporting(params, choice, len(ids)),
-                grammar=grammar,
-                alone=params.deterministic,
-                jumps=grammar is not None and shaping is None and _takes_runs(asking),
-                processor=_processor(asking, worn),
-                stop_ids=stop_ids,
-                wears=worn,
-                root=root_of(worn, asking.sharing),
-                priority=asking.priority,
-                tenant=asking.tenant,
-                adapter=asking.adapter,
-                deadline=asking.ends,
+                replace(asked, sampling=sampling, reporting=_reporting(params, choice, len(ids))),
+                list(ids),
                 leader=requests[0] if requests else None,
                 forked=params.n > 1 or asking.before is not None,
                 before=asking.before,
-                keepers=int(params.n == 1),
+                streams=int(params.n == 1),
             )
         )
     return requests
+
+
+def _asked(asking: Asking, version: AdapterVersion | None, limit: int) -> Asked:
+    """Return what every kind of request asks: its limit in tokens, its adapter, and for whom it is."""
+    return Asked(
+        limit=limit,
+        version=version,
+        root=root_of(version, asking.sharing),
+        priority=asking.priority,
+        tenant=asking.tenant,
+        adapter=asking.adapter,
+    )
 
 
 def _processor(asking: Asking, worn: AdapterVersion | None) -> LogitsProcessor | None:
@@ -129,18 +139,7 @@ def make_pooling_request(
         raise InvalidParams(
             "adapter: one with virtual tokens cannot be pooled", field="adapter", value=asking.adapter, limit=0
         )
-    return Request(
-        tokens=list(ids),
-        prompt_len=len(ids),
-        limit=len(ids) + 1,
-        sampling=Sampling(),
-        pooling=pooling,
-        wears=worn,
-        root=root_of(worn, asking.sharing),
-        priority=asking.priority,
-        tenant=asking.tenant,
-        adapter=asking.adapter,
-    )
+    return Request(replace(_asked(asking, worn, len(ids) + 1), pooling=pooling), list(ids))
 
 
 def _reporting(params: SamplingParams, choice: int, prompt_len: int) -> Reporting | None:
@@ -198,19 +197,8 @@ def _first_beam(
             value=search.width,
             limit=vocab_size,
         )
-    return Request(
-        tokens=list(ids),
-        prompt_len=len(ids),
-        limit=len(ids) + 1,
-        sampling=Sampling(),
-        reporting=Reporting(completion=search.candidates),
-        wears=worn,
-        root=root_of(worn, asking.sharing),
-        priority=asking.priority,
-        tenant=asking.tenant,
-        adapter=asking.adapter,
-        holds=True,
-    )
+    reporting = Reporting(completion=search.candidates)
+    return Request(replace(_asked(asking, worn, len(ids) + 1), reporting=reporting, holds=True), list(ids))
 
 
 def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:

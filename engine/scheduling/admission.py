@@ -47,7 +47,7 @@ class Admission:
         self._pace = pace
         self._max_rows = len(roster.free_rows)
         self._spare = self._max_rows // 64  # free rows that may stay free until a step computes prompts
-        self.hopeless: list[Request] = []
+        self.missed: list[Request] = []
         """Requests skipped in the latest pass over the queue because they cannot meet their deadline."""
         self._overtaking = Overtaking(slots, patience=2 * self._max_rows)
 
@@ -59,13 +59,13 @@ class Admission:
         Raises:
             Overloaded: The first token is expected after the deadline.
         """
-        if request.deadline is None or request.leader is not None:  # one decision for all choices
+        if request.asked.deadline is None or request.leader is not None:  # one decision for all choices
             return
         if not (self._roster.running or self._roster.waiting):
             return
         wait = self._policy.expected_wait(request, self._roster.waiting.tokens_before(request), self._pace)
         needed = wait + self._pace.prefill(request.known)
-        left = request.deadline - request.arrived
+        left = request.asked.deadline - request.arrived
         if needed > left:
             raise Overloaded(
                 f"deadline: the first token is expected in {needed:.3f} s, which is not within {left:.3f} s",
@@ -80,8 +80,8 @@ class Admission:
         if len(roster.free_rows) > self._spare or roster.paused or not self._prefixes.enabled:
             return
         while True:
-            yielding = self._policy.displaced(roster.running, len(roster.free_rows) + roster.draining)
-            victim = next(filter(self._prefixes.keeps, yielding), None)
+            displaced = self._policy.displaced(roster.running, len(roster.free_rows) + roster.draining)
+            victim = next(filter(self._prefixes.keeps, displaced), None)
             if victim is None:
                 return
             roster.preempt(victim)
@@ -92,17 +92,17 @@ class Admission:
         """Yield requests that may start in `plan`, the next to serve first, with the pages that hold their prefix.
 
         Start each request, or leave it waiting for this step, before asking for the next. Paused requests are preempted
-        if their rows or pages are needed. Requests that cannot meet their deadline are put into `hopeless`.
+        if their rows or pages are needed. Requests that cannot meet their deadline are put into `missed`.
 
         Args:
             plan: The plan so far: decodes, and chunks of prompts that have begun.
-            now: Seconds, on the clock of `Request.deadline`.
+            now: Seconds, on the clock of `Asked.deadline`.
             before: Yield only requests that overtake this one, whose prompt has begun; None yields any.
             alone: Yield only requests that compute alone, or only others, and stop at the first of the other kind.
         """
         looked_past, step = 0, plan.step
         beside = bool(alone or before or plan.others)
-        self.hopeless.clear()
+        self.missed.clear()
         if not (self._roster.free_rows or self._roster.paused):
             return
         reserved = 0 if before is None else self._pages_owed()
@@ -115,8 +115,8 @@ class Admission:
                 return
             if not beside and self._is_left_to_others(request):
                 return
-            if request.deadline is not None and not self._policy.worthwhile(request, now, self._pace):
-                self.hopeless.append(request)
+            if request.asked.deadline is not None and not self._policy.worthwhile(request, now, self._pace):
+                self.missed.append(request)
                 continue
             if not self._overtaking.may_start(request):
                 looked_past += 1
@@ -125,7 +125,7 @@ class Admission:
             if pages is None:  # another request is computing its prefix: waiting is cheaper than computing it twice
                 looked_past += 1
                 continue
-            if request.alone is not alone:
+            if request.asked.alone is not alone:
                 return
             pages = self._find_room(request, pages, step, now, reserved)
             if pages is None:
@@ -143,20 +143,20 @@ class Admission:
         """Preempt paused requests that hold the slot of a closed adapter."""
         closed = self._overtaking.closed
         for request in self._roster.paused_holders() if closed else ():
-            if request.wears in closed:
+            if request.asked.version in closed:
                 self._roster.preempt(request)
 
     def _pages_owed(self) -> int:
         """Return how many more pages the prompts of running requests will take."""
-        return sum(self._pages_to_come(request, len(request.pages)) for request in self._roster.running)
+        return sum(self._pages_to_come(request, len(request.place.pages)) for request in self._roster.running)
 
     def _pages_to_come(self, request: Request, held: int) -> int:
         """Return how many more pages `request`, which holds `held`, will hold at a time when its tokens are computed.
 
         A request that computes alone takes all its pages at once, so that no chunk is ever cut.
         """
-        ahead = -(-request.known // self._pool.page_size) - request.first_page - held
-        if request.alone:
+        ahead = -(-request.known // self._pool.page_size) - request.place.first_page - held
+        if request.asked.alone:
             return max(0, ahead)
         return max(0, min(ahead, max(1, self._window.fewest_pages(request.known) - held)))
 
@@ -176,8 +176,8 @@ class Admission:
         """Return the pages to start `request` with, preempting paused requests for room; None if it does not fit."""
         found: list[int] | None = pages
         while found is not None and not self._fits(request, found, reserved):
-            if request.before is not None and request.found % self._pool.page_size:
-                request.found -= request.found % self._pool.page_size
+            if request.before is not None and request.place.found % self._pool.page_size:
+                request.place.found -= request.place.found % self._pool.page_size
                 found = found[:-1]  # do without a copy of the last page: its tokens are computed again
                 continue
             if self._roster.draining or not self._preempt_paused(now):
@@ -189,7 +189,7 @@ class Admission:
         """Return whether all known tokens of `request` fit, leaving one more page for every running request."""
         size = self._pool.page_size
         needed = self._pages_to_come(request, len(pages))
-        if request.found % size:
+        if request.place.found % size:
             needed += 1  # the last page is shared and only partly filled: it is copied when it is written
         refs = self._pool.refs
         needed += sum(1 for page in pages if refs[page] == 0)  # available now, but about to be held

@@ -1,7 +1,7 @@
 """Plans the next token of each running request, and takes sampled tokens in: the two loops of every decode step.
 
 It owns no state and does not order prompts. Nearly all requests need only a place in the plan and later a token
-(`Request.smooth`), so both loops check as little as they can of each. Next to read: scheduler.py.
+(`Request.plain_until`), so both loops check as little as they can of each. Next to read: scheduler.py.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ def plan_decodes(
     prefills = []
     for request in list(running):
         start = request.planned
-        if start >= request.smooth:
-            if request.known - start > 1 or (request.pooling is not None and request.known > start):
+        if start >= request.plain_until:
+            if request.known - start > 1 or (request.asked.pooling is not None and request.known > start):
                 prefills.append(request)
                 continue
             if not (start < request.known < request.limit and request.is_decodable):
                 continue
             if not growth.make_ready(plan, request, 1, now):
                 continue
-            if not (request.forked or request.jumps or request.discard or request.processor is not None):
-                request.smooth = min(request.room(page_size), request.limit - 2)
+            if request.is_plain:
+                request.plain_until = min(request.room(page_size), request.limit - 2)
         decodes.append(request)
         starts.append(start)
-        request.ready, request.planned, request.known = start, start + 1, start + 2
+        request.ready = start
+        request.planned = start + 1
+        request.known = start + 2
         request.latest_step = step
         request.in_flight += 1
     plan.rows += [request.row for request in decodes]
@@ -61,7 +63,7 @@ def plan_tokens(plan: StepPlan, request: Request, most: int, growth: Growth, now
     count = growth.make_ready(plan, request, min(request.known - start, most), now)
     if not count:
         return 0
-    samples = start + count == request.known and request.pooling is None
+    samples = start + count == request.known and request.asked.pooling is None
     plan.others.append(Work(request, request.row, start, count, samples))
     plan.tokens += count
     request.ready = start
@@ -76,7 +78,7 @@ def plan_tokens(plan: StepPlan, request: Request, most: int, growth: Growth, now
 def take_tokens(
     plan: StepPlan, result: StepResult, vocab_size: int, page_size: int
 ) -> tuple[list[Request], set[Request]]:
-    """Append the tokens of a finished step to those of its decodes for which `Request.smooth` allows it.
+    """Append the tokens of a finished step to those of its decodes for which `Request.plain_until` allows it.
 
     Args:
         plan: The plan of the step.
@@ -96,11 +98,11 @@ def take_tokens(
         raise ValueError(f"{len(ids)} tokens for {plan.size} works")
     for index in result.instead:
         if index < len(plan.decodes):
-            plan.decodes[index].smooth = 0
+            plan.decodes[index].plain_until = 0
     full: list[Request] = []
     others = {work.request for work in plan.others}
     for request, start, token in zip(plan.decodes, plan.starts, ids, strict=False):
-        if start < request.smooth and 0 <= token < vocab_size and token not in request.stop_ids:
+        if start < request.plain_until and 0 <= token < vocab_size and token not in request.stop_ids:
             request.in_flight -= 1
             request.computed = end = start + 1
             request.tokens.append(token)

@@ -35,7 +35,7 @@ class Failures:
         self.most_tokens = capacity.max_batched_tokens
         """Largest number of tokens in a step."""
 
-    def take_in(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
+    def fail_step(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
         """Take in a step that raised, after which its requests fail or start over; return the failures.
 
         Requests that share pages with them start over.
@@ -43,21 +43,21 @@ class Failures:
         again = isinstance(error, OutOfMemory) and self._can_shrink(plan)
         size = self._capacity.page_size
         emissions = []
-        spoilt = {page for _, page in [*plan.fetches, *plan.copies]}
+        tainted = {page for _, page in [*plan.fetches, *plan.copies]}
         self._swaps.fail(plan, self._roster.requests.values())
         failed: set[Request] = set()
         for work in plan.works:
             request = work.request
-            spoilt.update(request.pages[max(0, work.start // size - request.first_page) :])
+            tainted.update(request.place.pages[max(0, work.start // size - request.place.first_page) :])
             request.in_flight -= 1
             request.discard = max(request.discard - 1, 0)
             failed.update((request, request.leader or request))
             if request.state is not State.FINISHED and not again:
                 emissions.append(self._roster.fail(request, error))
             elif not request.in_flight and (request.leaving or request.state is State.FINISHED):
-                request.spoilt = True
-                self._roster.let_go(request)
-        self._roster.spoil(spoilt, failed)
+                request.place.is_tainted = True
+                self._roster.release_drained(request)
+        self._roster.taint(tainted, failed)
         return emissions
 
     def limit(self, running: list[Request]) -> tuple[list[Request], bool]:
@@ -92,6 +92,7 @@ class Failures:
     def _allow(self, rows: int, tokens: int) -> None:
         """Limit steps to `rows` requests and `tokens` tokens, at most the capacity."""
         most_rows, most_tokens = self._capacity.max_rows, self._capacity.max_batched_tokens
-        self.most_rows, self.most_tokens = max(1, min(rows, most_rows)), max(1, min(tokens, most_tokens))
+        self.most_rows = max(1, min(rows, most_rows))
+        self.most_tokens = max(1, min(tokens, most_tokens))
         self.is_cautious = self.most_rows < most_rows or self.most_tokens < most_tokens
         self._good = 0

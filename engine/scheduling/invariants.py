@@ -27,7 +27,7 @@ def check_scheduler(
     Raises:
         AssertionError: They disagree, which is a defect of headrace.
     """
-    pool.check(request.pages for request in requests)
+    pool.check(request.place.pages for request in requests)
     rows = [*free_rows, *(request.row for request in requests if request.row >= 0)]
     assert sorted(rows) == list(range(max_rows)), "rows are lost or doubly owned"
     for request in requests:
@@ -37,7 +37,7 @@ def check_scheduler(
     assert len(leaving) == draining, "the count of draining requests is wrong"
     for key, owner in promises.items():
         assert owner.state is State.RUNNING and not owner.leaving, "a promise of a request that is not running"
-        assert key in owner.keys[owner.registered :], "a promise that is already kept"
+        assert key in owner.place.keys[owner.place.registered :], "a promise that is already kept"
 
 
 def _check_queues(
@@ -57,19 +57,19 @@ def _check_request(request: Request, size: int) -> None:
     assert len(request.tokens) <= request.known <= max(request.limit, len(request.tokens)), "known out of range"
     assert request.planned <= request.room(size), "planned beyond the page table"
     assert request.in_flight >= request.discard >= 0, "more to discard than is in flight"
-    assert request.registered * size <= request.planned, "a page is offered before it is full"
-    if request.smooth:
-        _check_smooth(request, size)
+    assert request.place.registered * size <= request.planned, "a page is offered before it is full"
+    if request.plain_until:
+        _check_plain(request, size)
     if request.awaited >= 0:
         assert not request.in_flight and request.known == len(request.tokens) + 1, "awaits a token too many"
     if request.state is State.WAITING:
         assert not request.in_flight, "a waiting request has a step in flight"
         assert request.row < 0, "a waiting request holds a row"
-    stored = request.first_page + len(request.places)
-    assert request.stored <= stored * size, "more is stored than its places hold"
-    assert not request.places or request.row < 0, "a request with a row is swapped out"
+    stored = request.place.first_page + len(request.place.host_places)
+    assert request.place.stored <= stored * size, "more is stored than its places hold"
+    assert not request.place.host_places or request.row < 0, "a request with a row is swapped out"
     if request.row < 0:
-        assert not request.pages, "pages without a row"
+        assert not request.place.pages, "pages without a row"
     if request.state is State.FINISHED:
         assert request.in_flight, "a finished request is kept with nothing in flight"
         assert request.failed != (request.finish_reason is not None), "finished without exactly one end"
@@ -77,8 +77,9 @@ def _check_request(request: Request, size: int) -> None:
         assert request.finish_reason is None and not request.failed, "an end without being finished"
 
 
-def _check_smooth(request: Request, size: int) -> None:
-    odd = request.leaving or request.discard or request.forked or request.jumps or request.unsent or request.is_held
-    assert not odd and request.state in (State.RUNNING, State.PAUSED), "a smooth request is out of the ordinary"
-    assert request.known == request.planned + 1, "a smooth request does not owe one token"
-    assert request.smooth <= min(request.room(size), request.limit - 2), "smooth beyond pages or limit"
+def _check_plain(request: Request, size: int) -> None:
+    odd = request.leaving or request.unsent or request.is_held or not request.is_plain
+    assert not odd and request.state in (State.RUNNING, State.PAUSED), "a plain request is out of the ordinary"
+    assert request.known == request.planned + 1, "a plain request does not owe one token"
+    most = min(request.room(size), request.limit - 2)
+    assert request.plain_until <= most, "a request is plain beyond its pages or its limit"

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_
 
 from headrace.engine.errors import PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
+from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Report, Reporting, Shaping
 
@@ -23,7 +24,7 @@ __all__ = [
     "Emission",
     "GivenTokens",
     "NewRow",
-    "Outcome",
+    "Committed",
     "PageEntry",
     "Resizable",
     "RowOptions",
@@ -82,7 +83,9 @@ class Capacity:
                 value=prompt_len,
                 limit=most - room,
             )
-            error.context, error.tokens, error.room = most, prompt_len, room
+            error.context = most
+            error.tokens = prompt_len
+            error.room = room
             raise error
         return most
 
@@ -132,9 +135,10 @@ class RowOptions(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Self:
         """Return the options of a request that has just been given its row."""
+        asked = request.asked
         return cls(
             request.row, list(request.tokens), request.prompt_len,
-            request.shaping, request.reporting, request.grammar, request.pooling, request.processor, request.jumps,
+            asked.shaping, asked.reporting, asked.grammar, asked.pooling, asked.processor, asked.jumps,
         )  # fmt: skip
 
 
@@ -160,8 +164,8 @@ def slid_entries(request: Request) -> list[PageEntry]:
 
     A device may gather masked pages, too, and must not come across the number of a page that does not exist.
     """
-    held = request.pages[:1]
-    return [PageEntry(request.row, place, page) for page in held for place in range(request.first_page)]
+    held = request.place.pages[:1]
+    return [PageEntry(request.row, place, page) for page in held for place in range(request.place.first_page)]
 
 
 @dataclass(slots=True)
@@ -249,7 +253,7 @@ class Emission(NamedTuple):
     """Result of pooling, with which the request ended: an array or tensor of the runner."""
 
 
-class Outcome(NamedTuple):
+class Committed(NamedTuple):
     """Result of committing a step: a token, an end or a failure for each of its requests."""
 
     requests: Sequence[Request]
@@ -258,12 +262,12 @@ class Outcome(NamedTuple):
     """Tokens that `requests` gained, in order."""
     others: list[Emission]
 
-    def pieces(self, size: int) -> Iterator[Outcome]:
-        """Yield the outcome in parts of at most `size` requests."""
+    def pieces(self, size: int) -> Iterator[Committed]:
+        """Yield the result in parts of at most `size` requests."""
         for start in range(0, len(self.requests), size):
-            yield Outcome(self.requests[start : start + size], self.tokens[start : start + size], [])
+            yield Committed(self.requests[start : start + size], self.tokens[start : start + size], [])
         for start in range(0, len(self.others), size):
-            yield Outcome((), (), self.others[start : start + size])
+            yield Committed((), (), self.others[start : start + size])
 
     def each(self) -> Iterator[Emission]:
         """Yield all emissions, one for each request."""

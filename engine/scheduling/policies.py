@@ -51,7 +51,7 @@ class Ageing(FirstCome):
 
     def lane(self, request: Request) -> Hashable:
         """Return the lane of requests whose scores grow alike, so that the first to arrive always stays ahead."""
-        return request.priority, request.adapter is None
+        return request.asked.priority, request.asked.adapter is None
 
     def urgency(self, request: Request, now: float) -> Any:
         """Order by score, highest first, then by arrival."""
@@ -60,9 +60,9 @@ class Ageing(FirstCome):
     def score(self, request: Request, now: float) -> float:
         """Return the score of `request` at `now` (seconds)."""
         waited = min((now - request.arrived) / self.seconds, self.most)
-        extra = self.moe + (1.0 if request.adapter is None else self.adapter)
+        extra = self.moe + (1.0 if request.asked.adapter is None else self.adapter)
         most = _FAR / max(log(self.ratio), 0.001)
-        return float(self.ratio ** max(-most, min(-request.priority, most))) * (1.0 + waited + extra)
+        return float(self.ratio ** max(-most, min(-request.asked.priority, most))) * (1.0 + waited + extra)
 
 
 @checked(frozen=True, config=_SETTINGS)
@@ -78,7 +78,7 @@ class SizeClasses(FirstCome):
 
     def lane(self, request: Request) -> Hashable:
         """Return size class and priority; the first to arrive in a lane has also waited longest."""
-        return self.size(request), request.priority
+        return self.size(request), request.asked.priority
 
     def urgency(self, request: Request, now: float) -> Any:
         """Order overdue requests first, by arrival, then by size class."""
@@ -132,7 +132,7 @@ class FairShare(FirstCome):
 
     def lane(self, request: Request) -> Hashable:
         """Return tenant and adapter."""
-        return request.tenant, request.adapter
+        return request.asked.tenant, request.asked.adapter
 
     def urgency(self, request: Request, now: float) -> Any:
         """Order by what the tenant was given, then the adapter, then by arrival."""
@@ -162,8 +162,8 @@ class FairShare(FirstCome):
         bound = least + self._margin
         ahead: dict[str | None, list[Request]] = {name: [] for name, each in accounts.items() if each.served > bound}
         for request in running if ahead else ():
-            if request.preemptions < _GIVES_WAY and request.tenant in ahead:
-                ahead[request.tenant].append(request)
+            if request.preemptions < _GIVES_WAY and request.asked.tenant in ahead:
+                ahead[request.asked.tenant].append(request)
         for name in sorted(ahead, key=lambda name: accounts[name].served, reverse=True):
             yield from reversed(ahead[name])
 
@@ -171,7 +171,7 @@ class FairShare(FirstCome):
         """Return whether the request's tenant is ahead of another busy tenant."""
         accounts = self._tenants.accounts
         least = min(each.served for each in accounts.values() if each.live)
-        return accounts[request.tenant].served > least + self._margin
+        return accounts[request.asked.tenant].served > least + self._margin
 
     def share(self, tenant: str | None) -> float:
         """Return the fraction of the device that `tenant` would get among the tenants that are busy now and itself."""
@@ -180,14 +180,15 @@ class FairShare(FirstCome):
 
     def arrived(self, request: Request) -> None:
         """Queue the request in the accounts of its tenant and adapter, which catch up if they had nothing queued."""
-        self._tenants.join(request.tenant, request).parts.join(request.adapter, request)
+        self._tenants.join(request.asked.tenant, request).parts.join(request.asked.adapter, request)
 
     def started(self, request: Request) -> None:
         """Charge the prompt tokens that are yet to be computed; recomputing after a preemption is free."""
         if not request.preemptions:
-            self._tenants.start(request.tenant, request)
-            self._tenants.accounts[request.tenant].parts.start(request.adapter, request)
-            self._charge(request.tenant, request.adapter, self.prompt_cost * (request.known - request.planned))
+            tenant, adapter = request.asked.tenant, request.asked.adapter
+            self._tenants.start(tenant, request)
+            self._tenants.accounts[tenant].parts.start(adapter, request)
+            self._charge(tenant, adapter, self.prompt_cost * (request.known - request.planned))
         if request.known > request.prompt_len:
             self._paid[request.id] = request.known
 
@@ -197,16 +198,16 @@ class FairShare(FirstCome):
         for request, _, start, count, samples in works:
             if count > 1 and start >= request.prompt_len:
                 forced = start + count - max(start + 1, self._paid.get(request.id, 0))
-                given[request.tenant, request.adapter] += self.prompt_cost * max(0, forced)
+                given[request.asked.tenant, request.asked.adapter] += self.prompt_cost * max(0, forced)
             if samples:
-                given[request.tenant, request.adapter] += self.output_cost
+                given[request.asked.tenant, request.asked.adapter] += self.output_cost
         for (tenant, adapter), tokens in given.items():
             self._charge(tenant, adapter, tokens)
 
     def ended(self, request: Request) -> None:
         """Forget tenants and adapters that have no requests and are not ahead of the busy ones."""
-        self._tenants.accounts[request.tenant].parts.leave(request.adapter, request)
-        self._tenants.leave(request.tenant, request)
+        self._tenants.accounts[request.asked.tenant].parts.leave(request.asked.adapter, request)
+        self._tenants.leave(request.asked.tenant, request)
         self._paid.pop(request.id, None)
 
     def _charge(self, tenant: str | None, adapter: str | None, tokens: float) -> None:
@@ -215,8 +216,8 @@ class FairShare(FirstCome):
         account.parts.accounts[adapter].served += tokens / self.adapter_weights.get(adapter or "", 1.0)
 
     def _accounts(self, request: Request) -> tuple[Account, Account]:
-        tenant = self._tenants.accounts[request.tenant]
-        return tenant, tenant.parts.accounts[request.adapter]
+        tenant = self._tenants.accounts[request.asked.tenant]
+        return tenant, tenant.parts.accounts[request.asked.adapter]
 
     def _weight(self, tenant: str | None) -> float:
         return 1.0 if tenant is None else self.weights.get(tenant, 1.0)
@@ -234,11 +235,11 @@ class Deadlines(FairShare):
 
     def lane(self, request: Request) -> Hashable:
         """Return the tenant, whose adapters share a queue."""
-        return request.tenant
+        return request.asked.tenant
 
     def place(self, request: Request) -> Any:
         """Order by deadline, then by arrival."""
-        return inf if request.deadline is None else request.deadline, request.order
+        return inf if request.asked.deadline is None else request.asked.deadline, request.order
 
     def urgency(self, request: Request, now: float) -> Any:
         """Order by what the tenant was given, then by deadline."""
@@ -252,17 +253,17 @@ class Deadlines(FairShare):
 
     def overtakes(self, waiting: Request, prefilling: Request, now: float) -> bool:
         """Let the earlier deadline start first within a tenant, and the tenant that was given less among tenants."""
-        if waiting.tenant == prefilling.tenant and prefilling.preemptions < _GIVES_WAY:
+        if waiting.asked.tenant == prefilling.asked.tenant and prefilling.preemptions < _GIVES_WAY:
             return bool(self.place(waiting) < self.place(prefilling))
         return super().overtakes(waiting, prefilling, now)
 
     def worthwhile(self, request: Request, now: float, pace: Pace) -> bool:
         """Return whether the prompt and `answer` tokens can be computed in time if the request starts now."""
-        return request.deadline is None or now + self._needs(request, pace) <= request.deadline
+        return request.asked.deadline is None or now + self._needs(request, pace) <= request.asked.deadline
 
     def expected_wait(self, request: Request, tokens: int, pace: Pace) -> float:
         """Return the seconds that the queue before the request takes, at the tenant's share of the device."""
-        return pace.prefill(tokens) / self.share(request.tenant)
+        return pace.prefill(tokens) / self.share(request.asked.tenant)
 
     def _needs(self, request: Request, pace: Pace) -> float:
         left = max(0, min(request.limit, request.prompt_len + self.answer) - len(request.tokens))

@@ -25,7 +25,7 @@ class Policy(Protocol):
     never needs to be sorted.
 
     Keys are any values that compare with `<`; lower comes first. `now` is in seconds, on the clock of
-    `Request.arrived` and `Request.deadline`. Derive from `FirstCome` to change only some methods.
+    `Request.arrived` and `Asked.deadline`. Derive from `FirstCome` to change only some methods.
     """
 
     def lane(self, request: Request) -> Hashable:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 from headrace.engine.scheduling.shaping import Report
 
-__all__ = ["Choice", "Chosen", "NoToken", "StepResult"]
+__all__ = ["Choice", "Chosen", "NoToken", "StepPart", "StepResult"]
 
 
 class NoToken(Enum):
@@ -69,3 +69,22 @@ class StepResult(NamedTuple):
         """Return the result of a step with one of `tokens` for each work item, and the fields in `more`."""
         instead = {index: token for index, token in enumerate(tokens) if isinstance(token, NoToken)}
         return cls([0 if isinstance(token, NoToken) else token for token in tokens], instead=instead, **more)
+
+
+class StepPart(NamedTuple):
+    """What one work item of a step gave its request."""
+
+    item: int
+    """Index of the work item."""
+    start: int
+    """Position of the first computed token."""
+    end: int
+    """Position behind the last computed token, which is the place of a new token."""
+    samples: bool
+    """Whether there is a new token."""
+    token: int | NoToken
+    """The new token, or what happened in its place; arbitrary if `samples` is False."""
+    result: StepResult
+    """Result of the whole step."""
+    report: Report | None = None
+    """Report on the new token, if the request wants one."""

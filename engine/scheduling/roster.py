@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from headrace.adapters.slots import SlotTable
 from headrace.engine.errors import RequestFailed
+from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.invariants import check_scheduler
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
@@ -35,6 +36,7 @@ class Roster:
     ) -> None:
         """Start with no requests and every row free."""
         self.requests: dict[int, Request] = {}
+        """Every request that waits or still holds a row or pages, by its id."""
         self.waiting = Waiting(policy)
         self.running: list[Request] = []
         """Requests that are planned, by `Request.order`."""
@@ -46,6 +48,7 @@ class Roster:
         """Number of requests that ended or were preempted and whose row and pages are freed with their last launched
         step."""
         self.preemptions = 0
+        """Number of times that a request lost its row and pages to another request."""
         self._max_rows = capacity.max_rows
         self._policy = policy
         self._pool = pool
@@ -54,17 +57,17 @@ class Roster:
         self._swaps = swaps
         self._arrivals = 0
 
-    def take_in(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Queue a new request and give it an id."""
         request.id = self._arrivals
         self._arrivals += 1
         self.requests[request.id] = request
         self._policy.arrived(request)
         if request.before is not None:
-            request.before.keepers += 1
+            request.before.streams += 1
         self.waiting.add(request)
-        if request.wears is not None:
-            self._slots.enter(request.wears)
+        if request.asked.version is not None:
+            self._slots.enter(request.asked.version)
 
     def start(self, request: Request, pages: Sequence[int]) -> None:
         """Give a waiting request a free row that starts with `pages`."""
@@ -74,13 +77,15 @@ class Roster:
             self._pool.share(page)
         request.state = State.RUNNING
         request.row = self.free_rows.pop()
-        if request.wears is not None:
-            self._slots.hold(request.wears)
-        request.pages = list(pages)
-        request.planned = request.computed = request.ready = min(request.found, len(request.tokens) - 1)
-        request.registered = request.planned // self._pool.page_size
+        if request.asked.version is not None:
+            self._slots.hold(request.asked.version)
+        request.place.pages = list(pages)
+        request.planned = min(request.place.found, len(request.tokens) - 1)
+        request.computed = request.planned
+        request.ready = request.planned
+        request.place.registered = request.planned // self._pool.page_size
         self._swaps.bring_in(request)
-        request.registered = request.planned // self._pool.page_size
+        request.place.registered = request.planned // self._pool.page_size
         self._prefixes.promise(request)
         self._policy.started(request)
 
@@ -119,7 +124,7 @@ class Roster:
         """Send `victim` back to wait, now or at its last commit; return True if now."""
         self.preemptions += 1
         victim.preemptions += 1
-        victim.smooth = 0
+        victim.plain_until = 0
         self._prefixes.withdraw(victim)
         if victim.state is State.RUNNING:
             self.running.remove(victim)
@@ -130,24 +135,29 @@ class Roster:
         self._requeue(victim)
         return True
 
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End `request`, which has not ended, with `reason`."""
+        self.end(request)
+        request.finish_reason = reason
+
     def fail(self, request: Request, error: RequestFailed) -> Emission:
         """End `request` with `error`."""
         request.failed = True
         self.end(request)
         return Emission(request, None, None, error)
 
-    def spoil(self, pages: set[int], failed: set[Request]) -> None:
+    def taint(self, pages: set[int], failed: set[Request]) -> None:
         """Preempt requests that hold one of `pages`, which a failed step wrote, or that forked one of its requests.
 
         Both sets grow by the pages and requests that were computed from them. All of these requests start over.
         """
         for request in list(self.requests.values()):
-            first = next((index for index, page in enumerate(request.pages) if page in pages), None)
-            if first is None and (request.leader not in failed or not request.pages):
+            first = next((index for index, page in enumerate(request.place.pages) if page in pages), None)
+            if first is None and (request.leader not in failed or not request.place.pages):
                 continue
-            pages.update(request.pages[first or 0 :])
+            pages.update(request.place.pages[first or 0 :])
             failed.add(request)  # a request that forked it may hold a copy of such a page
-            request.spoilt = True
+            request.place.is_tainted = True
             if request.state is not State.FINISHED:
                 request.discard = request.in_flight
                 if not request.leaving:
@@ -165,7 +175,7 @@ class Roster:
         elif not request.leaving:
             self.running.remove(request)
         request.state = State.FINISHED
-        request.smooth = 0
+        request.plain_until = 0
         self._policy.ended(request)
         if request.in_flight and not request.leaving:
             self.draining += 1
@@ -173,7 +183,7 @@ class Roster:
             self.draining -= request.leaving
             self._release(request)
 
-    def let_go(self, request: Request) -> None:
+    def release_drained(self, request: Request) -> None:
         """Release or requeue a request that ended or was preempted, when its last launched step has been committed."""
         self.draining -= 1
         if request.state is State.FINISHED:
@@ -185,48 +195,79 @@ class Roster:
         """Release the row and pages of a preempted request, swapping out pages if worthwhile, and queue it again."""
         self._swaps.put_out(request)
         self._give_back(request)
-        request.leaving = request.spoilt = False
-        request.awaited, request.unsent, request.is_held = -1, 0, False
+        request.leaving = False
+        request.place.is_tainted = False
+        request.awaited = -1
+        request.unsent = 0
+        request.is_held = False
         request.known = len(request.tokens)
-        request.planned = request.computed = request.ready = request.registered = 0
+        request.planned = 0
+        request.computed = 0
+        request.ready = 0
+        request.place.registered = 0
         if request.state is State.RUNNING:
             request.state = State.WAITING
             self.waiting.add(request)
 
     def _release(self, request: Request) -> None:
-        if request.keepers and request.pages and not (request.failed or request.leaving or request.spoilt):
+        if (
+            request.streams
+            and request.place.pages
+            and not (request.failed or request.leaving or request.place.is_tainted)
+        ):
             self._prefixes.keep(request)
         self._swaps.drop(request)
         self._give_back(request)
-        self._take_over(request)
+        self._drop_previous_turn(request)
         request.leader = None  # a chain of continued requests would otherwise keep all earlier ones alive
-        if request.wears is not None:
-            self._slots.leave(request.wears)
+        if request.asked.version is not None:
+            self._slots.leave(request.asked.version)
         del self.requests[request.id]
 
-    def _take_over(self, request: Request) -> None:
+    def _drop_previous_turn(self, request: Request) -> None:
         """Stop keeping the pages of the previous turn of a request that has ended."""
-        before, request.before = request.before, None
+        before = request.before
+        request.before = None
         if before is not None:
-            self._prefixes.let_go(before)
+            self._prefixes.drop_stream(before)
 
     def _give_back(self, request: Request) -> None:
-        self._pool.release(request.pages)
-        request.pages = []
+        self._pool.release(request.place.pages)
+        request.place.pages = []
         if request.row >= 0:
             self.free_rows.append(request.row)
-            if request.has_options:
+            if request.asked.has_options:
                 self.left_rows.append(request.row)
             request.row = -1
-            if request.wears is not None:
-                self._slots.drop(request.wears)
+            if request.asked.version is not None:
+                self._slots.drop(request.asked.version)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that hold neither row nor pages and are not paused."""
+        return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that are being planned."""
+        return len(self.running)
+
+    @property
+    def num_paused(self) -> int:
+        """Number of requests that are paused because their reader is behind."""
+        return len(self.paused)
+
+    @property
+    def num_swapped(self) -> int:
+        """Number of waiting or paused requests whose pages are in host memory."""
+        return sum(1 for request in self.requests.values() if request.place.host_places)
 
     def live_tokens(self) -> int:
         """Number of distinct tokens whose keys and values requests hold; a page that several share counts once."""
         size = self._pool.page_size
         filled: dict[int, int] = {}
         for request in self.requests.values():
-            for index, page in enumerate(request.pages, request.first_page):
+            for index, page in enumerate(request.place.pages, request.place.first_page):
                 filled[page] = max(filled.get(page, 0), min(size, request.planned - index * size))
         return sum(filled.values())
 
@@ -238,7 +279,7 @@ class Roster:
         """
         self.waiting.check()
         self._slots.check()
-        self._swaps.host.check(request.places for request in self.requests.values())
+        self._swaps.host.check(request.place.host_places for request in self.requests.values())
         check_scheduler(
             self._pool,
             self.requests.values(),

@@ -1,4 +1,4 @@
-"""`Scheduler` decides which requests compute how many tokens in the next step, and applies results of finished steps.
+"""`Scheduler` decides which requests compute how many tokens in the next step; others apply what finished steps gave.
 
 Changes state only in its own synchronous methods and returns work for others; roster.py keeps the books, and a policy
 defines the order. Never waits, never reads a clock, never sees a tensor. Next to read: roster.py.
@@ -13,7 +13,9 @@ from headrace.adapters.slots import AdapterVersion, SlotTable
 from headrace.engine.errors import RequestFailed
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.admission import Admission
-from headrace.engine.scheduling.decoding import plan_decodes, plan_tokens, take_tokens
+from headrace.engine.scheduling.at_commit import at_commit_of
+from headrace.engine.scheduling.commit import Commits
+from headrace.engine.scheduling.decoding import plan_decodes, plan_tokens
 from headrace.engine.scheduling.failures import Failures
 from headrace.engine.scheduling.memory.growth import Growth
 from headrace.engine.scheduling.memory.host_pages import HostPages
@@ -22,30 +24,28 @@ from headrace.engine.scheduling.memory.prefix import Prefixes
 from headrace.engine.scheduling.memory.resizing import Resizing
 from headrace.engine.scheduling.memory.swaps import Swaps
 from headrace.engine.scheduling.memory.window import Window
-from headrace.engine.scheduling.order.alone import Turns
+from headrace.engine.scheduling.order.alone import Alternation
 from headrace.engine.scheduling.order.deadlines import DeadlineQueue
 from headrace.engine.scheduling.order.pace import Pace
-from headrace.engine.scheduling.overview import Overview
 from headrace.engine.scheduling.plan import (
     Capacity,
+    Committed,
     Emission,
     NewRow,
-    Outcome,
     PageEntry,
     RowOptions,
     StepPlan,
     slid_entries,
 )
 from headrace.engine.scheduling.policy import FirstCome, Policy
-from headrace.engine.scheduling.reports import accept_run, failure_of, forced_runs, take_prompt_reports, with_reports
 from headrace.engine.scheduling.request import Request, State
-from headrace.engine.scheduling.result import Chosen, NoToken, StepResult
+from headrace.engine.scheduling.result import Chosen, StepResult
 from headrace.engine.scheduling.roster import Roster
 
 __all__ = ["Scheduler"]
 
 
-class Scheduler(Overview):
+class Scheduler:
     """A scheduler of continuous batches over paged memory.
 
     One rule: a request owes `known - planned` tokens. Decodes, which owe one token, are planned first, then running
@@ -87,19 +87,23 @@ class Scheduler(Overview):
         """Measured step times, which the step loop updates."""
         self.slots = SlotTable() if slots is None else slots
         self.swaps = Swaps(host or HostPages(0), self.pool, self.prefixes, self.pace, window)
-        super().__init__(Roster(capacity, self.pool, self.prefixes, self._policy, self.swaps, self.slots))
+        self.roster = Roster(capacity, self.pool, self.prefixes, self._policy, self.swaps, self.slots)
+        """Books of all requests, for others to read; only the scheduler changes them."""
         self._admission = Admission(
-            self._roster, self.pool, self.prefixes, self._policy, self.swaps, self.pace, self.slots, window
+            self.roster, self.pool, self.prefixes, self._policy, self.swaps, self.pace, self.slots, window
         )
-        self._growth = Growth(self._roster, self.pool, self.prefixes, window, self._policy)
-        self._turns = Turns(capacity.max_batched_tokens)
-        self.failures = Failures(capacity, self._roster, self.swaps)
-        self._resizing = Resizing(self._roster, self.pool, self.swaps, self._policy, window)
+        self._growth = Growth(self.roster, self.pool, self.prefixes, window, self._policy)
+        self._commits = Commits(self.roster, self.pool, self.prefixes, self.pace, capacity.vocab_size)
+        self._alternation = Alternation(capacity.max_batched_tokens)
+        self.failures = Failures(capacity, self.roster, self.swaps)
+        self._resizing = Resizing(self.roster, self.pool, self.swaps, self._policy, window)
         self.sleep_level = 0
         """Level of sleep: above 0, the scheduler has no pages and plans nothing."""
         self._deadlines = DeadlineQueue()
         self._lapsed: list[Emission] = []
-        self._itl_target, self._now, self._step = itl_target, 0.0, 0
+        self._itl_target = itl_target
+        self._now = 0.0
+        self._step = 0
 
     # -- intake ---------------------------------------------------------------------------------------------------
 
@@ -110,36 +114,37 @@ class Scheduler(Overview):
             PromptTooLong: The prompt never leaves room for one token; a pooled request needs none.
             Overloaded: The policy expects the request to miss its deadline.
         """
-        room = 1 if request.pooling is None else 0
-        request.asked = request.limit
-        most = self.capacity.check_length(request.prompt_len, room, whole=request.alone)
-        request.limit = min(request.limit, most + 1 - room)
+        asked = request.asked
+        room = 1 if asked.pooling is None else 0
+        request.at_commit = at_commit_of(asked)
+        most = self.capacity.check_length(request.prompt_len, room, whole=asked.alone)
+        request.limit = min(asked.limit, most + 1 - room)
         self._admission.check_deadline(request)
         if request.leader is not None:
-            request.leader.forked, request.leader.smooth = True, 0  # its next page may be shared from now on
-        self._roster.take_in(request)
-        self._turns.arrived(request)
+            request.leader.forked = True  # its next page may be shared from now on
+            request.leader.plain_until = 0
+        self.roster.add(request)
+        self._alternation.arrived(request)
         self._deadlines.add(request)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End `request` now, in any state; return False if it has already ended."""
         if request.state is State.FINISHED:
             return False
-        self._roster.end(request)
-        request.finish_reason = reason
+        self.roster.finish(request, reason)
         return True
 
-    def let_go(self, request: Request) -> None:
+    def drop_stream(self, request: Request) -> None:
         """Count one stream fewer that may continue `request`."""
-        self.prefixes.let_go(request)
+        self.prefixes.drop_stream(request)
 
     def pause(self, request: Request) -> None:
         """Stop planning `request` until `resume`; it keeps its pages while nobody needs them."""
-        self._roster.pause(request)
+        self.roster.pause(request)
 
     def resume(self, request: Request) -> None:
         """Undo `pause`; do nothing in any other state."""
-        self._roster.resume(request)
+        self.roster.resume(request)
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -154,22 +159,23 @@ class Scheduler(Overview):
             self._lapse(request)
         if self.sleep_level:
             return None
-        if self._roster.waiting:
+        if self.roster.waiting:
             self._admission.share_rows()
         plan = StepPlan(self._step)
-        if not (self._turns.is_due and self._plan_alone(plan)):
+        if not (self._alternation.is_due and self._plan_alone(plan)):
             self._plan_together(plan)
-            if self._turns.any and not plan.size:
+            if self._alternation.any and not plan.size:
                 self._plan_alone(plan)
         if not plan.size:
             return None
         for work in plan.others:
             if work.num_tokens > 1:
                 self.prefixes.offer(work.request)
-        plan.left_rows, self._roster.left_rows = self._roster.left_rows, []
+        plan.left_rows = self.roster.left_rows
+        self.roster.left_rows = []
         self._policy.served(plan.each_work())
         self.swaps.host.load(plan)
-        self._turns.planned(plan, self._roster.requests.values())
+        self._alternation.planned(plan, self.roster.requests.values())
         self._step += 1
         return plan
 
@@ -177,29 +183,29 @@ class Scheduler(Overview):
         """Plan a step of one request that computes alone; return whether one could go on."""
         self._admit(plan, self.capacity.max_batched_tokens, alone=True)
         if not plan.size:
-            self._turns.plan_next(plan, self._roster.running, self._growth, self.capacity.page_size, self._now)
+            self._alternation.plan_next(plan, self.roster.running, self._growth, self.capacity.page_size, self._now)
         plan.alone = plan.size == 1
         return plan.alone
 
     def _plan_together(self, plan: StepPlan) -> None:
         """Plan a step of requests that do not compute alone."""
-        usual, complete = self.failures.limit(self._turns.together(self._roster.running))
+        usual, complete = self.failures.limit(self._alternation.together(self.roster.running))
         prefills = plan_decodes(plan, usual, self._growth, self.capacity.page_size, self._now)
-        if prefills or self._roster.waiting:
+        if prefills or self.roster.waiting:
             self._plan_prefills(plan, prefills, may_start=complete)
 
     def _plan_prefills(self, plan: StepPlan, prefills: Sequence[Request], *, may_start: bool) -> None:
         """Plan prompts with the budget that decodes leave: those that have begun, then new ones if they may start."""
         budget = min(self.failures.most_tokens, self.pace.budget(plan.tokens, self.capacity, self._itl_target))
         for request in sorted(prefills, key=lambda each: self._policy.standing(each, self._now)):
-            if may_start and self._has_room(plan, budget) and self._roster.waiting:
+            if may_start and self._has_room(plan, budget) and self.roster.waiting:
                 self._admit(plan, budget, before=request)
-            if self._has_room(plan, budget) and request.plannable:
+            if self._has_room(plan, budget) and request.is_plannable:
                 plan_tokens(plan, request, budget - plan.tokens, self._growth, self._now)
         if plan.new_rows:  # new requests that overtook others go to the end of the plan
             new = {row.row for row in plan.new_rows}
             plan.others.sort(key=lambda work: work.row in new)
-        if may_start and self._has_room(plan, budget) and self._roster.waiting:
+        if may_start and self._has_room(plan, budget) and self.roster.waiting:
             self._admit(plan, budget)
 
     def _has_room(self, plan: StepPlan, budget: int) -> bool:
@@ -215,44 +221,46 @@ class Scheduler(Overview):
             alone: Admit only the next request, if it computes alone, and give it all its pages at once.
         """
         for request, pages in self._admission.candidates(plan, self._now, before, alone=alone):
-            self._take_row(plan, request, pages)
+            self._give_row(plan, request, pages)
             if alone:
-                self._turns.plan_first(plan, request, self._growth, self._now)
+                self._alternation.plan_first(plan, request, self._growth, self._now)
                 break
             plan_tokens(plan, request, budget - plan.tokens, self._growth, self._now)
             if not self._has_room(plan, budget):
                 break
-        for request in self._admission.hopeless:
+        for request in self._admission.missed:
             self._lapse(request)
-        if self._admission.hopeless and not (self._roster.running or self._roster.waiting):
+        if self._admission.missed and not (self.roster.running or self.roster.waiting):
             self.pace.forget()  # no other step would show that the device is faster by now
 
-    def _take_row(self, plan: StepPlan, request: Request, pages: Sequence[int]) -> None:
+    def _give_row(self, plan: StepPlan, request: Request, pages: Sequence[int]) -> None:
         """Move `request` from the queue to a row that starts with `pages`."""
-        self._roster.start(request, pages)
-        if len(request.pages) > len(pages):
-            request.copied = plan.step
+        self.roster.start(request, pages)
+        if len(request.place.pages) > len(pages):
+            request.place.copied = plan.step
         row = request.row
-        if not request.preemptions and request.elder < 0:
+        if not request.preemptions and request.origin < 0:
             request.cached = request.planned
             self.prompt_tokens += len(request.tokens)
             self.cached_tokens += request.cached
-        tokens = request.tokens[request.planned :]
-        plan.new_rows.append(NewRow(row, request.planned, tokens, request.sampling, request.slot, request.stop_ids))
-        if request.has_options:
+        tokens, asked = request.tokens[request.planned :], request.asked
+        plan.new_rows.append(NewRow(row, request.planned, tokens, asked.sampling, asked.slot, asked.stop_ids))
+        if asked.has_options:
             plan.options.append(RowOptions.of(request))
         plan.entries += slid_entries(request)
-        plan.entries.extend(PageEntry(row, index, page) for index, page in enumerate(request.pages, request.first_page))
+        pages = enumerate(request.place.pages, request.place.first_page)
+        plan.entries.extend(PageEntry(row, index, page) for index, page in pages)
 
     @property
     def next_deadline(self) -> float | None:
         """Time in seconds at which the next request must end; None if no request has a deadline."""
         first = self._deadlines.first
-        return None if first is None else first.deadline
+        return None if first is None else first.asked.deadline
 
     def take_lapsed(self) -> list[Emission]:
         """Return, once, the ends of requests whose deadline passed or could no longer be met in the latest `plan`."""
-        lapsed, self._lapsed = self._lapsed, []
+        lapsed = self._lapsed
+        self._lapsed = []
         return lapsed
 
     def _lapse(self, request: Request) -> None:
@@ -261,8 +269,8 @@ class Scheduler(Overview):
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> Outcome:
-        """Apply the results of a finished step; commit plans in the order in which they were made.
+    def commit(self, plan: StepPlan, result: StepResult) -> Committed:
+        """Apply the result of a finished step; commit plans in the order in which they were made.
 
         Args:
             plan: A plan of this scheduler.
@@ -270,91 +278,30 @@ class Scheduler(Overview):
 
         Returns:
             The token, end or failure of each request; tokens of requests that had already ended are dropped.
+
+        Raises:
+            ValueError: The result does not have one token for each work item, which is a defect of the runner.
         """
         self.swaps.host.settled(plan)
         if self.failures.is_cautious:
             self.failures.went_well()
-        if result.prompt_reports:
-            take_prompt_reports(plan, result)
-        full, others = take_tokens(plan, result, self.capacity.vocab_size, self.capacity.page_size)
-        for request in full:
-            self.prefixes.offer(request)
-        outcome = self._take_others(plan, result, others) if others else Outcome(plan.decodes, result.ids, [])
-        return with_reports(plan, result, outcome) if result.reports or result.pooled else outcome
-
-    def _take_others(self, plan: StepPlan, result: StepResult, others: set[Request]) -> Outcome:
-        """Commit the work items of `others`, and return the outcome of the whole step."""
-        gained: list[tuple[Request, int]] = []
-        emissions, runs = [], forced_runs(plan, result, self.pace)
-        for index, (request, start, count, samples) in enumerate(plan.shares()):
-            if request not in others:
-                gained.append((request, result.ids[index]))
-                continue
-            token = result.instead.get(index, result.ids[index])
-            request.in_flight -= 1
-            if request.discard:
-                request.discard -= 1
-            elif token is NoToken.LATE and samples:
-                request.go_back(start + count)
-            elif request.state is not State.FINISHED:
-                request.computed = start + count
-                self.prefixes.offer(request)
-                if token is NoToken.CHOSEN_LATER and samples:
-                    request.awaited = plan.step
-                elif samples and request.jumps:
-                    emissions += accept_run(request, start + count, token, runs.get(request.id, ()), self._accept)
-                elif samples or (request.pooling is not None and request.computed == request.prompt_len):
-                    emissions.append(self._accept(request, token))
-            if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
-                self._roster.let_go(request)
-        return Outcome([request for request, _ in gained], [token for _, token in gained], emissions)
+        return self._commits.commit(plan, result)
 
     def supply(self, request: Request, step: int, chosen: Chosen | RequestFailed) -> list[Emission]:
         """Accept the host's choice of a token after `step`, or its failure; ignore it if no longer awaited."""
-        if request.awaited != step or request.state is State.FINISHED:
-            return []
-        request.awaited = -1
-        if isinstance(chosen, RequestFailed):
-            return [self._roster.fail(request, chosen)]
-        token, report = chosen
-        request.unsent = 1
-        return [self._accept(request, token)._replace(report=report)]
+        return self._commits.supply(request, step, chosen)
 
     def fail(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
         """Take in a step that raised: its requests fail with `error`, and requests that share its pages start over.
 
         If the step ran out of memory, its requests start over in smaller steps instead, unless it had the least size.
         """
-        return self.failures.take_in(plan, error)
+        return self.failures.fail_step(plan, error)
 
-    def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
+    def fail_adapter(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
         """Fail waiting requests whose adapter `version` could not be copied to the device with `error`."""
-        waiting = [request for request in self._roster.requests.values() if request.wears is version]
-        return [self._roster.fail(request, error) for request in waiting if request.state is State.WAITING]
-
-    def _accept(self, request: Request, token: int | NoToken) -> Emission:
-        """Append a sampled token and end the request if it is the last; a pooled request ends without one."""
-        if isinstance(token, NoToken) or not 0 <= token < self.capacity.vocab_size or request.pooling is not None:
-            return self._end_without(request, token)
-        request.tokens.append(token)
-        if token in request.stop_ids:
-            self.finish(request, "stop")
-        elif len(request.tokens) >= request.limit:
-            if request.holds:
-                self.pause(request)
-            else:
-                self.finish(request, "length")
-        return Emission(request, token, request.finish_reason)
-
-    def _end_without(self, request: Request, token: int | NoToken) -> Emission:
-        """End a request that was given no token of the vocabulary or was only pooled, and return its end."""
-        if request.pooling is not None and token is not NoToken.NON_FINITE:
-            self.finish(request, "stop")
-            return Emission(request, None, request.finish_reason)
-        if token is NoToken.NON_FINITE:
-            for page in request.pages:  # any request that reads these pages would fail in the same way
-                self.pool.forget(page)
-        return self._roster.fail(request, failure_of(request, token, self.capacity.vocab_size))
+        waiting = [request for request in self.roster.requests.values() if request.asked.version is version]
+        return [self.roster.fail(request, error) for request in waiting if request.state is State.WAITING]
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

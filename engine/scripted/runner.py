@@ -246,7 +246,7 @@ class ScriptedRunner:
         request = work.request
         known = tuple(read[request.virtual_tokens :])
         for length in range(request.prompt_len - request.virtual_tokens, 0, -1):
-            script = self.scripts.get((request.adapter, known[:length], grammar))
+            script = self.scripts.get((request.asked.adapter, known[:length], grammar))
             if script is not None:
                 return script[min(len(known) - length, len(script) - 1)]
         return None

@@ -65,6 +65,6 @@ class Flights(deque[Flight]):
             return False
         if len(self) < self._usual:
             return True
-        every_row = latest.plan.is_bare and len(latest.plan.decodes) == scheduler.num_running
+        every_row = latest.plan.is_bare and len(latest.plan.decodes) == scheduler.roster.num_running
         is_short = 0.0 < (len(self) + 1) * scheduler.pace.turn_seconds <= _SLACK
-        return len(self) < self._most and every_row and is_short and not scheduler.num_waiting
+        return len(self) < self._most and every_row and is_short and not scheduler.roster.num_waiting

@@ -24,7 +24,7 @@ from headrace.engine.delivery.generation import Generation, as_failure
 from headrace.engine.delivery.kv_events import KvWatch
 from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, RequestFailed
 from headrace.engine.events import FinishReason
-from headrace.engine.scheduling.plan import Outcome, Runner, Step, StepPlan
+from headrace.engine.scheduling.plan import Committed, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import Choice, Chosen
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -92,7 +92,7 @@ class StepLoop:
         self.kv = KvWatch(scheduler)
         self.changes = Changes()
         """Changes to the runner that are made as soon as no step is in flight, before the next is planned."""
-        self._due: list[Outcome] = []
+        self._due: list[Committed] = []
         """Committed outcomes that are still to be delivered; a change completes several steps in a row."""
 
     # -- what streams call ------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class StepLoop:
         """
         now = self._clock()
         for request in requests:
-            if request.elder < 0:  # other requests continue an earlier one and keep its arrival
+            if request.origin < 0:  # other requests continue an earlier one and keep its arrival
                 request.arrived = now
             self.scheduler.submit(request)
             self._generations[request.id] = generation
@@ -137,7 +137,7 @@ class StepLoop:
 
     def let_go(self, request: Request) -> None:
         """Count one stream fewer that may continue `request`."""
-        self.scheduler.let_go(request)
+        self.scheduler.drop_stream(request)
 
     @property
     def most_tokens(self) -> int:
@@ -161,10 +161,10 @@ class StepLoop:
         self.scheduler.resume(request)
         self._wake()
 
-    def fail_wearers(self, version: AdapterVersion, error: RequestFailed) -> None:
+    def fail_adapter(self, version: AdapterVersion, error: RequestFailed) -> None:
         """Fail waiting requests whose adapter `version` could not be copied to the device with `error`."""
-        failed = self.scheduler.fail_wearers(version, error)
-        self._deliver(Outcome((), (), failed))  # at once: the step in flight may take its time
+        failed = self.scheduler.fail_adapter(version, error)
+        self._deliver(Committed((), (), failed))  # at once: the step in flight may take its time
         self.wake()
 
     def wake(self) -> None:
@@ -214,20 +214,20 @@ class StepLoop:
         now = self._clock()
         tokens_per_second, step_seconds = meter.rates(now)
         return EngineStats(
-            waiting=scheduler.num_waiting,
-            running=scheduler.num_running,
-            paused=scheduler.num_paused,
-            swapped=scheduler.num_swapped,
+            waiting=scheduler.roster.num_waiting,
+            running=scheduler.roster.num_running,
+            paused=scheduler.roster.num_paused,
+            swapped=scheduler.roster.num_swapped,
             pages=scheduler.pool.num_pages,
             pages_held=scheduler.pool.held,
             pages_cached=scheduler.pool.cached,
             host_pages=scheduler.swaps.host.num_places,
             host_pages_used=scheduler.swaps.host.used,
-            live_tokens=scheduler.live_tokens(),
+            live_tokens=scheduler.roster.live_tokens(),
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
             generated_tokens=meter.generated_tokens,
-            preemptions=scheduler.preemptions,
+            preemptions=scheduler.roster.preemptions,
             swaps=scheduler.swaps.count,
             memory_retries=scheduler.failures.retries,
             sleep_level=scheduler.sleep_level,
@@ -280,7 +280,7 @@ class StepLoop:
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self._clock())
         if lapsed := self.scheduler.take_lapsed():
-            self._due.append(Outcome((), (), lapsed))
+            self._due.append(Committed((), (), lapsed))
         if moves := self.scheduler.slots.take_moves():
             self.carry_out(moves)
         return plan
@@ -326,7 +326,7 @@ class StepLoop:
         except EngineCrashed:
             raise
         except Exception as error:
-            outcome = Outcome((), (), self.scheduler.fail(oldest.plan, as_failure(error)))
+            outcome = Committed((), (), self.scheduler.fail(oldest.plan, as_failure(error)))
         else:
             outcome = self.scheduler.commit(oldest.plan, result)
             if result.choices:
@@ -350,18 +350,19 @@ class StepLoop:
         failure = error if isinstance(error, RequestFailed) else as_failure(error)
         emissions = self.scheduler.supply(request, step, failure if chosen is None else chosen)
         self.meter.generated_tokens += sum(emission.token is not None for emission in emissions)
-        self._deliver(Outcome((), (), emissions))
+        self._deliver(Committed((), (), emissions))
         self._wake()
 
     async def _deliver_all(self) -> None:
         """Deliver committed outcomes in slices, and let readers and other tasks run after each slice."""
-        due, self._due = self._due, []
+        due = self._due
+        self._due = []
         for number, piece in enumerate([piece for outcome in due for piece in outcome.pieces(_SLICE)]):
             if number:
                 await checkpoint()
             self._deliver(piece)
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: Committed) -> None:
         generations = self._generations
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             if (generation := generations.get(request.id)) is not None:  # another choice may have ended the stream

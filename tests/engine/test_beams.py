@@ -135,8 +135,8 @@ def test_sequences_are_those_of_transformers(folder: Path, model: Any, sizes: di
                 assert engine.stats().pages_held == 0
             assert bool(engine.stats().preemptions) == preempts
             assert engine._loop is not None
-            engine._loop.scheduler.check()
-            assert not engine._loop.scheduler.requests and not engine._loop._generations
+            engine._loop.scheduler.roster.check()
+            assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
 
     anyio.run(run)
 
@@ -180,8 +180,8 @@ def test_a_cancelled_search_gives_everything_back(folder: Path, after: int, anyi
                 while engine.stats().pages_held or engine.stats().steps_in_flight:  # noqa: ASYNC110 - it has no event
                     await anyio.sleep(0.001)
             assert engine._loop is not None
-            engine._loop.scheduler.check()
-            assert not engine._loop.scheduler.requests and not engine._loop._generations
+            engine._loop.scheduler.roster.check()
+            assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
 
     anyio.run(run, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
@@ -215,8 +215,8 @@ def test_a_step_that_fails_ends_the_search_alone(folder: Path, monkeypatch: pyte
                 while engine.stats().pages_held or engine.stats().steps_in_flight:  # noqa: ASYNC110 - nor has this
                     await anyio.sleep(0.001)
             assert engine._loop is not None
-            engine._loop.scheduler.check()
-            assert not engine._loop.scheduler.requests and not engine._loop._generations
+            engine._loop.scheduler.roster.check()
+            assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
             assert (await engine.generate(PROMPTS[1], asked)).choices[0].token_ids == before.choices[0].token_ids
 
     anyio.run(run)

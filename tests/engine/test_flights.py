@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from simulation.rig import capacity
 
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.plan import StepPlan
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.steps.flights import FailedLaunch, Flight, Flights
@@ -30,7 +31,7 @@ class Pipeline:
         self.scheduler, self.flights, self.seconds = Scheduler(shape, secret=b"x"), flights, seconds
 
     def submit(self, limit: int, prompt: int = 3) -> None:
-        self.scheduler.submit(Request(tokens=[2] * prompt, prompt_len=prompt, limit=limit, sampling=Sampling()))
+        self.scheduler.submit(Request(Asked(limit=limit), [2] * prompt))
 
     def fill(self) -> int:
         """Launch what may be launched; how many steps are in flight then."""

@@ -49,7 +49,7 @@ class Router:
         """Wait until this knows what a resting engine has."""
         assert engine._loop is not None
         pool, scheduler = engine._loop.scheduler.pool, engine._loop.scheduler
-        await until(lambda: not scheduler.requests and self.load == KvLoad.of(scheduler))
+        await until(lambda: not scheduler.roster.requests and self.load == KvLoad.of(scheduler))
         # the last page of a finished request, partly full, is only for what goes on after it
         assert self.pages.keys() == {key.hex() for page, key in pool._key_of.items() if page not in pool._partly}
 

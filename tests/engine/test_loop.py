@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -389,11 +390,12 @@ async def test_an_adapter_that_fails_while_a_step_runs_ends_those_that_wait_for_
         waits = engine.stream("waits", greedy(2))
         await waits.admitted()
         (request,) = waits._generation.requests
-        request.wears = version = AdapterVersion(digest=b"", granules=1, users=1)
+        version = AdapterVersion(digest=b"", granules=1, users=1)
+        request.asked = replace(request.asked, version=version)
         gate.hold()
         await until(lambda: gate.holds)
         assert engine._loop is not None
-        engine._loop.fail_wearers(version, RequestFailed("no memory for it"))
+        engine._loop.fail_adapter(version, RequestFailed("no memory for it"))
         gate.release()
         with anyio.fail_after(5), pytest.raises(RequestFailed, match="no memory"):
             await read(waits)

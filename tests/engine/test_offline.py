@@ -243,7 +243,7 @@ def test_threads_share_one_batch() -> None:
         calls = [call_in_thread(partial(ask, name)) for name in "abcd"]
         loop = llm._host._engine._loop
         assert loop is not None
-        until(lambda: loop.scheduler.num_running + loop.scheduler.num_waiting == 16)
+        until(lambda: loop.scheduler.roster.num_running + loop.scheduler.roster.num_waiting == 16)
         gate.release()
         for name, (thread, outcome) in zip("abcd", calls, strict=True):
             thread.join(PATIENCE)
@@ -380,7 +380,7 @@ def scripted(gate=lambda: time.sleep(0.005)):
 
 def when_running(engine, call):
     def watch():
-        while not engine._loop.scheduler.num_running:
+        while not engine._loop.scheduler.roster.num_running:
             time.sleep(0.001)
         call()
     threading.Thread(target=watch, daemon=True).start()
@@ -492,7 +492,7 @@ def test_ctrl_c_while_the_model_loads() -> None:
             "    with contextlib.suppress(headrace.engine.EngineStopped):\n"
             "        llm.generate(['x'] * 1000, ENDLESS, progress=False)\n"
             "threading.Thread(target=generate, daemon=True).start()\n"
-            "while not engine._loop.scheduler.num_running: time.sleep(0.001)",
+            "while not engine._loop.scheduler.roster.num_running: time.sleep(0.001)",
             0,
             id="a daemon thread still generates",
         ),
@@ -512,7 +512,7 @@ engine = scripted(lambda: hung.wait())
 llm = LLM(engine)
 headrace.engine.blocking.host.EXIT_SECONDS = 0.2
 threading.Thread(target=llm.generate, args=("x",), daemon=True).start()
-while not engine._loop.scheduler.num_running:
+while not engine._loop.scheduler.roster.num_running:
     time.sleep(0.001)
 print("ends")
 """

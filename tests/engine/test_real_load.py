@@ -136,8 +136,8 @@ async def _serve(model: Path) -> Load:
             load.reached["tokens"] = stats.generated_tokens
             assert not (stats.waiting or stats.running or stats.paused or stats.swapped or stats.live_tokens)
             assert engine._loop is not None
-            engine._loop.scheduler.check()
-            assert not engine._loop.scheduler.requests and not engine._loop._generations
+            engine._loop.scheduler.roster.check()
+            assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
     return load
 
 

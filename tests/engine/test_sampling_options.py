@@ -23,6 +23,7 @@ from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, Sa
 from headrace.engine.intake.asking import Asking
 from headrace.engine.intake.requests import make_requests
 from headrace.engine.model.cpu import options as cpu_options
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.request import Request
 from headrace.engine.testing import ByteTokenizer, Capacity, ScriptedEngine
 from headrace.engine.tokens.tokenizer import Tokenizer
@@ -85,9 +86,9 @@ class Reference:
             found: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
         return found
 
-    def request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def request(self, prompt: Sequence[int], params: SamplingParams) -> Asked:
         asking = Asking(params, None, None, None, 0)
-        return make_requests(prompt, asking, self.tokenizer, VOCAB, random.Random(0))[0]
+        return make_requests(prompt, asking, self.tokenizer, VOCAB, random.Random(0))[0].asked
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         asked = self.request(prompt, params)
@@ -198,7 +199,7 @@ def test_all_in_one_batch_are_each_alone(
                     check_all_logprobs(reference, prompt, params_of(asked), found)
             assert bool(engine.stats().preemptions) == preempts
             assert engine._loop is not None
-            engine._loop.scheduler.check()
+            engine._loop.scheduler.roster.check()
 
     anyio.run(run)
 
@@ -303,9 +304,9 @@ class Framing(ByteTokenizer):
 def test_bad_words_are_without_what_frames_a_text() -> None:
     asking = Asking(SamplingParams(bad_words=["ab", " c", "d"]), None, None, None, 0)
     [request] = make_requests([1], asking, Framing(), 257, random.Random(0))
-    assert request.shaping is not None
-    assert request.shaping.bad_words == tuple(sorted(tuple(word) for word in (b"ab", b" ab", b" c", b" d")))
-    assert request.shaping.forbidden == (ord("c"), ord("d"))
+    assert request.asked.shaping is not None
+    assert request.asked.shaping.bad_words == tuple(sorted(tuple(word) for word in (b"ab", b" ab", b" c", b" d")))
+    assert request.asked.shaping.forbidden == (ord("c"), ord("d"))
 
 
 def test_a_bad_word_may_begin_in_what_the_cache_holds(folder: Path) -> None:
@@ -363,7 +364,7 @@ def test_log_probabilities_of_a_prompt_are_bounded() -> None:
         asking = Asking(SamplingParams(prompt_logprobs=20), None, None, None, 0)
         return make_requests([1] * length, asking, ByteTokenizer(), 257, random.Random(0))
 
-    assert asked(3_120)[0].reporting is not None
+    assert asked(3_120)[0].asked.reporting is not None
     with pytest.raises(InvalidParams) as caught:
         asked(3_121)
     assert caught.value.field == "prompt_logprobs" and caught.value.limit == 3_120
@@ -376,7 +377,7 @@ def test_tokens_of_bad_words_are_bounded() -> None:
             [1], Asking(SamplingParams(bad_words=words), None, None, None, 0), ByteTokenizer(), 257, random.Random(0)
         )
 
-    assert asked(15)[0].shaping is not None
+    assert asked(15)[0].asked.shaping is not None
     with pytest.raises(InvalidParams, match="got 4112") as caught:
         asked(16)
     assert caught.value.field == "bad_words" and caught.value.limit == 4096
@@ -422,7 +423,7 @@ def test_best_of_is_not_streamed() -> None:
 def test_a_request_that_asks_for_nothing_more_carries_nothing_more() -> None:
     asking = Asking(SamplingParams(temperature=0.3, top_k=4, stop=["x"]), None, None, None, 0)
     [request] = make_requests([1, 2], asking, ByteTokenizer(), 257, random.Random(0))
-    assert request.shaping is None and request.reporting is None
+    assert request.asked.shaping is None and request.asked.reporting is None
 
 
 def test_plain_rows_take_the_short_way_once_others_have_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

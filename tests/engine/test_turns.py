@@ -51,7 +51,7 @@ async def test_what_is_sent_follows_all_that_was_and_nothing_is_computed_again(l
             known = [*known, *more, *[token.id or 0 for token in tokens]]
         await until(lambda: not engine.stats().steps_in_flight)
         assert engine.stats().pages_held == 0, "what is kept can be had by anybody"
-    assert not pool_of(engine)._keepers
+    assert not pool_of(engine)._reservations
 
 
 async def test_an_answer_that_ended_itself_is_not_ended_twice() -> None:
@@ -143,7 +143,7 @@ def test_any_conversation_is_what_it_would_be_alone(
                 await check_rest(talk)
                 talk.stream.cancel()
             await until(lambda: not engine.stats().steps_in_flight)
-            assert not pool_of(engine)._keepers and not pool_of(engine)._kept
+            assert not pool_of(engine)._reservations and not pool_of(engine)._kept
             await check_serving(engine)
 
     anyio.run(run)
@@ -207,7 +207,7 @@ async def test_a_branch_shares_pages_and_lives_on_by_itself() -> None:
                 assert each.usage.cached_tokens == len(before) - 1
             both[1].cancel()
         await returned(engine)
-    assert not pool_of(engine)._keepers
+    assert not pool_of(engine)._reservations
 
 
 async def test_a_stop_string_may_begin_before_the_branch() -> None:
@@ -288,7 +288,7 @@ async def test_who_cancels_while_another_task_sends_ends_what_is_sent() -> None:
         finally:
             held.set()
         await returned(engine)
-        assert not pool_of(engine)._keepers
+        assert not pool_of(engine)._reservations
         assert [token.finish_reason for token in await read(stream)] == ["cancelled"]
 
 
@@ -298,7 +298,7 @@ async def test_dropped_streams_keep_nothing() -> None:
         await read(stream)
         await until(lambda: pool_of(engine)._kept)
         del stream
-        await until(lambda: not pool_of(engine)._keepers)
+        await until(lambda: not pool_of(engine)._reservations)
 
 
 def test_the_template_writes_the_same_turn_by_turn(smollm2: Path) -> None:
@@ -344,11 +344,11 @@ async def test_a_turn_may_have_a_deadline_and_a_priority_of_its_own() -> None:
             await read(stream)
             await stream.send("x", greedy(900), deadline=0.05)
             assert (await read(stream))[-1].finish_reason == "deadline"
-            assert stream._generation.requests[0].priority == 2
+            assert stream._generation.requests[0].asked.priority == 2
             await stream.send("y", greedy(3), deadline=60, priority=-1)
-            assert stream._generation.requests[0].priority == -1
+            assert stream._generation.requests[0].asked.priority == -1
             assert len(await read(stream)) == 3
             with pytest.raises(InvalidParams, match="deadline: must be more than 0"):
                 await stream.send("z", deadline=0)
             await stream.send("z", greedy(2))
-            assert stream._generation.requests[0].priority == -1
+            assert stream._generation.requests[0].asked.priority == -1

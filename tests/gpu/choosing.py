@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headrace.engine.scheduling.request import Sampling
+from headrace.engine.scheduling.asked import Sampling
 
 __all__ = ["chi_square_limit", "choose", "probabilities", "random_sampling"]
 

@@ -71,9 +71,9 @@ async def at_rest(engine: Engine) -> None:
         while (stats := engine.stats()).steps_in_flight:  # noqa: ASYNC110 - it has no event
             await anyio.sleep(0.002)
     assert engine._loop is not None
-    engine._loop.scheduler.check()
+    engine._loop.scheduler.roster.check()
     assert (stats.pages_held, stats.running, stats.waiting, stats.paused) == (0, 0, 0, 0), stats
-    assert not engine._loop.scheduler.requests
+    assert not engine._loop.scheduler.roster.requests
 
 
 class Meddler:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from gpu.choosing import choose, random_sampling
 
+from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, RowOptions, StepPlan, Work
-from headrace.engine.scheduling.request import Sampling
 from headrace.engine.scheduling.shaping import GrammarState, Shaping
 from headrace.ops.cpu.shape import Shaper
 

@@ -24,7 +24,7 @@ from slow_sampling import shaped
 
 from headrace.engine import ResponseFormat, SamplingParams
 from headrace.engine.intake.requests import Asking, make_requests
-from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.tokens.tokenizer import Tokenizer
 
 
@@ -110,7 +110,7 @@ EACH: dict[str, list[Any]] = {
 SAMPLED = ("top_k", "top_p", "min_p")
 
 
-def slowly(device: str, prompt: list[int], asked: Request) -> list[int]:
+def slowly(device: str, prompt: list[int], asked: Asked) -> list[int]:
     """What the exact checkpoint goes on with, by the slow account of each option and the device's sampler."""
     table_VV = exact_logits().bfloat16().float()
     ids = list(prompt)
@@ -144,7 +144,7 @@ def test_each_parameter_is_what_the_slow_account_gives(zoo: Zoo, device: str) ->
     for (prompt, fields), answer in zip(cases, found, strict=True):
         asking = Asking(SamplingParams(**fields), None, None, None, 0)
         request = make_requests(prompt, asking, tokenizer, 512, generator)[0]
-        assert answer.tokens == slowly(device, prompt, request), fields
+        assert answer.tokens == slowly(device, prompt, request.asked), fields
 
 
 def test_log_probabilities_are_those_of_a_float32_log_softmax(zoo: Zoo, device: str) -> None:

@@ -47,7 +47,7 @@ def tokens_of(opened: Opened, pages: int, sizes: dict[int, int], taken: int = 0)
         scheduler.submit(each)
     runner: Any = opened.runner
     step = 0
-    while scheduler.requests:
+    while scheduler.roster.requests:
         if step in sizes:
             runner.resize(sizes[step])
         plan = scheduler.plan()

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine import SamplingParams
-from headrace.engine.scheduling.request import Sampling
+from headrace.engine.scheduling.asked import Sampling
 from headrace.ops.cpu.noise import gumbel, words
 
 MANY = {"cpu": 3000, "cuda": 20000}

@@ -19,7 +19,7 @@ from gpu.driving import PATIENCE, at_rest, draw, open_engine
 from gpu.judge import Output
 
 from headrace.engine import Engine, SamplingParams
-from headrace.engine.scheduling.request import Sampling
+from headrace.engine.scheduling.asked import Sampling
 
 SOAK = int(os.environ.get("HEADRACE_SOAK", "1000"))
 ROWS, PAGES, MOST = 12, 20, 160
@@ -83,7 +83,7 @@ class Soak:
     async def _watch(self) -> None:
         assert self._engine._loop is not None
         while not self._done:
-            self._engine._loop.scheduler.check()
+            self._engine._loop.scheduler.roster.check()
             await anyio.sleep(0.02)
 
     async def _ask(self, index: int, limiter: anyio.CapacityLimiter) -> None:

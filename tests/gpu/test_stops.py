@@ -10,7 +10,8 @@ from gpu.driving import draw
 from gpu.test_resize import opened_on
 
 from headrace.engine.life.opened import Opened
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.asked import Asked
+from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.scheduler import Scheduler
 
 COUNT = 12
@@ -20,7 +21,7 @@ AHEAD = 5
 
 def ask(prompt: list[int], stop_ids: frozenset[int]) -> Request:
     limit = len(prompt) + COUNT
-    return Request(tokens=list(prompt), prompt_len=len(prompt), limit=limit, sampling=Sampling(), stop_ids=stop_ids)
+    return Request(Asked(limit=limit, stop_ids=stop_ids), list(prompt))
 
 
 def written(runner: Any, page: int) -> list[bool]:
@@ -39,10 +40,10 @@ def outcome(opened: Opened, stops: list[frozenset[int]]) -> tuple[list[list[int]
         scheduler.submit(each)
     pages: list[int] = []
     launched: list[Any] = []
-    while scheduler.requests:
+    while scheduler.roster.requests:
         plan = scheduler.plan()
         if plan is not None:
-            pages = pages or [each.pages[0] for each in requests]
+            pages = pages or [each.place.pages[0] for each in requests]
             launched.append((plan, opened.runner.launch(plan)))
         if launched and (plan is None or len(launched) == AHEAD):
             oldest, step = launched.pop(0)

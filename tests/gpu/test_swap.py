@@ -11,7 +11,7 @@ from gpu.driving import at_rest, draw, open_engine, together
 from gpu.judge import Output
 
 from headrace.engine import SamplingParams
-from headrace.engine.scheduling.request import Sampling
+from headrace.engine.scheduling.asked import Sampling
 
 COUNT = 60
 

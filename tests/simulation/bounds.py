@@ -97,7 +97,7 @@ class Bounds:
         self._policy: Any = scheduler._policy._tiers[0] if tiers else scheduler._policy
         self._first_of_background = 1 if tiers else inf
         """The lowest priority that waits for all others."""
-        self._roster = scheduler._roster
+        self._roster = scheduler.roster
         fair = isinstance(self._policy, FairShare)
         self._burst = self._policy.burst if fair else inf
         self._tenants = [_Ledger(self._burst, self._policy.weights if fair else {}) for _ in range(2)]
@@ -110,9 +110,9 @@ class Bounds:
         """Requests that could not start in this plan, whoever comes first."""
         self._paid: dict[int, int] = {}
         self._planning = self._sharing = False
-        roster, admission = scheduler._roster, scheduler._admission
+        roster, admission = scheduler.roster, scheduler._admission
         for owner, name, wrapped in (
-            (roster, "take_in", self._take_in),
+            (roster, "add", self._add),
             (roster, "start", self._start),
             (roster, "_requeue", self._wait_again),
             (roster, "resume", self._wait_again),
@@ -133,10 +133,10 @@ class Bounds:
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def _take_in(self, call: Callable[[Request], None], request: Request) -> None:
+    def _add(self, call: Callable[[Request], None], request: Request) -> None:
         call(request)
-        self._among(request).queue(request.tenant, request.id)
-        self._within(request).queue(request.adapter, request.id)
+        self._among(request).queue(request.asked.tenant, request.id)
+        self._within(request).queue(request.asked.adapter, request.id)
         self._mark(request)
 
     def _wait_again(self, call: Callable[[Request], None], request: Request) -> None:
@@ -149,12 +149,12 @@ class Bounds:
         for other in able.values():
             self._check_passed(request, other)
         for other in self._roster.running:
-            if not request.alone and self._is_left_out(other):
+            if not request.asked.alone and self._is_left_out(other):
                 self._check_begun(request, other)
         call(request, pages)
         if not request.preemptions:
-            self._among(request).start(request.tenant, request.id, able.keys())
-            self._within(request).start(request.adapter, request.id, able.keys())
+            self._among(request).start(request.asked.tenant, request.id, able.keys())
+            self._within(request).start(request.asked.adapter, request.id, able.keys())
             self._charge(request, "prompt_cost", request.known - request.planned)
         if request.known > request.prompt_len:
             self._paid[request.id] = request.known
@@ -176,8 +176,8 @@ class Bounds:
 
     def _end(self, call: Callable[[Request], None], request: Request) -> None:
         call(request)
-        self._among(request).forget(request.tenant, request.id)
-        self._within(request).forget(request.adapter, request.id)
+        self._among(request).forget(request.asked.tenant, request.id)
+        self._within(request).forget(request.asked.adapter, request.id)
         self._paid.pop(request.id, None)
         self._marked.pop(request.id)
 
@@ -208,7 +208,7 @@ class Bounds:
 
     def _within(self, request: Request) -> _Ledger:
         """The accounts of the adapters of its tenant."""
-        key = self._tier(request), request.tenant
+        key = self._tier(request), request.asked.tenant
         if key not in self._adapters:
             weights = self._policy.adapter_weights if isinstance(self._policy, FairShare) else {}
             self._adapters[key] = _Ledger(self._burst, weights)
@@ -219,31 +219,31 @@ class Bounds:
         return self._tenants[self._tier(request)]
 
     def _tier(self, request: Request) -> int:
-        return int(request.priority >= self._first_of_background)
+        return int(request.asked.priority >= self._first_of_background)
 
     def _mark(self, request: Request) -> None:
         self._marked[request.id] = self._plans
-        self._among(request).mark(request.tenant, request.id)
-        self._within(request).mark(request.adapter, request.id)
+        self._among(request).mark(request.asked.tenant, request.id)
+        self._within(request).mark(request.asked.adapter, request.id)
 
     def _charge(self, request: Request, cost: str, tokens: int) -> None:
         if isinstance(self._policy, FairShare):
             weighted = getattr(self._policy, cost) * tokens
-            self._among(request).charge(request.tenant, weighted)
-            self._within(request).charge(request.adapter, weighted)
+            self._among(request).charge(request.asked.tenant, weighted)
+            self._within(request).charge(request.asked.adapter, weighted)
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
     def _could_start(self, request: Request) -> bool:
         """Whether nothing but its turn keeps a waiting request from starting in this plan."""
         new = self._marked[request.id] == self._plans  # in the middle of it
-        hopeless = request in self._scheduler._admission.hopeless
-        return not (new or hopeless or request.id in self._hindered)
+        missed = request in self._scheduler._admission.missed
+        return not (new or missed or request.id in self._hindered)
 
     def _is_left_out(self, request: Request) -> bool:
         """Whether the prompt of a running request does not go on in this plan, so far; steps of one are in turn."""
         late = request.latest_step != self._scheduler._step
-        return late and request.known - request.planned > 1 and not request.alone
+        return late and request.known - request.planned > 1 and not request.asked.alone
 
     def _check_passed(self, starts: Request, waits: Request) -> None:
         """`starts` gets a row while `waits` could."""
@@ -267,21 +267,21 @@ class Bounds:
             assert self._tier(starts) < self._tier(begun), f"r{starts.id} of background starts before r{begun.id}"
         elif isinstance(policy, SizeClasses):
             assert self._rank(starts, now) < self._rank(begun, now), f"r{starts.id} starts, r{begun.id} does not go on"
-        elif isinstance(policy, FairShare) and starts.tenant != begun.tenant:
+        elif isinstance(policy, FairShare) and starts.asked.tenant != begun.asked.tenant:
             if not starts.preemptions:
-                self._among(starts).check(starts.tenant, begun.id)
+                self._among(starts).check(starts.asked.tenant, begun.id)
         else:
             within = isinstance(policy, Deadlines) and self._due(starts) < self._due(begun)
             assert within, f"r{starts.id} starts, and the prompt of r{begun.id} does not go on"
 
     def _check_shares(self, starts: Request, waits: Request) -> None:
         by_deadline = isinstance(self._policy, Deadlines)
-        if starts.tenant != waits.tenant:
+        if starts.asked.tenant != waits.asked.tenant:
             if not starts.preemptions:
-                self._among(starts).check(starts.tenant, waits.id)
-        elif starts.adapter != waits.adapter and not by_deadline:
+                self._among(starts).check(starts.asked.tenant, waits.id)
+        elif starts.asked.adapter != waits.asked.adapter and not by_deadline:
             if not starts.preemptions:
-                self._within(starts).check(starts.adapter, waits.id)
+                self._within(starts).check(starts.asked.adapter, waits.id)
         elif by_deadline:
             assert self._due(starts) < self._due(waits), f"r{waits.id} is due before r{starts.id}, which starts"
         else:
@@ -308,7 +308,8 @@ class Bounds:
         policy = self._policy
         waited = min((now - request.arrived) / policy.seconds, policy.most)
         return float(
-            (1 + waited + policy.moe + (policy.adapter if request.adapter else 1.0)) / policy.ratio**request.priority
+            (1 + waited + policy.moe + (policy.adapter if request.asked.adapter else 1.0))
+            / policy.ratio**request.asked.priority
         )
 
     def _size(self, request: Request) -> int:
@@ -320,4 +321,4 @@ class Bounds:
 
     @staticmethod
     def _due(request: Request) -> tuple[float, tuple[int, int, int]]:
-        return inf if request.deadline is None else request.deadline, request.order
+        return inf if request.asked.deadline is None else request.asked.deadline, request.order

@@ -174,11 +174,11 @@ class Callers:
 
     def _taken_in(self, told: Told, stream: TokenStream, name: str | None, since: int, branch: bool = False) -> None:
         requests = stream._generation.requests
-        worn = requests[0].wears
+        worn = requests[0].asked.version
         number = 0 if worn is None else int(worn.digest.split()[1])
         assert number in self._house.worn_since(name, since), f"{told.name} wears adapter {number}"
         assert stream.prompt_token_ids == told.ids, f"{told.name}: another prompt was taken in"
-        seeds = [request.sampling.seed for request in requests] if branch else None
+        seeds = [request.asked.sampling.seed for request in requests] if branch else None
         told.begin(number, self._house.capacity, seeds)
 
     # -- reading ------------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def a_drain_loses_those_that_wait(world: EngineWorld) -> None:
     step_loop = loop_of(world)
 
     async def drained() -> None:
-        while step_loop.scheduler.num_running:
+        while step_loop.scheduler.roster.num_running:
             await step_loop._idle.wait()
 
     step_loop.drained = drained  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ def a_choice_of_the_host_is_taken_after_the_request_has_gone(world: EngineWorld)
 
 @planted
 def who_came_last_is_served_first(world: EngineWorld) -> None:
-    waiting = loop_of(world).scheduler._roster.waiting
+    waiting = loop_of(world).scheduler.roster.waiting
     replace(waiting, "in_order", lambda old: lambda now: reversed(list(old(now))))
 
 
@@ -233,12 +233,12 @@ def an_adapter_is_let_go_while_its_request_is_paused(world: EngineWorld) -> None
         def pauses(request: Request) -> None:
             ran = request.state is State.RUNNING
             pause(request)
-            if ran and request.wears is not None and request.row >= 0:
-                scheduler.slots.drop(request.wears)
+            if ran and request.asked.version is not None and request.row >= 0:
+                scheduler.slots.drop(request.asked.version)
 
         return pauses
 
-    replace(scheduler._roster, "pause", make)
+    replace(scheduler.roster, "pause", make)
 
 
 @planted
@@ -248,14 +248,14 @@ def a_slot_is_refilled_while_a_step_in_flight_wears_it(world: EngineWorld) -> No
 
     def make(end: Callable[[Request], None]) -> Callable[[Request], None]:
         def ends(request: Request) -> None:
-            flies = request.in_flight and request.wears is not None and not request.leaving
+            flies = request.in_flight and request.asked.version is not None and not request.leaving
             end(request)
-            if flies and request.wears is not None:
-                scheduler.slots.drop(request.wears)
+            if flies and request.asked.version is not None:
+                scheduler.slots.drop(request.asked.version)
 
         return ends
 
-    replace(scheduler._roster, "end", make)
+    replace(scheduler.roster, "end", make)
 
 
 @planted
@@ -294,7 +294,7 @@ def a_replaced_adapter_takes_over_running_requests(world: EngineWorld) -> None:
 
 @planted
 def who_waits_for_an_adapter_that_does_not_come_waits_for_ever(world: EngineWorld) -> None:
-    loop_of(world).fail_wearers = lambda version, error: None  # type: ignore[method-assign]
+    loop_of(world).fail_adapter = lambda version, error: None  # type: ignore[method-assign]
 
 
 @planted
@@ -458,7 +458,7 @@ def what_a_grammar_forces_is_not_given_to_the_device(world: EngineWorld) -> None
         def plans(now: float = 0.0) -> StepPlan | None:
             made = plan(now)
             if made is not None:
-                rows = {work.row for work in made.works if work.request.jumps}
+                rows = {work.row for work in made.works if work.request.asked.jumps}
                 made.given = [given for given in made.given if given.row not in rows]
             return made
 

@@ -260,7 +260,7 @@ class EngineWorld:
         loop = self._loop()
         for turn in range(40):
             await self._settle()
-            if loop.crashed is not None or not (loop.scheduler.requests or self.engine.stats().steps_in_flight):
+            if loop.crashed is not None or not (loop.scheduler.roster.requests or self.engine.stats().steps_in_flight):
                 break
             await anyio.sleep(min(0.01 * 2**turn, 600.0))
         assert not loop._generations, "streams are kept that nobody has"
@@ -496,7 +496,7 @@ class EngineWorld:
         self._event(scheduler, "plan", plans)
         self._event(scheduler, "commit", commits)
         self._event(scheduler, "fail", fails)
-        for name in ("submit", "finish", "pause", "resume", "let_go", "supply", "fail_wearers"):
+        for name in ("submit", "finish", "pause", "resume", "drop_stream", "supply", "fail_adapter"):
             self._event(scheduler, name, getattr(scheduler, name), noted=True)
         for name in ("arrived", "failed", "retire"):
             self._event(scheduler.slots, name, getattr(scheduler.slots, name), noted=True)
@@ -512,7 +512,7 @@ class EngineWorld:
                 if noted:
                     self.note(_say_call, name, values[0])
                 if name == "submit":
-                    self.pages.arrived(values[0].root)
+                    self.pages.arrived(values[0].asked.root)
                 result = call(*values, **named)
                 self.watch.settled()
                 self.pages.settled()
@@ -586,7 +586,7 @@ class EngineWorld:
     @property
     def requests(self) -> int:
         """How many the scheduler was given."""
-        return self._loop().scheduler._roster._arrivals
+        return self._loop().scheduler.roster._arrivals
 
     def trace(self) -> str:
         """The last events, oldest first, one a line."""

@@ -39,13 +39,13 @@ def replace(owner: object, name: str, make: Callable[[Any], Any]) -> None:
 
 @planted
 def pages_are_released_twice_when_a_request_is_cancelled(rig: Rig) -> None:
-    roster, pool = rig.scheduler._roster, rig.scheduler.pool
+    roster, pool = rig.scheduler.roster, rig.scheduler.pool
 
     def make(end: Callable[[Request], None]) -> Callable[[Request], None]:
         def ends(request: Request) -> None:
-            pages = list(request.pages)
+            pages = list(request.place.pages)
             end(request)
-            if not request.pages and pages:
+            if not request.place.pages and pages:
                 pool.release(pages[-1:])
 
         return ends
@@ -55,13 +55,13 @@ def pages_are_released_twice_when_a_request_is_cancelled(rig: Rig) -> None:
 
 @planted
 def pages_of_a_cancelled_request_are_reused_while_a_step_writes_them(rig: Rig) -> None:
-    roster = rig.scheduler._roster
+    roster = rig.scheduler.roster
 
     def make(end: Callable[[Request], None]) -> Callable[[Request], None]:
         def ends(request: Request) -> None:
             end(request)
-            rig.scheduler.pool.release(request.pages)
-            request.pages = []
+            rig.scheduler.pool.release(request.place.pages)
+            request.place.pages = []
 
         return ends
 
@@ -73,13 +73,13 @@ def pages_of_a_victim_are_reused_while_a_step_writes_them(rig: Rig) -> None:
     def make(preempt: Callable[[Request], bool]) -> Callable[[Request], bool]:
         def preempts(victim: Request) -> bool:
             now = preempt(victim)
-            rig.scheduler.pool.release(victim.pages)
-            victim.pages = []
+            rig.scheduler.pool.release(victim.place.pages)
+            victim.place.pages = []
             return now
 
         return preempts
 
-    replace(rig.scheduler._roster, "preempt", make)
+    replace(rig.scheduler.roster, "preempt", make)
 
 
 @planted
@@ -136,7 +136,7 @@ def the_budget_is_exceeded_by_one(rig: Rig) -> None:
 
 @planted
 def a_cancelled_request_stays_in_the_running_queue(rig: Rig) -> None:
-    roster = rig.scheduler._roster
+    roster = rig.scheduler.roster
 
     def make(end: Callable[[Request], None]) -> Callable[[Request], None]:
         def ends(request: Request) -> None:
@@ -152,7 +152,7 @@ def a_cancelled_request_stays_in_the_running_queue(rig: Rig) -> None:
 
 @planted
 def a_request_is_preempted_twice(rig: Rig) -> None:
-    roster = rig.scheduler._roster
+    roster = rig.scheduler.roster
 
     def make(preempt: Callable[[Request], bool]) -> Callable[[Request], bool]:
         def preempts(victim: Request) -> bool:
@@ -169,7 +169,7 @@ def a_request_is_preempted_twice(rig: Rig) -> None:
 
 @planted
 def a_paused_request_is_still_planned(rig: Rig) -> None:
-    roster = rig.scheduler._roster
+    roster = rig.scheduler.roster
 
     def make(pause: Callable[[Request], None]) -> Callable[[Request], None]:
         def pauses(request: Request) -> None:
@@ -186,7 +186,7 @@ def a_paused_request_is_still_planned(rig: Rig) -> None:
 
 @planted
 def a_resumed_request_is_forgotten(rig: Rig) -> None:
-    roster = rig.scheduler._roster
+    roster = rig.scheduler.roster
 
     def resume(request: Request) -> None:
         if request.state is State.PAUSED:
@@ -203,16 +203,16 @@ def a_promise_outlives_the_request_that_made_it(rig: Rig) -> None:
 
 @planted
 def who_drains_is_never_counted_off(rig: Rig) -> None:
-    roster = rig.scheduler._roster
+    roster = rig.scheduler.roster
 
-    def make(let_go: Callable[[Request], None]) -> Callable[[Request], None]:
-        def lets_go(request: Request) -> None:
-            let_go(request)
+    def make(release: Callable[[Request], None]) -> Callable[[Request], None]:
+        def releases(request: Request) -> None:
+            release(request)
             roster.draining += 1
 
-        return lets_go
+        return releases
 
-    replace(roster, "let_go", make)
+    replace(roster, "release_drained", make)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -222,63 +222,64 @@ def who_drains_is_never_counted_off(rig: Rig) -> None:
 def what_a_failed_step_wrote_stays_in_the_prefix_cache(rig: Rig) -> None:
     pool = rig.scheduler.pool
 
-    def make(spoil: Callable[..., None]) -> Callable[..., None]:
-        def spoils(pages: set[int], failed: set[Request]) -> None:
+    def make(taint: Callable[..., None]) -> Callable[..., None]:
+        def taints(pages: set[int], failed: set[Request]) -> None:
             forget, pool.forget = pool.forget, lambda page: None  # type: ignore[method-assign]
-            spoil(pages, failed)
+            taint(pages, failed)
             pool.forget = forget  # type: ignore[method-assign]
 
-        return spoils
+        return taints
 
-    replace(rig.scheduler._roster, "spoil", make)
+    replace(rig.scheduler.roster, "taint", make)
 
 
 @planted
 def sharers_of_a_failed_step_go_on(rig: Rig) -> None:
     pool = rig.scheduler.pool
 
-    def spoil(pages: set[int], failed: set[Request]) -> None:
+    def taint(pages: set[int], failed: set[Request]) -> None:
         for page in pages:
             pool.forget(page)
 
-    rig.scheduler._roster.spoil = spoil  # type: ignore[method-assign]
+    rig.scheduler.roster.taint = taint  # type: ignore[method-assign]
 
 
 @planted
 def results_that_read_a_failed_step_are_kept(rig: Rig) -> None:
-    def make(spoil: Callable[..., None]) -> Callable[..., None]:
-        def spoils(pages: set[int], failed: set[Request]) -> None:
-            spoil(pages, failed)
-            for request in rig.scheduler.requests.values():
+    def make(taint: Callable[..., None]) -> Callable[..., None]:
+        def taints(pages: set[int], failed: set[Request]) -> None:
+            taint(pages, failed)
+            for request in rig.scheduler.roster.requests.values():
                 request.discard = 0
 
-        return spoils
+        return taints
 
-    replace(rig.scheduler._roster, "spoil", make)
+    replace(rig.scheduler.roster, "taint", make)
 
 
 @planted
 def a_token_comes_after_the_end(rig: Rig) -> None:
-    def make(finish: Callable[..., bool]) -> Callable[..., bool]:
-        def finishes(request: Request, reason: Any) -> bool:
-            return finish(request, reason) if reason != "stop" else request.finish_reason is not None
+    def make(finish: Callable[..., None]) -> Callable[..., None]:
+        def finishes(request: Request, reason: Any) -> None:
+            if reason != "stop":
+                finish(request, reason)
 
         return finishes
 
-    replace(rig.scheduler, "finish", make)
+    replace(rig.scheduler.roster, "finish", make)
 
 
 @planted
 def one_token_too_many(rig: Rig) -> None:
-    def make(accept: Callable[..., Any]) -> Callable[..., Any]:
-        def accepts(request: Request, token: int) -> Any:
-            if len(request.tokens) + 1 == request.limit and not request.holds:
+    def make(gain: Callable[..., None]) -> Callable[..., None]:
+        def gains(request: Request, *given: Any, **options: Any) -> None:
+            if len(request.tokens) + 1 == request.limit and not request.asked.holds:
                 request.limit += 1
-            return accept(request, token)
+            gain(request, *given, **options)
 
-        return accepts
+        return gains
 
-    replace(rig.scheduler, "_accept", make)
+    replace(rig.scheduler._commits, "gain", make)
 
 
 @planted
@@ -291,7 +292,7 @@ def a_preempted_request_forgets_its_last_token(rig: Rig) -> None:
 
         return requeues
 
-    replace(rig.scheduler._roster, "_requeue", make)
+    replace(rig.scheduler.roster, "_requeue", make)
 
 
 @planted
@@ -301,8 +302,9 @@ def a_page_that_is_not_full_is_offered(rig: Rig) -> None:
     def make(offer: Callable[[Request], None]) -> Callable[[Request], None]:
         def offers(request: Request) -> None:
             offer(request)
-            if request.keys and request.registered < min(len(request.keys), len(request.pages)):
-                pool.register(request.pages[request.registered], request.keys[request.registered])
+            place = request.place
+            if place.keys and place.registered < min(len(place.keys), len(place.pages)):
+                pool.register(place.pages[place.registered], place.keys[place.registered])
 
         return offers
 
@@ -315,7 +317,7 @@ def a_page_that_is_not_full_is_offered(rig: Rig) -> None:
 @planted
 def one_that_is_cancelled_while_swapped_out_keeps_its_places(rig: Rig) -> None:
     def drop(request: Request) -> None:
-        request.places, request.stored = [], 0
+        request.place.host_places, request.place.stored = [], 0
 
     rig.scheduler.swaps.drop = drop  # type: ignore[method-assign]
 
@@ -349,7 +351,7 @@ def pages_are_fetched_that_a_step_in_flight_may_fail_to_spill(rig: Rig) -> None:
 def what_a_failed_step_wrote_is_swapped_out(rig: Rig) -> None:
     def make(put_out: Callable[[Request], None]) -> Callable[[Request], None]:
         def puts_out(request: Request) -> None:
-            request.spoilt = False
+            request.place.is_tainted = False
             put_out(request)
 
         return puts_out
@@ -361,10 +363,11 @@ def what_a_failed_step_wrote_is_swapped_out(rig: Rig) -> None:
 def a_swapped_request_comes_back_a_token_further(rig: Rig) -> None:
     def make(bring_in: Callable[[Request], None]) -> Callable[[Request], None]:
         def brings_in(request: Request) -> None:
-            if request.places and request.stored < len(request.tokens) - 1:
-                request.stored += 1
-            elif request.places:
-                request.places[0], request.places[-1] = request.places[-1], request.places[0]
+            place = request.place
+            if place.host_places and place.stored < len(request.tokens) - 1:
+                place.stored += 1
+            elif place.host_places:
+                place.host_places[0], place.host_places[-1] = place.host_places[-1], place.host_places[0]
             bring_in(request)
 
         return brings_in
@@ -393,7 +396,7 @@ def a_completion_is_computed_again_as_a_prompt_is(rig: Rig) -> None:
             most(request) if request.planned < request.prompt_len else rig.capacity.max_batched_tokens
         )
 
-    replace(rig.scheduler._turns, "_most", make)
+    replace(rig.scheduler._alternation, "_most", make)
 
 
 @planted
@@ -401,7 +404,11 @@ def a_deterministic_request_takes_what_others_computed(rig: Rig) -> None:
     def make(usable: Callable[[Request], list[bytes]]) -> Callable[[Request], list[bytes]]:
         def all_but_the_last(request: Request) -> list[bytes]:
             found = usable(request)
-            return request.keys[: (len(request.tokens) - 1) // rig.capacity.page_size] if request.alone else found
+            return (
+                request.place.keys[: (len(request.tokens) - 1) // rig.capacity.page_size]
+                if request.asked.alone
+                else found
+            )
 
         return all_but_the_last
 
@@ -410,16 +417,16 @@ def a_deterministic_request_takes_what_others_computed(rig: Rig) -> None:
 
 @planted
 def steps_of_one_request_keep_all_others_waiting(rig: Rig) -> None:
-    turns = rig.scheduler._turns
+    alternation = rig.scheduler._alternation
 
     def make(planned: Callable[..., None]) -> Callable[..., None]:
         def plans(plan: StepPlan, requests: Any) -> None:
             planned(plan, requests)
-            turns.is_due = turns.any
+            alternation.is_due = alternation.any
 
         return plans
 
-    replace(turns, "planned", make)
+    replace(alternation, "planned", make)
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------
@@ -472,7 +479,7 @@ def who_was_idle_gets_its_time_back(rig: Rig) -> None:
     def make(arrived: Callable[[Request], None]) -> Callable[[Request], None]:
         def arrives(request: Request) -> None:
             arrived(request)
-            account = policy._tenants.accounts[request.tenant]
+            account = policy._tenants.accounts[request.asked.tenant]
             if account.live == 1:
                 account.served = 0.0
 
@@ -509,17 +516,17 @@ def whoever_is_given_most_is_served_first(rig: Rig) -> None:
 def after_a_late_mask(rig: Rig, change: Callable[[Request], None]) -> None:
     """Have `change` happen to a request whose row was left out."""
 
-    def make(take_others: Callable[..., Any]) -> Callable[..., Any]:
-        def takes_others(plan: StepPlan, result: StepResult, others: set[Request]) -> Any:
-            outcome = take_others(plan, result, others)
+    def make(commit_others: Callable[..., Any]) -> Callable[..., Any]:
+        def commits_others(plan: StepPlan, result: StepResult, others: set[Request]) -> Any:
+            outcome = commit_others(plan, result, others)
             for index, what in result.instead.items():
                 if what is NoToken.LATE and plan.works[index].request.is_held:
                     change(plan.works[index].request)
             return outcome
 
-        return takes_others
+        return commits_others
 
-    replace(rig.scheduler, "_take_others", make)
+    replace(rig.scheduler._commits, "_commit_others", make)
 
 
 @planted
@@ -585,9 +592,15 @@ def a_fork_reads_pages_that_were_given_back(rig: Rig) -> None:
         def finds(request: Request, step: int) -> Any:
             leader, needed = request.leader, len(request.tokens) - 1
             ready = leader is not None and leader.launched_before(step) >= needed and not request.preemptions
-            if ready and leader.first_page and leader.copied != step and not (leader.discard or leader.failed):
-                request.found, request.first_page = needed, leader.first_page
-                return leader.pages[: max(0, -(-needed // size) - leader.first_page)]
+            if (
+                ready
+                and leader.place.first_page
+                and leader.place.copied != step
+                and not (leader.discard or leader.failed)
+            ):
+                request.place.found = needed
+                request.place.first_page = leader.place.first_page
+                return leader.place.pages[: max(0, -(-needed // size) - leader.place.first_page)]
             return find(request, step)
 
         return finds
@@ -600,7 +613,7 @@ def pages_that_were_swapped_out_come_back_in_other_places(rig: Rig) -> None:
     def make(put_out: Callable[[Request], None]) -> Callable[[Request], None]:
         def puts_out(request: Request) -> None:
             put_out(request)
-            request.first_page = 0
+            request.place.first_page = 0
 
         return puts_out
 

@@ -16,11 +16,12 @@ from simulation.device import RigRunner
 from simulation.watch import StepWatch
 
 from headrace.engine.errors import HeadraceError, OutOfMemory, RequestFailed
+from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.memory.host_pages import HostPages
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.scheduling.request import Request, Sampling, State, branch, goes_on
+from headrace.engine.scheduling.request import Request, State, branch, goes_on
 from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.testing import scripted_token, scripted_vector
@@ -64,9 +65,9 @@ def reference(
 
 def _vector(request: Request) -> NDArray[np.float32]:
     """What comes of a pooled request that is computed alone."""
-    assert request.pooling is not None
+    assert request.asked.pooling is not None
     states = np.stack([scripted_vector(request.tokens[: end + 1]) for end in range(len(request.tokens))])
-    vector: NDArray[np.float32] = states[-1] if request.pooling.kind == "last" else states.mean(0)
+    vector: NDArray[np.float32] = states[-1] if request.asked.pooling.kind == "last" else states.mean(0)
     return vector
 
 
@@ -135,7 +136,7 @@ class Rig:
         tenant: str | None = None,
         adapter: str | None = None,
         deadline: float | None = None,
-        keepers: int = 0,
+        streams: int = 0,
         hooked: bool = False,
         jumps: bool = False,
         masked: bool = False,
@@ -150,9 +151,7 @@ class Rig:
         """
         choices: list[Request] = []
         for _ in range(n):
-            request = Request(
-                tokens=list(prompt),
-                prompt_len=len(prompt),
+            asked = Asked(
                 limit=len(prompt) + max_tokens,
                 sampling=Sampling(seed=len(choices)),
                 stop_ids=stop_ids,
@@ -160,24 +159,29 @@ class Rig:
                 priority=priority,
                 tenant=tenant,
                 adapter=adapter,
-                arrived=self.now,
                 deadline=None if deadline is None else self.now + deadline,
-                leader=choices[0] if choices else None,
-                forked=n > 1 or before is not None,
                 holds=holds,
-                keepers=keepers,
                 processor=_no_hook if hooked else None,
                 jumps=jumps and not hooked,
                 grammar=_SCRIPT if jumps or masked else None,
-                before=before,
                 pooling=pooling,
                 alone=alone,
             )
-            count = len(self.scheduler.requests)
+            request = Request(
+                asked,
+                list(prompt),
+                arrived=self.now,
+                leader=choices[0] if choices else None,
+                forked=n > 1 or before is not None,
+                before=before,
+                streams=streams,
+            )
+            count = len(self.scheduler.roster.requests)
             try:
                 self.scheduler.submit(request)
             except HeadraceError:
-                assert len(self.scheduler.requests) == count and not choices, "a refused request left something behind"
+                assert len(self.scheduler.roster.requests) == count, "a refused request left something behind"
+                assert not choices, "a choice was refused after others of its prompt were taken"
                 self._note(lambda length: f"refused    prompt of {length}", len(prompt))
                 raise
             choices.append(request)
@@ -210,17 +214,17 @@ class Rig:
         (request,) = self.submit(
             [*before.tokens, *more],
             max_tokens,
-            root=before.root,
-            priority=before.priority,
+            root=before.asked.root,
+            priority=before.asked.priority,
             stop_ids=before.stop_ids,
-            keepers=1,
+            streams=1,
             before=before,
         )
         return request
 
     def branch(self, request: Request, count: int) -> Request:
         """Branch off `request` behind its first `count` tokens."""
-        other = branch(request, count, seed=request.sampling.seed + 100)
+        other = branch(request, count, seed=request.asked.sampling.seed + 100)
         other.arrived = self.now
         self.scheduler.submit(other)
         self.requests.append(other)
@@ -232,7 +236,7 @@ class Rig:
     def let_go(self, request: Request) -> None:
         """Nobody goes on after `request` any more."""
         self._note(lambda name: f"let go     r{name}", request.id)
-        self.scheduler.let_go(request)
+        self.scheduler.drop_stream(request)
         self._settled()
 
     def finish(self, request: Request) -> None:
@@ -285,7 +289,7 @@ class Rig:
         self._note(say_plan, plan, fault)
         flight = self._watch.planned(plan, owed, self.now)
         self.computed_tokens += plan.tokens
-        self.slid += sum(work.request.first_page > 0 for work in plan.works)
+        self.slid += sum(work.request.place.first_page > 0 for work in plan.works)
         self.copies += len(plan.copies)
         if fault != "launch":
             if fault:
@@ -329,7 +333,9 @@ class Rig:
     def supply(self, place: int = 0, *, fails: bool = False) -> None:
         """Let the host choose a token that is awaited, or fail to; what nobody awaits any more must be dropped."""
         request, step = self.awaited.pop(place)
-        (token,) = reference(request.tokens, 1, self.capacity.vocab_size, [request.sampling.seed], self.capacity.window)
+        (token,) = reference(
+            request.tokens, 1, self.capacity.vocab_size, [request.asked.sampling.seed], self.capacity.window
+        )
         self._note(lambda name, token: f"supply     r{name}={token}", request.id, None if fails else token)
         for emission in self.scheduler.supply(request, step, RequestFailed("scripted") if fails else (token, None)):
             self._take(emission)
@@ -410,7 +416,7 @@ class Rig:
     def live(self, *states: State) -> list[Request]:
         """Requests that have not ended; with `states`, those in one of them."""
         wanted = states or (State.WAITING, State.RUNNING, State.PAUSED)
-        return [request for request in self.scheduler.requests.values() if request.state in wanted]
+        return [request for request in self.scheduler.roster.requests.values() if request.state in wanted]
 
     def output(self, request: Request) -> list[int]:
         """What `request` generated so far, by itself."""
@@ -426,17 +432,17 @@ class Rig:
     def check_output(self, request: Request) -> None:
         """Assert that what `request` generated is what it would have generated alone, and that it ended in time."""
         prompt, output = self.prompts[request.id], self.output(request)
-        if request.pooling is not None:
+        if request.asked.pooling is not None:
             assert not output and self.ends.get(request.id) != "length"
             return
         assert request.tokens[: len(prompt)] == prompt, f"r{request.id}: its prompt changed"
         capacity = self.capacity
-        alone = reference(prompt, len(output), capacity.vocab_size, [request.sampling.seed], capacity.window)
+        alone = reference(prompt, len(output), capacity.vocab_size, [request.asked.sampling.seed], capacity.window)
         assert output == alone, f"r{request.id}: wrong tokens"
         end = self.ends.get(request.id)
         stops = [index for index, token in enumerate(output) if token in request.stop_ids]
         assert stops == ([len(output) - 1] if end == "stop" else []), f"r{request.id}: {end} with stop ids at {stops}"
-        assert (len(request.tokens) >= request.limit) <= (end in ("length", "stop") or request.holds), (
+        assert (len(request.tokens) >= request.limit) <= (end in ("length", "stop") or request.asked.holds), (
             f"r{request.id}: ran past its limit"
         )
 
@@ -459,15 +465,15 @@ class Rig:
         finished = self.ends.get(request.id)
         assert finished is None, f"r{request.id}: an emission after {finished}"
         ended_alone = emission.error is not None or emission.finish_reason == "deadline"
-        assert (emission.token is None) == (ended_alone or request.pooling is not None)
-        if request.pooling is not None and not ended_alone:
+        assert (emission.token is None) == (ended_alone or request.asked.pooling is not None)
+        if request.asked.pooling is not None and not ended_alone:
             assert np.allclose(emission.pooled, _vector(request)), f"r{request.id}: a wrong vector"
         assert emission.finish_reason is None or emission.error is None
         if emission.token is not None:
             place = self.heard.get(request.id, len(self.prompts[request.id]))
             self.heard[request.id] = place + 1
             assert emission.token == request.tokens[place]
-            seed, window = request.sampling.seed, self.capacity.window
+            seed, window = request.asked.sampling.seed, self.capacity.window
             (want,) = reference(request.tokens[:place], 1, self.capacity.vocab_size, [seed], window)
             assert emission.token == want, f"r{request.id}: token {emission.token} at {place}, alone it would be {want}"
         if emission.finish_reason is not None:

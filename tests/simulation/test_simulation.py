@@ -39,15 +39,15 @@ def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
         rig = world.rig
         ends.update(rig.ends.values())
         reached.update(world.talks)
-        reached["tokens of the host"] += sum(len(rig.output(r)) for r in rig.requests if r.processor is not None)
+        reached["tokens of the host"] += sum(len(rig.output(r)) for r in rig.requests if r.asked.processor is not None)
         reached["late masks"] += rig.runner.left_out
-        reached["preemptions"] += rig.scheduler.preemptions
+        reached["preemptions"] += rig.scheduler.roster.preemptions
         reached["slid pages"] += rig.slid
         reached["cached tokens"] += rig.scheduler.cached_tokens
         reached["forks that copied"] += rig.copies
-        reached["alone"] += sum(len(rig.output(request)) for request in rig.requests if request.alone)
-        reached["alone, again"] += sum(request.preemptions for request in rig.requests if request.alone)
-        reached["beams"] += sum(request.elder >= 0 and request.row < 0 for request in rig.requests)
+        reached["alone"] += sum(len(rig.output(request)) for request in rig.requests if request.asked.alone)
+        reached["alone, again"] += sum(request.preemptions for request in rig.requests if request.asked.alone)
+        reached["beams"] += sum(request.origin >= 0 and request.row < 0 for request in rig.requests)
     assert ends.keys() == {"length", "stop", "cancelled", "deadline", "RequestFailed", "NonFiniteLogits"}
     assert min(ends.values()) > 30 and min(reached[name] for name in ("preemptions", "forks that copied", "beams")) > 50
     assert min(reached["sends"], reached["branches"]) > 50 and reached["tokens of the host"] > 300

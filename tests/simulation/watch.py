@@ -44,14 +44,14 @@ class StepWatch:
     def owed(self) -> dict[int, int]:
         """Request id -> tokens that it owes, of those that may decode: to be asked before a plan."""
         running = self._live(State.RUNNING)
-        return {r.id: r.known - r.planned for r in running if r.is_decodable and r.pooling is None}
+        return {r.id: r.known - r.planned for r in running if r.is_decodable and r.asked.pooling is None}
 
     def planned(self, plan: StepPlan, owed: dict[int, int], now: float) -> Flight:
         """See that `plan` may be launched, and count it as in flight."""
         flight = Flight(plan)
         for work in plan.works:
             first = self._first_read(work.request, work.start)
-            flight.touched[work.request.id] = (work.request, set(work.request.pages[first:]))
+            flight.touched[work.request.id] = (work.request, set(work.request.place.pages[first:]))
         self._check_plan(plan, owed, now)
         self._check_alone(plan)
         self._was_alone = plan.alone
@@ -75,44 +75,44 @@ class StepWatch:
         roots.update({page: host[place] for place, page in plan.fetches})
         size = self._capacity.page_size
         for request, _, start, count, _ in plan.works:
-            begun, first = -(-start // size) - request.first_page, start // size - request.first_page
-            pages = request.pages[: (start + count - 1) // size + 1 - request.first_page]
+            begun, first = -(-start // size) - request.place.first_page, start // size - request.place.first_page
+            pages = request.place.pages[: (start + count - 1) // size + 1 - request.place.first_page]
             for page in pages[self._first_read(request, start) : begun]:
-                assert roots[page] == request.root, f"r{request.id} reads page {page} of {roots[page]!r}"
-            roots.update(dict.fromkeys(pages[first:], request.root))
+                assert roots[page] == request.asked.root, f"r{request.id} reads page {page} of {roots[page]!r}"
+            roots.update(dict.fromkeys(pages[first:], request.asked.root))
 
     def _first_read(self, request: Request, position: int) -> int:
         """Where in the pages of `request` those begin that attention reads from `position`."""
         window = self._capacity.window
         seen = 0 if window is None else max(0, position - window + 1)
-        return max(0, seen // self._capacity.page_size - request.first_page)
+        return max(0, seen // self._capacity.page_size - request.place.first_page)
 
     def settled(self) -> None:
         """See that what holds between any two events does."""
         scheduler, pool = self._scheduler, self._scheduler.pool
-        scheduler.check()
+        scheduler.roster.check()
         assert pool.held + pool.available == pool.num_pages
-        assert scheduler.live_tokens() <= pool.held * pool.page_size
+        assert scheduler.roster.live_tokens() <= pool.held * pool.page_size
         for request in self._live(State.WAITING, State.RUNNING, State.PAUSED):
             assert request.id not in self._ended, f"r{request.id} lives on after its end"
 
     def check_empty(self, requests: Iterable[Request]) -> None:
         """See that nothing is left of `requests`, which are all there ever were; lets go of what somebody keeps."""
         scheduler = self._scheduler
-        assert not self.flights and not scheduler.requests, "something is left"
+        assert not self.flights and not scheduler.roster.requests, "something is left"
         assert scheduler.pool.held == 0 and scheduler.pool.available == scheduler.pool.num_pages
         for request in requests:
-            while request.keepers > 0:
-                scheduler.let_go(request)
-        assert not scheduler.pool._keepers and not scheduler.pool._kept, "a page is kept for nobody"
-        assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_paused) == (0, 0, 0)
-        assert scheduler.num_swapped == 0
-        assert not scheduler.prefixes.promises and scheduler.live_tokens() == 0
+            while request.streams > 0:
+                scheduler.drop_stream(request)
+        assert not scheduler.pool._reservations and not scheduler.pool._kept, "a page is kept for nobody"
+        assert (scheduler.roster.num_waiting, scheduler.roster.num_running, scheduler.roster.num_paused) == (0, 0, 0)
+        assert scheduler.roster.num_swapped == 0
+        assert not scheduler.prefixes.promises and scheduler.roster.live_tokens() == 0
         for request in requests:
-            assert not request.pages and request.row < 0 and not request.in_flight
+            assert not request.place.pages and request.row < 0 and not request.in_flight
 
     def _live(self, *states: State) -> list[Request]:
-        return [request for request in self._scheduler.requests.values() if request.state in states]
+        return [request for request in self._scheduler.roster.requests.values() if request.state in states]
 
     def _check_plan(self, plan: StepPlan, owed: dict[int, int], now: float) -> None:
         """Budgets, decodes first, and nothing for requests that have ended or are paused."""
@@ -127,14 +127,14 @@ class StepWatch:
         for work in works:
             request = work.request
             assert request.id not in self._ended, f"r{request.id} is planned after its end"
-            assert request.deadline is None or request.deadline > now, f"r{request.id} is planned too late"
+            assert request.asked.deadline is None or request.asked.deadline > now, f"r{request.id} is planned too late"
             assert request.state is State.RUNNING and work.row == request.row and work.num_tokens > 0
             assert work.start + work.num_tokens == request.planned <= request.room(size)
-            assert work.samples == (request.planned == request.known - work.samples and request.pooling is None)
+            assert work.samples == (request.planned == request.known - work.samples and request.asked.pooling is None)
         planned = {work.request.id for work in works}
         others_turn = self._was_alone != plan.alone
         for request in self._live(State.RUNNING):
-            if (request.alone and plan.alone) or (request.alone != plan.alone and others_turn):
+            if (request.asked.alone and plan.alone) or (request.asked.alone != plan.alone and others_turn):
                 continue
             if owed.get(request.id) == 1 and request.id not in planned and request.known < request.limit:
                 short = request.planned == request.room(size) or request.forked
@@ -143,7 +143,7 @@ class StepWatch:
 
     def _check_alone(self, plan: StepPlan) -> None:
         """What a deterministic request computes follows from its tokens, and nobody else computes in its steps."""
-        assert plan.alone == any(work.request.alone for work in plan.works)
+        assert plan.alone == any(work.request.asked.alone for work in plan.works)
         if not plan.alone:
             return
         ((request, _, start, count, _),) = plan.works
@@ -163,10 +163,10 @@ class StepWatch:
         in_use = [(flight, *entry) for flight in self.flights for entry in flight.touched.values()]
         for _, other, touched in in_use:
             if other.forked:  # the page it copied from is its own no longer
-                touched.intersection_update(other.pages)
+                touched.intersection_update(other.place.pages)
         for request, _, start, count, _ in plan.works:
-            slid = request.first_page
-            pages = request.pages[start // size - slid : (start + count - 1) // size + 1 - slid]
+            slid = request.place.first_page
+            pages = request.place.pages[start // size - slid : (start + count - 1) // size + 1 - slid]
             for page in pages:
                 assert refs[page] == 1, f"r{request.id} writes page {page}, which {refs[page]} requests hold"
             for flight, other, touched in in_use:
@@ -183,7 +183,7 @@ class StepWatch:
             page = allocate()
             for flight in self.flights:
                 for other, touched in flight.touched.values():
-                    copied_away = other.forked and other.row >= 0 and page not in other.pages
+                    copied_away = other.forked and other.row >= 0 and page not in other.place.pages
                     assert page not in touched or copied_away, (
                         f"page {page} of r{other.id} is handed out while step {flight.plan.step} uses it"
                     )

@@ -128,7 +128,7 @@ class World:
     @property
     def busy(self) -> bool:
         """Something is still to come or to be done."""
-        return self.ticks < _BUSY_TICKS or bool(self.rig.flights or self.rig.scheduler.requests)
+        return self.ticks < _BUSY_TICKS or bool(self.rig.flights or self.rig.scheduler.roster.requests)
 
     def tick(self) -> None:
         """Let the outside do something, then the step loop; once the busy time is over, only the step loop."""
@@ -178,7 +178,7 @@ class World:
 
     @staticmethod
     def _at_its_hold(request: Request) -> bool:
-        return request.holds and len(request.tokens) == request.limit
+        return request.asked.holds and len(request.tokens) == request.limit
 
     def _search(self) -> None:
         """What a beam search does: fork what is held, and end it, at times before its forks have run."""
@@ -208,7 +208,7 @@ class World:
     def _talk(self) -> None:
         """What callers do with their streams: send more after an end, branch what runs or has run, and close."""
         chance, rig = self._talks, self.rig
-        kept = [request for request in rig.requests if request.keepers]
+        kept = [request for request in rig.requests if request.streams]
         if not kept or chance.random() > self._talking or len(rig.requests) > 3 * _REQUESTS:
             return
         request = chance.choice(kept)
@@ -242,7 +242,7 @@ class World:
                 stop_ids=frozenset() if holds else self._stop_ids,
                 holds=holds,
                 **self._asked(),
-                keepers=1 if self._talking and choices == 1 and not holds else 0,
+                streams=1 if self._talking and choices == 1 and not holds else 0,
                 hooked=not holds and self._hooks.random() < self._hooking,
                 jumps=not holds and self._hooks.random() < self._hooking,
                 masked=not holds and self._hooks.random() < self._hooking,

@@ -16,9 +16,10 @@ from typing import Any
 
 from headrace.engine.bench.report import conditions, percentile, save, table
 from headrace.engine.errors import Overloaded
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policies import POLICIES, policy_of
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 
@@ -110,12 +111,12 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], itl_target: float | None 
         plan = made.scheduler.plan(made.now)
         _take(made, made.scheduler.take_lapsed())
         if plan is None:
-            if next_one == len(coming) and not made.scheduler.requests:
+            if next_one == len(coming) and not made.scheduler.roster.requests:
                 break
             made.now = coming[next_one].at if next_one < len(coming) else until
             continue
         for work in plan.works:
-            if work.request.deadline is not None and work.request.deadline <= made.now:
+            if work.request.asked.deadline is not None and work.request.asked.deadline <= made.now:
                 made.late_tokens += work.num_tokens
         seconds = step_seconds(plan)
         made.now += seconds
@@ -128,13 +129,9 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], itl_target: float | None 
 def _submit(made: Simulation, arrival: Arrival) -> None:
     deadline = None if arrival.deadline is None else arrival.at + arrival.deadline
     request = Request(
-        tokens=[len(made.outcomes), *[7] * (arrival.prompt - 1)],  # no two have a page in common
-        prompt_len=arrival.prompt,
-        limit=arrival.prompt + arrival.output,
-        sampling=Sampling(),
-        tenant=arrival.tenant,
+        Asked(limit=arrival.prompt + arrival.output, tenant=arrival.tenant, deadline=deadline),
+        [len(made.outcomes), *[7] * (arrival.prompt - 1)],  # no two have a page in common
         arrived=arrival.at,
-        deadline=deadline,
     )
     outcome = Outcome(arrival)
     try:
@@ -290,16 +287,9 @@ def _host_time(policy: str) -> float:
     scheduler = Scheduler(capacity, secret=b"bench", policy=policy_of(policy))
     for index in range(rows + 1000):
         prompt = [(index * 7919 + place) % 1000 for place in range(30)]
-        request = Request(
-            tokens=prompt,
-            prompt_len=len(prompt),
-            limit=900,
-            sampling=Sampling(),
-            tenant=f"t{index % 50}",
-            priority=index % 3,
-            arrived=index / 1000,
-            deadline=None if index < rows else 1e6 + index,
-        )
+        deadline = None if index < rows else 1e6 + index
+        asked = Asked(limit=900, tenant=f"t{index % 50}", priority=index % 3, deadline=deadline)
+        request = Request(asked, prompt, arrived=index / 1000)
         scheduler.submit(request)
     spent: list[float] = []
     pending: StepPlan | None = None

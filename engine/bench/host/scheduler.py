@@ -6,8 +6,9 @@ import time
 from statistics import median
 
 from headrace.engine.bench.report import conditions, percentile, show
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.plan import Capacity, StepPlan
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 
@@ -30,7 +31,7 @@ def run(*, rows: int, json_path: str | None) -> None:
     scheduler = Scheduler(capacity, secret=b"benchmark")
     for index in range(rows):
         prompt = [(index * 7919 + place) % 50_000 for place in range(_PROMPT)]
-        scheduler.submit(Request(tokens=prompt, prompt_len=_PROMPT, limit=2048, sampling=Sampling()))
+        scheduler.submit(Request(Asked(limit=2048), prompt))
     plans: list[float] = []
     commits: list[float] = []
     pending: StepPlan | None = None

@@ -17,9 +17,9 @@ from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.options import CpuOptions, PromptSpan
 from headrace.engine.model.shared.host_choice import HostChoices
 from headrace.engine.model.shared.pools import Pools, PoolSpan
+from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
-from headrace.engine.scheduling.request import Sampling
 from headrace.ops.cpu.lora import Wearers
 from headrace.ops.cpu.sample import Choosing
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow

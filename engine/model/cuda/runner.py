@@ -39,8 +39,9 @@ from headrace.engine.model.cuda.steps import (
 )
 from headrace.engine.model.shared.memory import borrow_stream, return_device_memory, return_stream, returned_if_short
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
+from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOptions, StepPlan, Work
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.paged import HeadShape
@@ -185,7 +186,7 @@ class CudaRunner:
             variant: The options of the rows.
         """
         sampling = Sampling(temperature=1.0, top_k=int(variant.filtered))
-        request = Request(tokens=[0], prompt_len=1, limit=2, sampling=sampling)
+        request = Request(Asked(limit=2, sampling=sampling), [0])
         for tokens in (self._capacity.max_batched_tokens, min(_FEW_TOKENS, self._capacity.max_batched_tokens)):
             plan = StepPlan(0, tokens=tokens)
             for row in range(self._capacity.max_rows):

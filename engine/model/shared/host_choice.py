@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.plan import Capacity, RowOptions, StepPlan
-from headrace.engine.scheduling.request import Sampling
 from headrace.engine.scheduling.result import Choice, Chosen, NoToken
 from headrace.engine.scheduling.shaping import GrammarState, LogitsProcessor, Report, Reporting
 from headrace.engine.steps.shaped_logits import processed_logits, shaper_of

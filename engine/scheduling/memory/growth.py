@@ -43,41 +43,42 @@ class Growth:
         if count and (request.unsent or request.is_held):
             start = len(request.tokens) - request.unsent
             plan.given.append(GivenTokens(request.row, start, request.tokens[start:]))
-            request.unsent, request.is_held = 0, False
+            request.unsent = 0
+            request.is_held = False
         return count
 
     def grow(self, plan: StepPlan, request: Request, count: int, now: float) -> int:
         """Make pages writable for `count` tokens from `request.planned`; return how many of them have room."""
         self._slide(request)
         size = self._pool.page_size
-        pages = request.pages
-        index = request.planned // size - request.first_page
+        pages = request.place.pages
+        index = request.planned // size - request.place.first_page
         if request.forked and index < len(pages) and not self._pool.is_writable(pages[index]):
             page = self._obtain(request, now)
             if page is None:
                 return 0
             plan.copies.append((pages[index], page))
-            request.copied = plan.step
+            request.place.copied = plan.step
             self._pool.release(pages[index : index + 1])
             pages[index] = page
-            plan.entries.append(PageEntry(request.row, request.first_page + index, page))
+            plan.entries.append(PageEntry(request.row, request.place.first_page + index, page))
         while request.room(size) < request.planned + count:
             page = self._obtain(request, now)
             if page is None:
                 break
-            plan.entries.append(PageEntry(request.row, request.first_page + len(pages), page))
+            plan.entries.append(PageEntry(request.row, request.place.first_page + len(pages), page))
             pages.append(page)
         return min(count, request.room(size) - request.planned)
 
     def _slide(self, request: Request) -> None:
         """Give back the pages that no further step of `request` reads, and none in flight."""
         first = self._window.first_page(request.computed)
-        count = first - request.first_page
+        count = first - request.place.first_page
         if count > 0:
             self._prefixes.offer(request)
-            self._pool.release(request.pages[:count])
-            del request.pages[:count]
-            request.first_page = first
+            self._pool.release(request.place.pages[:count])
+            del request.place.pages[:count]
+            request.place.first_page = first
 
     def _obtain(self, request: Request, now: float) -> int | None:
         """Return a page for `request`, preempting requests after it in order; None if it must wait for one."""

@@ -67,7 +67,7 @@ class HostPages:
                 return count
         return len(keys)
 
-    def take(self, keys: Iterable[bytes]) -> list[int]:
+    def claim(self, keys: Iterable[bytes]) -> list[int]:
         """Return the places of `keys`, all within `reach`; the caller must fetch each of them."""
         return [self._forget(key) for key in keys]
 
@@ -95,7 +95,8 @@ class HostPages:
     def load(self, plan: StepPlan) -> None:
         """Add all pending moves to `plan`; afterwards the places that are fetched from are free."""
         plan.spills = [(page, place) for place, page in self._spills.items()]
-        plan.fetches, self._fetches = self._fetches, []
+        plan.fetches = self._fetches
+        self._fetches = []
         self._in_flight.update(dict.fromkeys(self._spills, plan.step))
         self._spills.clear()
         self._free += self._spent

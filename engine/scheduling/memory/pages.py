@@ -43,7 +43,7 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: OrderedDict[int, None] = OrderedDict()
-        self._keepers: Counter[bytes] = Counter()
+        self._reservations: Counter[bytes] = Counter()
         self._partly: set[int] = set()
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
@@ -143,22 +143,22 @@ class PagePool:
     def is_writable(self, page: int) -> bool:
         """Return whether the only holder of `page` may append to it, which it may not if the page is full or kept."""
         key = self._key_of.get(page)
-        return self.refs[page] == 1 and (key is None or (page in self._partly and key not in self._keepers))
+        return self.refs[page] == 1 and (key is None or (page in self._partly and key not in self._reservations))
 
-    def _move(self, key: bytes, keepers: int) -> None:
+    def _move(self, key: bytes, change: int) -> None:
         page = self._page_of.get(key)
         is_idle = page is not None and self.refs[page] == 0
         if page is not None and is_idle:
             del self._place_of(page)[page]
-        self._keepers[key] += keepers
-        if not self._keepers[key]:
-            del self._keepers[key]
+        self._reservations[key] += change
+        if not self._reservations[key]:
+            del self._reservations[key]
         if page is not None and is_idle:
             self._place_of(page)[page] = None
 
     def _place_of(self, page: int) -> OrderedDict[int, None]:
         """Return the eviction queue of a page that has a key, for while it has no holder."""
-        return self._kept if self._key_of[page] in self._keepers else self._cached
+        return self._kept if self._key_of[page] in self._reservations else self._cached
 
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int], root: bytes) -> None:
         """Append the chained hash of every further full page of `tokens` to `keys`.
@@ -256,7 +256,7 @@ class PagePool:
         assert len(idle) == self.available, "a page is in two of free, cached and kept"
         assert {page for page, refs in enumerate(self.refs) if refs == 0} == idle, "a page is lost, or idle and used"
         assert all(page in self._key_of for page in cached | kept), "a cached page has no key"
-        assert {page for page in cached | kept if self._key_of[page] in self._keepers} == kept, (
+        assert {page for page in cached | kept if self._key_of[page] in self._reservations} == kept, (
             "a page is kept for nobody"
         )
         assert self._partly <= self._key_of.keys(), "a page without a key is said to be partly full"

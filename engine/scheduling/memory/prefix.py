@@ -28,32 +28,33 @@ class Prefixes:
     def find(self, request: Request, step: int) -> list[int] | None:
         """Return the pages that `step` may read and that hold the start of `request`; None if it should wait.
 
-        If attention has a window, these are the last pages of the start, from `Request.first_page` on, which is set.
+        If attention has a window, these are the last pages of the start, from `Placement.first_page` on, which is set.
         """
         size = self._pool.page_size
         leader = request.leader
-        if leader is not None and not (request.preemptions or request.alone or leader.failed):
+        if leader is not None and not (request.preemptions or request.asked.alone or leader.failed):
             needed = len(request.tokens) - 1
-            if leader.copied == step:
+            if leader.place.copied == step:
                 return None
-            if leader.pages and not leader.discard and leader.launched_before(step) >= needed:
-                if leader.first_page <= self._window.first_page(needed):
-                    request.found, request.first_page = needed, leader.first_page
-                    return leader.pages[: -(-needed // size) - leader.first_page]
+            if leader.place.pages and not leader.discard and leader.launched_before(step) >= needed:
+                if leader.place.first_page <= self._window.first_page(needed):
+                    request.place.found = needed
+                    request.place.first_page = leader.place.first_page
+                    return leader.place.pages[: -(-needed // size) - leader.place.first_page]
             elif leader.state is State.WAITING or (leader.state is State.RUNNING and not leader.leaving):
                 return None
-        request.found = 0
+        request.place.found = 0
         before = request.before
         if before is not None and before.row >= 0:
             return None  # the last launched steps of the previous turn are about to end
         usable = self.usable(request)
-        if request.places:  # the rest is in host memory
-            pages = [] if request.first_page else self._pool.match(usable)
-            request.found = len(pages) * size
+        if request.place.host_places:  # the rest is in host memory
+            pages = [] if request.place.first_page else self._pool.match(usable)
+            request.place.found = len(pages) * size
             return pages
-        request.first_page, pages = self._pool.match_last(usable, self._window)
-        end = request.first_page + len(pages)
-        request.found = end * size
+        request.place.first_page, pages = self._pool.match_last(usable, self._window)
+        end = request.place.first_page + len(pages)
+        request.place.found = end * size
         if end < len(usable) and usable[end] in self.promises:
             return None
         if before is not None and self.enabled:
@@ -64,8 +65,8 @@ class Prefixes:
         """Return the hashes of the full pages that `request` may share."""
         if not self.enabled:
             return []
-        self._pool.extend_keys(request.keys, request.tokens, request.root)
-        return request.keys[: request.cacheable // self._pool.page_size]
+        self._pool.extend_keys(request.place.keys, request.tokens, request.asked.root)
+        return request.place.keys[: request.cacheable // self._pool.page_size]
 
     def _rest(self, request: Request, count: int) -> list[int]:
         """Return the partly full page with the last of the first `count` tokens of `request`, as a list.
@@ -73,12 +74,12 @@ class Prefixes:
         The list is empty if that page may not be shared, or the pages before it were not found.
         """
         full = count // self._pool.page_size
-        if request.found != full * self._pool.page_size or not request.found < count <= request.cacheable:
+        if request.place.found != full * self._pool.page_size or not request.place.found < count <= request.cacheable:
             return []
-        key = self._pool.key_of_rest(request.keys[:full], request.tokens[:count], request.root)
+        key = self._pool.key_of_rest(request.place.keys[:full], request.tokens[:count], request.asked.root)
         pages = self._pool.match([key])
         if pages:
-            request.found = count
+            request.place.found = count
         return pages
 
     def keep(self, request: Request) -> None:
@@ -88,25 +89,25 @@ class Prefixes:
         if not self.enabled:
             return
         self.offer(request)
-        self._pool.extend_keys(request.keys, request.tokens, request.root)
+        self._pool.extend_keys(request.place.keys, request.tokens, request.asked.root)
         full, rest = divmod(request.computed, self._pool.page_size)
-        request.kept = request.keys[:full]
+        request.place.kept = request.place.keys[:full]
         if rest:
-            key = self._pool.key_of_rest(request.kept, request.tokens[: request.computed], request.root)
-            self._pool.register_rest(request.pages[full - request.first_page], key)
-            request.kept.append(key)
-        self._pool.keep(request.kept)
+            key = self._pool.key_of_rest(request.place.kept, request.tokens[: request.computed], request.asked.root)
+            self._pool.register_rest(request.place.pages[full - request.place.first_page], key)
+            request.place.kept.append(key)
+        self._pool.keep(request.place.kept)
 
-    def let_go(self, request: Request) -> None:
+    def drop_stream(self, request: Request) -> None:
         """Count one stream fewer that may continue `request`; after the last, its pages are cached like all others."""
-        request.keepers -= 1
-        if request.keepers <= 0:
-            self._pool.unkeep(request.kept)
-            request.kept = []
+        request.streams -= 1
+        if request.streams <= 0:
+            self._pool.unkeep(request.place.kept)
+            request.place.kept = []
 
     def promise(self, request: Request) -> None:
         """Promise the full pages that `request` is about to compute."""
-        for key in request.keys[request.registered :]:
+        for key in request.place.keys[request.place.registered :]:
             self.promises.setdefault(key, request)
 
     def offer(self, request: Request) -> None:
@@ -116,33 +117,33 @@ class Prefixes:
         """
         if not self.enabled:
             return
-        reached = request.planned if request.grammar is None else request.computed
+        reached = request.planned if request.asked.grammar is None else request.computed
         full = min(reached, len(request.tokens)) // self._pool.page_size
-        if request.registered >= full:
+        if request.place.registered >= full:
             return
-        self._pool.extend_keys(request.keys, request.tokens, request.root)
-        for index in range(request.registered, full):
-            key = request.keys[index]
+        self._pool.extend_keys(request.place.keys, request.tokens, request.asked.root)
+        for index in range(request.place.registered, full):
+            key = request.place.keys[index]
             self.remember(request, index)
             if self.promises.get(key) is request:
                 del self.promises[key]
-        request.registered = full
+        request.place.registered = full
 
     def keeps(self, request: Request) -> bool:
         """Return whether a running `request` that loses its row would find all but its last page in the cache."""
         size = self._pool.page_size
-        return request.planned - min(request.registered * size, request.cacheable) <= size
+        return request.planned - min(request.place.registered * size, request.cacheable) <= size
 
     def remember(self, request: Request, index: int) -> None:
         """Offer one page, whose key is known."""
         pool = self._pool
-        page = request.pages[index - request.first_page]
-        if pool.register(page, request.keys[index]) and pool.log.is_on:
+        page = request.place.pages[index - request.place.first_page]
+        if pool.register(page, request.place.keys[index]) and pool.log.is_on:
             tokens = request.tokens[index * pool.page_size : (index + 1) * pool.page_size]
-            pool.log.stored(request.keys, index, tokens, request.root)
+            pool.log.stored(request.place.keys, index, tokens, request.asked.root)
 
     def withdraw(self, request: Request) -> None:
         """Withdraw promises of pages that `request` will not compute soon."""
-        for key in request.keys[request.registered :]:
+        for key in request.place.keys[request.place.registered :]:
             if self.promises.get(key) is request:
                 del self.promises[key]

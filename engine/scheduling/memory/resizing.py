@@ -36,7 +36,7 @@ class Resizing:
         size = self._pool.page_size
         return max(
             (
-                -(-request.known // size) if request.alone else self._window.fewest_pages(request.known)
+                -(-request.known // size) if request.asked.alone else self._window.fewest_pages(request.known)
                 for request in self._roster.requests.values()
                 if request.state is not State.FINISHED
             ),
@@ -46,9 +46,11 @@ class Resizing:
     def set_limits(self, capacity: Capacity) -> None:
         """Raise or lower the limit of every request to what was asked for, as far as `capacity` permits."""
         for request in self._roster.requests.values():
-            room = 1 if request.pooling is None else 0
-            request.limit = min(request.asked, capacity.check_length(0, room, whole=request.alone) + 1 - room)
-            request.smooth = min(request.smooth, max(0, request.limit - 2))
+            room = 1 if request.asked.pooling is None else 0
+            request.limit = min(
+                request.asked.limit, capacity.check_length(0, room, whole=request.asked.alone) + 1 - room
+            )
+            request.plain_until = min(request.plain_until, max(0, request.limit - 2))
 
     def fit(self, num_pages: int, step: int, now: float, *, forget: bool) -> list[StepPlan]:
         """Change the number of pages.
@@ -92,10 +94,10 @@ class Resizing:
         """Update the block tables by `moved`; return the page entries for each new page."""
         entries: dict[int, list[PageEntry]] = {}
         for request in self._roster.requests.values():
-            for place, page in enumerate(request.pages):
+            for place, page in enumerate(request.place.pages):
                 if page in moved:
-                    page = request.pages[place] = moved[page]
-                    entry = PageEntry(request.row, request.first_page + place, page)
+                    page = request.place.pages[place] = moved[page]
+                    entry = PageEntry(request.row, request.place.first_page + place, page)
                     entries.setdefault(page, []).append(entry)
         return entries
 

@@ -37,44 +37,48 @@ class Swaps:
 
     def put_out(self, request: Request) -> None:
         """Store the pages of a request that is about to lose them, if that is worthwhile and there is room."""
-        first = max(request.first_page, self._window.first_page(request.planned))
+        place, asked = request.place, request.asked
+        first = max(place.first_page, self._window.first_page(request.planned))
         last = -(-request.planned // self._pool.page_size)
-        pages = request.pages[first - request.first_page : last - request.first_page]
-        if not pages or request.spoilt or request.holds or request.pooling is not None:
+        pages = place.pages[first - place.first_page : last - place.first_page]
+        if not pages or place.is_tainted or asked.holds or asked.pooling is not None:
             return
-        if request.alone and request.planned >= len(request.tokens):  # its last chunk must be computed again as a whole
+        if asked.alone and request.planned >= len(request.tokens):  # its last chunk must be computed again as a whole
             return
         moving = 2 * len(pages) * self.host.page_seconds
         if self.host.has_room(len(pages)) and moving < self._pace.prefill(request.planned):
-            request.places = self.host.store(pages)
-            request.first_page, request.stored = first, request.planned
+            place.host_places = self.host.store(pages)
+            place.first_page = first
+            place.stored = request.planned
             self.count += 1
 
     def is_ready(self, request: Request) -> bool:
         """Return whether the next plan can fetch the stored pages of `request`."""
-        return self.host.is_ready(request.places)
+        return self.host.is_ready(request.place.host_places)
 
     def bring_in(self, request: Request) -> None:
         """Extend the pages of a starting request by those that host memory holds for it or its prefix."""
-        size, pages = self._pool.page_size, request.pages
-        if request.places:
-            wanted, reach = request.places[len(pages) :], request.stored
-            self.host.release(request.places[: len(pages)])
-            request.places, request.stored = [], 0
+        size, pages = self._pool.page_size, request.place.pages
+        if request.place.host_places:
+            wanted, reach = request.place.host_places[len(pages) :], request.place.stored
+            self.host.release(request.place.host_places[: len(pages)])
+            request.place.host_places = []
+            request.place.stored = 0
         elif self.host.num_places and request.room(size) == request.planned:
-            keys, start = self._prefixes.usable(request), request.first_page + len(pages)
+            keys, start = self._prefixes.usable(request), request.place.first_page + len(pages)
             end = start + self.host.reach(keys[start:])
             reach = end * size
             self._slide(request, self._window.first_page(reach))
-            wanted = self.host.take(keys[max(start, request.first_page) : end])
+            wanted = self.host.claim(keys[max(start, request.place.first_page) : end])
         else:
             return
         for place in wanted:  # allocation may evict and spill a page, but never to these places
             self.host.fetch(place, self._allocate(request))
         request.planned = max(request.planned, min(reach, len(request.tokens) - 1))
-        request.computed = request.ready = request.planned
-        first = max(request.registered, request.first_page)
-        for index in range(first, min(request.planned // size, len(request.keys))):
+        request.computed = request.planned
+        request.ready = request.planned
+        first = max(request.place.registered, request.place.first_page)
+        for index in range(first, min(request.planned // size, len(request.place.keys))):
             self._prefixes.remember(request, index)
 
     def _slide(self, request: Request, first: int) -> None:
@@ -82,15 +86,16 @@ class Swaps:
 
         None of the fetched pages may be given back in the plan that fetches it, since spills come before fetches.
         """
-        if first > request.first_page:
-            self._pool.release(request.pages[: first - request.first_page])
-            del request.pages[: first - request.first_page]
-            request.first_page = first
+        if first > request.place.first_page:
+            self._pool.release(request.place.pages[: first - request.place.first_page])
+            del request.place.pages[: first - request.place.first_page]
+            request.place.first_page = first
 
     def drop(self, request: Request) -> None:
         """Drop the stored pages of `request`."""
-        self.host.release(request.places)
-        request.places, request.stored = [], 0
+        self.host.release(request.place.host_places)
+        request.place.host_places = []
+        request.place.stored = 0
 
     def fail(self, plan: StepPlan, requests: Iterable[Request]) -> None:
         """Drop the pages that a failed `plan` should have spilled."""
@@ -98,11 +103,11 @@ class Swaps:
         lost = {place for _, place in plan.spills}
         self.host.forget(lost)
         for request in requests:
-            if not lost.isdisjoint(request.places):
+            if not lost.isdisjoint(request.place.host_places):
                 self.drop(request)
 
     def _allocate(self, request: Request) -> int:
         page = self._pool.allocate()
         assert page is not None, "a request was started without room for it"
-        request.pages.append(page)
+        request.place.pages.append(page)
         return page

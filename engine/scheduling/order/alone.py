@@ -1,4 +1,4 @@
-"""`Turns` decides which deterministic request computes next in a step of its own, and how much; it owns only the turn.
+"""`Alternation` decides which deterministic request computes next in a step of its own, and how much of it.
 
 The shapes of such a request's steps follow from its tokens alone: its prompt is computed in chunks that begin at
 multiples of `CHUNK`, then one token a step, even if tokens are computed again after a preemption. So no other request,
@@ -15,13 +15,13 @@ from headrace.engine.scheduling.memory.growth import Growth
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request
 
-__all__ = ["CHUNK", "Turns"]
+__all__ = ["CHUNK", "Alternation"]
 
 CHUNK: Final = 256
 """Tokens in a chunk of the prompt of a deterministic request, if a step may hold as many."""
 
 
-class Turns:
+class Alternation:
     """Alternation between steps of one deterministic request and steps of all other requests."""
 
     def __init__(self, max_batched_tokens: int) -> None:
@@ -38,11 +38,11 @@ class Turns:
 
     def arrived(self, request: Request) -> None:
         """Take note of a request."""
-        self.any |= request.alone
+        self.any |= request.asked.alone
 
     def planned(self, plan: StepPlan, requests: Iterable[Request]) -> None:
         """Take note of a planned step, and of the requests that have not ended."""
-        self.any = self.any and any(each.alone for each in requests)
+        self.any = self.any and any(each.asked.alone for each in requests)
         self.is_due = self.any and not plan.alone
 
     def plan_first(self, plan: StepPlan, request: Request, growth: Growth, now: float) -> None:
@@ -52,15 +52,15 @@ class Turns:
 
     def plan_next(self, plan: StepPlan, running: Iterable[Request], growth: Growth, page_size: int, now: float) -> None:
         """Plan a step of the request in `running` whose last step is longest ago, or of the next that can go on."""
-        for request in sorted((each for each in running if each.alone), key=lambda each: each.latest_step):
-            if request.plannable and plan_decodes(plan, [request], growth, page_size, now):
+        for request in sorted((each for each in running if each.asked.alone), key=lambda each: each.latest_step):
+            if request.is_plannable and plan_decodes(plan, [request], growth, page_size, now):
                 plan_tokens(plan, request, self._most(request), growth, now)
             if plan.size:
                 return
 
     def together(self, running: list[Request]) -> list[Request]:
         """Return the requests of `running` that may share a step."""
-        return [each for each in running if not each.alone] if self.any else running
+        return [each for each in running if not each.asked.alone] if self.any else running
 
     def _most(self, request: Request) -> int:
         """Return the number of owed tokens that the next step of `request` computes."""

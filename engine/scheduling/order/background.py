@@ -100,4 +100,4 @@ class BackgroundLast:
 
 
 def _tier(request: Request) -> int:
-    return int(request.priority > 0)
+    return int(request.asked.priority > 0)

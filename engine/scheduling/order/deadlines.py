@@ -26,9 +26,9 @@ class DeadlineQueue:
 
     def add(self, request: Request) -> None:
         """Watch the deadline of `request`, if it has one; its entry is removed some time after it has ended."""
-        if request.deadline is None:
+        if request.asked.deadline is None:
             return
-        heappush(self._heap, (request.deadline, request.id, request))
+        heappush(self._heap, (request.asked.deadline, request.id, request))
         if len(self._heap) > self._most:
             self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
             heapify(self._heap)
@@ -45,4 +45,4 @@ class DeadlineQueue:
     def overdue(self, now: float) -> Request | None:
         """Return a live request whose deadline has passed at `now`, in seconds; None if there is none."""
         first = self.first
-        return None if first is None or first.deadline is None or first.deadline > now else first
+        return None if first is None or first.asked.deadline is None or first.asked.deadline > now else first

@@ -23,7 +23,7 @@ class Overtaking:
         """Let the first request that finds no slot be overtaken `patience` times."""
         self._slots = slots
         self._patience = patience
-        self._eldest: Request | None = None
+        self._first: Request | None = None
         """First request in order whose adapter found no room."""
         self._met = False
         """Whether the current pass through the queue has come past that request."""
@@ -39,10 +39,10 @@ class Overtaking:
 
     def begin(self, *, idle: bool) -> None:
         """Begin a pass through the queue; `idle` if nothing runs that could free a slot."""
-        if self._eldest is not None and self._eldest.state is not State.WAITING:
+        if self._first is not None and self._first.state is not State.WAITING:
             self._forget()
         self._met = False
-        self._urgent = self._eldest is not None and (idle or self._overtaken > self._patience)
+        self._urgent = self._first is not None and (idle or self._overtaken > self._patience)
         active = self._slots.active
         if self._urgent and active and self._closed.isdisjoint(active):
             self._closed.add(min(active, key=lambda version: version.holders))
@@ -52,7 +52,7 @@ class Overtaking:
 
         Nothing is fetched after a request that found no room, since it would take the next slot that is freed.
         """
-        version = request.wears
+        version = request.asked.version
         if version is None:
             return True
         if self._slots.ready(version) and not (self._met and self._is_closed(version)):
@@ -60,18 +60,18 @@ class Overtaking:
         if self._met:
             return False
         if self._finds_room(version):
-            if request is self._eldest:
+            if request is self._first:
                 self._forget()
             return False
-        self._eldest = request  # if two requests change places in the order, the count continues
+        self._first = request  # if two requests change places in the order, the count continues
         self._met = True
         return False
 
     def starts(self, request: Request) -> None:
         """Take note that `request` is given a row."""
-        if request is self._eldest:
+        if request is self._first:
             self._forget()
-        elif self._met and request.wears is not None:
+        elif self._met and request.asked.version is not None:
             self._overtaken += 1
 
     def _finds_room(self, version: AdapterVersion) -> bool:
@@ -87,6 +87,6 @@ class Overtaking:
         return version in self._closed or (self._urgent and not version.holders)
 
     def _forget(self) -> None:
-        self._eldest = None
+        self._first = None
         self._overtaken = 0
         self._closed.clear()

@@ -50,14 +50,14 @@ def run_all(opened: Opened, ahead: int, **limits: int) -> list[list[int]]:
     for each in requests:
         scheduler.submit(each)
     launched: list[tuple[Any, Any]] = []
-    while scheduler.requests:
+    while scheduler.roster.requests:
         plan = scheduler.plan()
         if plan is not None:
             launched.append((plan, opened.runner.launch(plan)))
         if launched and (plan is None or len(launched) == ahead):
             oldest, step = launched.pop(0)
             scheduler.commit(oldest, step.wait())
-            scheduler.check()
+            scheduler.roster.check()
     return [each.tokens[each.prompt_len :] for each in requests]
 
 

@@ -45,8 +45,8 @@ from headrace.engine import (
     SamplingParams,
 )
 from headrace.engine.grammar.compiled import CompiledGrammar
+from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.plan import Capacity, PageEntry, StepPlan
-from headrace.engine.scheduling.request import Sampling
 from headrace.ops.formats import Stored
 
 LENGTHS = (1, 2, 16, 17, 37, 65, 127, 128)

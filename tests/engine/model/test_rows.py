@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from model_driver import capacity, request
 
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
+from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.plan import NewRow, PageEntry, StepPlan, Work
-from headrace.engine.scheduling.request import Sampling
 from headrace.ops.cpu.sample import Choosing
 
 SIZE = 4

@@ -27,7 +27,7 @@ def background_last(name: str = "fair_share") -> Policy:
 def outputs(rig: Rig, requests: list[Request]) -> Counter[str | None]:
     counts: Counter[str | None] = Counter()
     for request in requests:
-        counts[request.tenant] += len(rig.output(request))
+        counts[request.asked.tenant] += len(rig.output(request))
     return counts
 
 

@@ -91,7 +91,7 @@ def test_a_paused_sharer_of_a_failed_step_starts_over_when_it_is_resumed() -> No
     rig.pause(sharer)
     rig.complete()
     rig.complete()
-    assert sharer.state is State.PAUSED and sharer.row < 0 and not sharer.pages
+    assert sharer.state is State.PAUSED and sharer.row < 0 and not sharer.place.pages
     rig.resume(sharer)
     rig.run()
     rig.check_empty()

@@ -43,7 +43,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages() ->
     assert holder.state is State.FINISHED
     rig.run()
     rig.check_empty()
-    assert rig.scheduler.preemptions == 0
+    assert rig.scheduler.roster.preemptions == 0
 
 
 def test_one_whose_prefix_is_being_computed_does_not_block_the_one_behind_it() -> None:
@@ -116,7 +116,7 @@ def test_rows_bound_the_number_that_runs() -> None:
         rig.submit(words(name, 5), 4)
     most = 0
     while rig.turn():
-        most = max(most, rig.scheduler.num_running)
+        most = max(most, rig.scheduler.roster.num_running)
     rig.check_empty()
     assert most == 3
 
@@ -141,7 +141,7 @@ def test_many_requests_in_a_tiny_pool_do_not_thrash(depth: int, prefix_cache: bo
     rig.check_empty()
     assert set(rig.ends.values()) == {"length"}
     needed = sum(len(request.tokens) - 1 for request in requests)
-    assert rig.scheduler.preemptions <= 18, "more than one in four was preempted"
+    assert rig.scheduler.roster.preemptions <= 18, "more than one in four was preempted"
     assert max(request.preemptions for request in requests) <= 2
     assert rig.computed_tokens <= 1.2 * needed
 
@@ -153,7 +153,7 @@ def test_a_request_is_admitted_only_where_those_that_run_can_grow(depth: int) ->
         rig.submit(words(name, 12), 5)  # three pages each now, four at the end
     rig.run()
     rig.check_empty()
-    assert rig.scheduler.preemptions == 0
+    assert rig.scheduler.roster.preemptions == 0
 
 
 def test_a_shortage_preempts_no_more_when_steps_are_launched_ahead() -> None:
@@ -164,7 +164,7 @@ def test_a_shortage_preempts_no_more_when_steps_are_launched_ahead() -> None:
             rig.submit(words(name, 12), 30)
         rig.run()
         rig.check_empty()
-        counts.append(rig.scheduler.preemptions)
+        counts.append(rig.scheduler.roster.preemptions)
     assert counts[0] == counts[1] == counts[2] == 5
 
 
@@ -173,7 +173,7 @@ def test_preemption_does_not_count_as_a_hit_of_the_prefix_cache() -> None:
     requests = [rig.submit(words(name, 8), 17)[0] for name in range(2)]
     rig.run()
     rig.check_empty()
-    assert rig.scheduler.preemptions == 1
+    assert rig.scheduler.roster.preemptions == 1
     assert [request.cached for request in requests] == [0, 0]
     assert (rig.scheduler.prompt_tokens, rig.scheduler.cached_tokens) == (16, 0)
 
@@ -216,7 +216,7 @@ def test_a_paused_request_keeps_its_pages_and_row_while_nobody_needs_them(depth:
     rig.run()
     assert request.state is State.PAUSED and request.row >= 0
     held, computed = rig.scheduler.pool.held, rig.computed_tokens
-    assert held == len(request.pages) and request.computed == request.planned
+    assert held == len(request.place.pages) and request.computed == request.planned
     rig.run()
     assert rig.computed_tokens == computed
     rig.resume(request)
@@ -250,12 +250,12 @@ def test_the_pages_of_one_that_is_cancelled_are_back_within_as_many_steps_as_are
     while rig.launch() is not None:
         pass
     rig.finish(cancelled)
-    assert cancelled.pages and cancelled.in_flight == depth
+    assert cancelled.place.pages and cancelled.in_flight == depth
     for _ in range(depth):
-        assert cancelled.pages
+        assert cancelled.place.pages
         rig.complete()
-    assert not cancelled.pages and cancelled.id not in rig.scheduler.requests
-    assert rig.scheduler.pool.held == len(other.pages)
+    assert not cancelled.place.pages and cancelled.id not in rig.scheduler.roster.requests
+    assert rig.scheduler.pool.held == len(other.place.pages)
     rig.run()
     rig.check_empty()
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.adapters.slots import AdapterVersion, Move, Residency, SlotTable
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.order.overtaking import Overtaking
 from headrace.engine.scheduling.plan import Capacity
-from headrace.engine.scheduling.request import Request, Sampling, State
+from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 
@@ -34,9 +35,7 @@ class Rig:
     def request(self, version: AdapterVersion | None, length: int = 5, count: int = 3, prompt: int = 1) -> Request:
         tokens = [prompt] * length
         root = b"" if version is None else version.digest
-        request = Request(
-            tokens=tokens, prompt_len=length, limit=length + count, sampling=Sampling(), wears=version, root=root
-        )
+        request = Request(Asked(limit=length + count, version=version, root=root), tokens)
         self.scheduler.submit(request)
         return request
 
@@ -47,19 +46,19 @@ class Rig:
             self._carry_out(self._moves.pop(0)[1])
         plan = self.scheduler.plan()
         self._moves += [(self._tick + self._delay, move) for move in self.slots.take_moves()]
-        self.scheduler.check()
+        self.scheduler.roster.check()
         if plan is None:
             return []
         for new in plan.new_rows:
             self.worn[new.row] = new.slot
         for work in plan.works:
-            version = work.request.wears
+            version = work.request.asked.version
             slot = self.worn[work.row]
             assert (slot == -1) if version is None else (self.held.get(slot) is version), (
                 "a row wears another's adapter"
             )
         self.scheduler.commit(plan, StepResult([7] * len(plan.works)))
-        self.scheduler.check()
+        self.scheduler.roster.check()
         return [work.request for work in plan.works]
 
     def _carry_out(self, move: Move) -> None:
@@ -70,7 +69,7 @@ class Rig:
             self.slots.arrived(move.version)
 
     def _holders(self) -> Iterator[Request]:
-        return (request for request in self.scheduler.requests.values() if request.row >= 0)
+        return (request for request in self.scheduler.roster.requests.values() if request.row >= 0)
 
 
 def versions(sizes: list[int]) -> list[AdapterVersion]:
@@ -130,14 +129,14 @@ def test_one_that_finds_no_slot_is_overtaken_only_so_often() -> None:
     for turn in range(200):
         rig.request((first, second)[turn % 2], count=7 + turn % 4)
         done = rig.tick()
-        started += sum(request.wears is not third for request in done)
+        started += sum(request.asked.version is not third for request in done)
         if waiting.state is not State.WAITING:
             break
     assert waiting.state is not State.WAITING and 2 * ROWS < started < 150
     rig.request(first, count=1)
     for _ in range(400):
         rig.tick()
-    assert not rig.scheduler.num_waiting and not rig.scheduler.num_running
+    assert not rig.scheduler.roster.num_waiting and not rig.scheduler.roster.num_running
 
 
 @pytest.mark.parametrize(
@@ -166,8 +165,8 @@ def test_two_that_change_places_in_the_order_are_not_overtaken_for_ever() -> Non
     slots.arrived(worn)
     slots.hold(worn)
     overtaking = Overtaking(slots, patience=4)
-    waiting = [Request(tokens=[1], prompt_len=1, limit=2, sampling=Sampling(), wears=each) for each in others]
-    newcomer = Request(tokens=[1], prompt_len=1, limit=2, sampling=Sampling(), wears=worn)
+    waiting = [Request(Asked(limit=2, version=each), [1]) for each in others]
+    newcomer = Request(Asked(limit=2, version=worn), [1])
     started = 0
     for look in range(20):
         overtaking.begin(idle=False)

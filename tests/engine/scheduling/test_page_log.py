@@ -37,7 +37,7 @@ def test_the_log_tells_what_can_be_found_and_no_more(places: int) -> None:
         if chance.random() < 0.2:
             prompt = [chance.randrange(2)] * chance.randint(1, 20)
             with suppress(PromptTooLong):
-                rig.submit(prompt, chance.randint(1, 20), root=chance.choice([b"a", b"b"]), keepers=1)
+                rig.submit(prompt, chance.randint(1, 20), root=chance.choice([b"a", b"b"]), streams=1)
         if chance.random() < 0.05:
             rig.resize(chance.choice([6, 10, 14]))
         rig.launch(chance.choice(["step", "memory"]) if chance.random() < 0.03 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -13,10 +14,11 @@ from scripted import capacity as device
 from simulation.rig import Rig, capacity
 
 from headrace.engine import Engine, InvalidParams, Overloaded
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.scheduling.policies import POLICIES, Ageing, Deadlines, SizeClasses
 from headrace.engine.scheduling.policy import FirstCome, Policy
-from headrace.engine.scheduling.request import Request, Sampling, State
+from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.scheduler import Scheduler
 
 
@@ -26,16 +28,7 @@ def words(name: int, length: int) -> list[int]:
 
 
 def a_request(priority: int = 0, adapter: str | None = None, arrived: float = 0.0) -> Request:
-    return Request(
-        tokens=[1],
-        prompt_len=1,
-        limit=2,
-        sampling=Sampling(),
-        priority=priority,
-        adapter=adapter,
-        arrived=arrived,
-        id=0,
-    )
+    return Request(Asked(limit=2, priority=priority, adapter=adapter), [1], arrived=arrived, id=0)
 
 
 def starts(rig: Rig, seconds: float = 0.0) -> list[int]:
@@ -64,7 +57,7 @@ def starts(rig: Rig, seconds: float = 0.0) -> list[int]:
 def test_the_preset(policy: Ageing, adapter: str | None, wait: float, score: float) -> None:
     request = a_request(adapter=adapter, arrived=100.0)
     assert policy.score(request, 100.0 + wait) == pytest.approx(score)
-    request.priority = 1
+    request.asked = replace(request.asked, priority=1)
     assert policy.score(request, 100.0 + wait) == pytest.approx(score / 2)
 
 
@@ -183,7 +176,7 @@ def test_under_every_policy_what_is_too_late_is_not_computed(policy: str) -> Non
     (late,) = rig.submit(words(5, 30), 4, deadline=1.0)
     for _ in range(4):
         rig.turn()
-    assert runs.pages and rig.output(runs)
+    assert runs.place.pages and rig.output(runs)
     rig.now = 2.5
     rig.turn()
     assert (rig.ends[runs.id], rig.ends[late.id]) == ("deadline", "deadline")
@@ -237,7 +230,7 @@ def test_forced_tokens_are_computed_at_once_where_that_costs_less_than_it_saves(
 def test_an_answer_that_is_nearly_done_counts_what_is_left_of_it() -> None:
     pace = Pace()
     pace.observe(0, 0.1)
-    request = Request(tokens=[1] * 240, prompt_len=40, limit=2**62, sampling=Sampling(), deadline=6.0)
+    request = Request(Asked(limit=2**62, deadline=6.0), [1] * 240, prompt_len=40)
     policy = Deadlines(answer=256)
     assert policy.worthwhile(request, 0.0, pace) and not policy.worthwhile(request, 0.5, pace)
 
@@ -245,7 +238,7 @@ def test_an_answer_that_is_nearly_done_counts_what_is_left_of_it() -> None:
 def test_deadlines_of_what_has_ended_are_not_kept() -> None:
     scheduler = Scheduler(capacity(), secret=b"secret")
     for _ in range(1000):
-        request = Request(tokens=[1, 2], prompt_len=2, limit=3, sampling=Sampling(), deadline=1e6)
+        request = Request(Asked(limit=3, deadline=1e6), [1, 2])
         scheduler.submit(request)
         scheduler.finish(request, "cancelled")
     assert len(scheduler._deadlines) <= 200 and scheduler.next_deadline is None

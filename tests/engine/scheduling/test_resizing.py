@@ -87,10 +87,10 @@ def test_pages_that_stay_are_moved_rather_than_computed_again() -> None:
     for _ in range(4):
         rig.turn()
     rig.finish(first)
-    assert max(second.pages) >= 4
+    assert max(second.place.pages) >= 4
     computed = rig.computed_tokens
     rig.resize(8)
-    assert max(second.pages) < 8 and rig.scheduler.preemptions == 0
+    assert max(second.place.pages) < 8 and rig.scheduler.roster.preemptions == 0
     rig.run()
     rig.check_empty()
     assert rig.computed_tokens - computed < 20
@@ -104,7 +104,7 @@ def test_the_last_in_order_gives_way_and_comes_back_from_the_host() -> None:
     rig.resize(10)
     assert second.state is State.RUNNING
     rig.resize(6)
-    assert (first.state, second.state) == (State.RUNNING, State.WAITING) and second.places
+    assert (first.state, second.state) == (State.RUNNING, State.WAITING) and second.place.host_places
     computed = rig.computed_tokens
     rig.resize(20)
     rig.run()
@@ -190,7 +190,7 @@ def test_only_those_start_over_whose_pages_were_lost_on_their_way(fails: str) ->
     rig.turn()
     rig.turn()
     rig.finish(filler)
-    assert len(lost.pages) == len(moved.pages) == 2
+    assert len(lost.place.pages) == len(moved.place.pages) == 2
     rig.resize(6, fails=fails)
     assert (lost.preemptions, moved.preemptions) == (1, 0) and moved.state is State.RUNNING
     rig.run()

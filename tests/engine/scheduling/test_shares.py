@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 from simulation.rig import Rig, capacity
 
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.policies import FairShare
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 
 
 def words(name: int, length: int) -> list[int]:
@@ -34,7 +35,7 @@ def tokens_by(rig: Rig, of: Callable[[Request], str | None], turns: int) -> Coun
 
 
 def tenant(request: Request) -> str | None:
-    return request.tenant
+    return request.asked.tenant
 
 
 def test_a_flood_leaves_a_tenant_with_few_requests_its_share() -> None:
@@ -52,7 +53,7 @@ def test_shares_follow_the_weights_and_adapters_share_within_a_tenant() -> None:
     for name in range(140):
         rig.submit(words(name, 10), 12, tenant="a", adapter=None if name % 3 else "x")
         rig.submit(words(5000 + name, 10), 12, tenant="b")
-    counts = tokens_by(rig, lambda request: f"{request.tenant}{request.adapter or ''}", 140)
+    counts = tokens_by(rig, lambda request: f"{request.asked.tenant}{request.asked.adapter or ''}", 140)
     assert counts["a"] + counts["ax"] == pytest.approx(3 * counts["b"], rel=0.1)
     assert counts["a"] == pytest.approx(counts["ax"], rel=0.15)
 
@@ -61,7 +62,7 @@ def test_adapters_of_a_tenant_share_by_their_weights() -> None:
     rig = Rig(capacity(rows=4, pages=400, budget=32), policy=FairShare(adapter_weights={"x": 3.0}))
     for name in range(120):
         rig.submit(words(name, 10), 12, tenant="a", adapter="x" if name % 2 else None)
-    counts = tokens_by(rig, lambda request: request.adapter, 100)
+    counts = tokens_by(rig, lambda request: request.asked.adapter, 100)
     assert counts["x"] == pytest.approx(3 * counts[None], rel=0.15)
 
 
@@ -126,7 +127,7 @@ def test_where_no_row_is_free_the_tenant_with_most_gives_one_up(depth: int) -> N
         rig.submit(words(name, 10), 60, tenant="quiet")
     for _ in range(20):
         rig.turn()
-    holders = Counter(request.tenant for request in rig.requests if request.row >= 0)
+    holders = Counter(request.asked.tenant for request in rig.requests if request.row >= 0)
     assert 3 <= holders["quiet"] <= 4 and holders.total() == 6  # it catches up
     rig.run()
     rig.check_empty()  # among the rest, that every answer is what it would be alone
@@ -140,7 +141,7 @@ def test_rows_follow_weights() -> None:
         rig.submit(words(name, 10), 100, tenant="quiet")
     for _ in range(20):
         rig.turn()
-    assert Counter(request.tenant for request in rig.requests if request.row >= 0)["quiet"] <= 2
+    assert Counter(request.asked.tenant for request in rig.requests if request.row >= 0)["quiet"] <= 2
 
 
 def test_who_is_ahead_leaves_the_last_free_row_to_others_unless_the_step_has_prompts() -> None:
@@ -148,21 +149,21 @@ def test_who_is_ahead_leaves_the_last_free_row_to_others_unless_the_step_has_pro
     (slow,) = rig.submit(words(0, 10), 200, tenant="quiet")
     for name in range(1, 100):
         rig.submit(words(name, 10), 10 if name == 5 else 100, tenant="loud")
-    while rig.scheduler._roster.free_rows:
+    while rig.scheduler.roster.free_rows:
         rig.turn()
-    while not rig.scheduler._roster.free_rows:
+    while not rig.scheduler.roster.free_rows:
         rig.turn()
     for _ in range(4):
         rig.turn()
-    assert len(rig.scheduler._roster.free_rows) == 1 and slow.id not in rig.ends
+    assert len(rig.scheduler.roster.free_rows) == 1 and slow.id not in rig.ends
     rig.finish(rig.requests[6])
     rig.turn()
-    assert not rig.scheduler._roster.free_rows  # two start together
+    assert not rig.scheduler.roster.free_rows  # two start together
     rig.finish(slow)
     rig.finish(rig.requests[7])
     rig.turn()
     rig.turn()
-    assert not rig.scheduler._roster.free_rows  # nobody is there to leave one to
+    assert not rig.scheduler.roster.free_rows  # nobody is there to leave one to
 
 
 def test_a_row_is_not_given_up_where_its_tokens_would_be_computed_again_or_to_the_same_tenant() -> None:
@@ -175,7 +176,7 @@ def test_a_row_is_not_given_up_where_its_tokens_would_be_computed_again_or_to_th
 
 def test_forced_tokens_are_charged_once_as_prompts_are() -> None:
     policy = FairShare(prompt_cost=1.0, output_cost=2.0)
-    request = Request(tokens=[1] * 10, prompt_len=10, limit=90, sampling=Sampling(), tenant="a", id=0)
+    request = Request(Asked(limit=90, tenant="a"), [1] * 10, id=0)
 
     def served(start: int, count: int, samples: bool = True) -> float:
         before = policy._tenants.accounts["a"].served

@@ -128,7 +128,7 @@ def test_when_the_leader_is_preempted_in_mid_prefill_its_pages_are_found_again(d
     rig.check_empty()
     ideal = elder.prompt_len + 39 + len(shared) + 3 * OWN
     assert ideal <= rig.computed_tokens <= ideal + len(shared) // 2, "most of the prefix was computed again"
-    assert rig.scheduler.preemptions <= 2
+    assert rig.scheduler.roster.preemptions <= 2
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -142,8 +142,8 @@ def test_choices_compute_their_prompt_once_and_copy_its_last_page_when_they_writ
     while any(choice.row < 0 for choice in choices):
         rig.turn()
     full = (length - 1) // 4
-    assert all(choice.pages[:full] == choices[0].pages[:full] for choice in choices)
-    own = [page for choice in choices for page in choice.pages[full:]]
+    assert all(choice.place.pages[:full] == choices[0].place.pages[:full] for choice in choices)
+    own = [page for choice in choices for page in choice.place.pages[full:]]
     assert len(set(own)) == len(own), "choices share a page they write to"
     rig.run()
     rig.check_empty()
@@ -170,7 +170,7 @@ def test_a_choice_looks_again_where_its_paused_leader_must_give_its_pages_up() -
     leader, other = rig.submit(SHARED[:12], 9, n=2)
     for _ in range(6):
         rig.turn()
-    assert len(leader.pages) == 3 and rig.scheduler.pool.held == 3 and other.row < 0
+    assert len(leader.place.pages) == 3 and rig.scheduler.pool.held == 3 and other.row < 0
     rig.pause(leader)
     rig.submit(SHARED[50:74], 1, priority=-1)  # leaves too little to copy the leader's last page to
     rig.turn()
@@ -185,7 +185,7 @@ def test_tenants_never_share_a_page() -> None:
     rig = Rig(capacity(pages=300, size=16, rows=8, budget=600), depth=2)
     groups = [[rig.submit(SHARED, 20, root=root)[0] for _ in range(3)] for root in (b"a", b"b")]
     while rig.turn():
-        held = [{page for request in group for page in request.pages} for group in groups]
+        held = [{page for request in group for page in request.place.pages} for group in groups]
         assert held[0].isdisjoint(held[1])
     rig.check_empty()
     for group in groups:

@@ -27,7 +27,7 @@ def swapping(
 def first_to_give_way(rig: Rig) -> Request:
     """Two that need most of the pool each, run until the second has been swapped out."""
     _, second = (rig.submit(words(name, 8), 17)[0] for name in range(2))
-    while not second.places:
+    while not second.place.host_places:
         rig.turn()
     return second
 
@@ -36,13 +36,13 @@ def first_to_give_way(rig: Rig) -> Request:
 def test_one_that_gives_way_computes_nothing_twice(depth: int) -> None:
     rig = swapping(depth=depth)
     second = first_to_give_way(rig)
-    assert second.state is State.WAITING and second.stored == len(second.tokens) - 1
-    assert (rig.scheduler.num_swapped, rig.scheduler.num_waiting) == (1, 1)
+    assert second.state is State.WAITING and second.place.stored == len(second.tokens) - 1
+    assert (rig.scheduler.roster.num_swapped, rig.scheduler.roster.num_waiting) == (1, 1)
     rig.run()
     rig.check_empty()
     wasted = rig.computed_tokens - sum(len(request.tokens) - 1 for request in rig.requests)
     assert 0 <= wasted < 2 * depth  # steps launched ahead of an end
-    assert (rig.scheduler.preemptions, rig.scheduler.swaps.count) == (1, 1)
+    assert (rig.scheduler.roster.preemptions, rig.scheduler.swaps.count) == (1, 1)
     assert rig.scheduler.swaps.host.used == 0
 
 
@@ -55,7 +55,7 @@ def test_pages_are_computed_again_where_moving_takes_longer_or_there_is_no_room(
         rig.submit(words(name, 8), 17)
     rig.run()
     rig.check_empty()
-    assert rig.scheduler.preemptions == 1 and rig.scheduler.swaps.count == 0
+    assert rig.scheduler.roster.preemptions == 1 and rig.scheduler.swaps.count == 0
     assert rig.computed_tokens > sum(len(request.tokens) for request in rig.requests) + 8
 
 
@@ -68,7 +68,7 @@ def test_a_paused_request_is_swapped_out_and_resumes_token_for_token() -> None:
     (other,) = rig.submit(words(1, 30), 4)
     while other.state is not State.FINISHED:
         rig.turn()
-    assert paused.state is State.PAUSED and paused.places and paused.row < 0
+    assert paused.state is State.PAUSED and paused.place.host_places and paused.row < 0
     rig.resume(paused)
     rig.run()
     rig.check_empty()
@@ -98,7 +98,7 @@ def test_a_failed_step_that_moves_pages_costs_its_own_requests_and_no_wrong_toke
         rig, first = swapping(depth=depth), -1
         for name in range(2):
             rig.submit(words(name, 8), 17)
-        while rig.scheduler.requests:
+        while rig.scheduler.roster.requests:
             plan = rig.launch(fault if rig.scheduler._step == failing else "")
             if plan is not None and getattr(plan, moves) and first < 0:
                 first = plan.step
@@ -121,7 +121,7 @@ def test_evicted_prefixes_come_back_from_the_host() -> None:
     for name in range(1, 4):  # each takes nearly all pages
         rig.submit(words(name, 40), 1)
         rig.run()
-    assert not rig.scheduler.pool.match(rig.requests[0].keys)
+    assert not rig.scheduler.pool.match(rig.requests[0].place.keys)
     before = rig.computed_tokens
     (again,) = rig.submit([*shared, 5, 6], 1)
     rig.run()

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.order.waiting import Waiting
 from headrace.engine.scheduling.policies import Deadlines
 from headrace.engine.scheduling.policy import FirstCome
-from headrace.engine.scheduling.request import Request, Sampling
+from headrace.engine.scheduling.request import Request
 
 
 class Served(FirstCome):
@@ -21,14 +22,14 @@ class Served(FirstCome):
         self.served: dict[int, int] = {}
 
     def lane(self, request: Request) -> int:
-        return request.priority
+        return request.asked.priority
 
     def urgency(self, request: Request, now: float) -> Any:
-        return self.served.get(request.priority, 0), request.priority
+        return self.served.get(request.asked.priority, 0), request.asked.priority
 
 
 def a_request(name: int, priority: int) -> Request:
-    return Request(tokens=[1], prompt_len=1, limit=2, sampling=Sampling(), priority=priority, id=name)
+    return Request(Asked(limit=2, priority=priority), [1], id=name)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
@@ -50,7 +51,7 @@ def test_lanes_are_served_in_turn_and_each_in_its_own_order(entries: list[tuple[
         least = min(unseen, key=lambda other: (*policy.urgency(other, 0.0), other.id))
         assert request is least
         waiting.remove(request)  # as if it were admitted, while the queue is being looked through
-        policy.served[request.priority] = policy.served.get(request.priority, 0) + 1
+        policy.served[request.asked.priority] = policy.served.get(request.asked.priority, 0) + 1
         seen.append(request)
     assert sorted(request.id for request in seen) == [request.id for request in left]
     assert len(waiting) == 0 and list(waiting) == []
@@ -77,11 +78,10 @@ def test_tokens_before_a_request_are_those_of_its_lane_with_lower_places(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.engine.scheduling.order.waiting._CHUNK", 2)
         for name, (deadline, length, leaves) in enumerate(entries):
-            request = Request(
-                tokens=[1] * length, prompt_len=length, limit=100, sampling=Sampling(),
-                tenant="ab"[name % 2], adapter=["x", None][name % 3 == 0], deadline=deadline or None, id=name,
-            )  # fmt: skip
-            mine = [other for other in queued if other.tenant == request.tenant]
+            adapter = ["x", None][name % 3 == 0]
+            asked = Asked(limit=100, tenant="ab"[name % 2], adapter=adapter, deadline=deadline or None)
+            request = Request(asked, [1] * length, id=name)
+            mine = [other for other in queued if other.asked.tenant == request.asked.tenant]
             before = [other for other in mine if policy.place(other) < policy.place(request)]
             assert waiting.tokens_before(request) == sum(other.known for other in before)
             waiting.add(request)

@@ -1,0 +1,144 @@
+"""`Commits` applies the results of finished steps: it accepts tokens, and ends or fails requests; it plans nothing.
+
+Nearly all requests gain a token in `take_tokens` (decoding.py), and are not looked at here. Next to read: at_commit.py,
+what the other ones do.
+"""
+
+from __future__ import annotations
+
+from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
+from headrace.engine.scheduling.decoding import take_tokens
+from headrace.engine.scheduling.memory.pages import PagePool
+from headrace.engine.scheduling.memory.prefix import Prefixes
+from headrace.engine.scheduling.order.pace import Pace
+from headrace.engine.scheduling.plan import Committed, Emission, StepPlan
+from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.result import Chosen, NoToken, StepPart, StepResult
+from headrace.engine.scheduling.roster import Roster
+from headrace.engine.scheduling.shaping import Report
+
+__all__ = ["Commits"]
+
+
+class Commits:
+    """Acceptance of step results for one scheduler."""
+
+    def __init__(self, roster: Roster, pool: PagePool, prefixes: Prefixes, pace: Pace, vocab_size: int) -> None:
+        """Start before the first step; an id from `vocab_size` on is a defect of the device."""
+        self.step = -1
+        """Number of the step that is being committed."""
+        self.takes_forced = False
+        """Whether computing the tokens that grammars force in this step at once saves time."""
+        self._emissions: list[Emission] = []
+        self._roster = roster
+        self._pool = pool
+        self._prefixes = prefixes
+        self._pace = pace
+        self._vocab_size = vocab_size
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Committed:
+        """Apply the result of a finished step; see `Scheduler.commit`."""
+        full, others = take_tokens(plan, result, self._vocab_size, self._pool.page_size)
+        for request in full:
+            self._prefixes.offer(request)
+        return self._commit_others(plan, result, others) if others else Committed(plan.decodes, result.ids, [])
+
+    def supply(self, request: Request, step: int, chosen: Chosen | RequestFailed) -> list[Emission]:
+        """Accept the host's choice of a token after `step`, or its failure; ignore it if no longer awaited."""
+        if request.awaited != step or request.state is State.FINISHED:
+            return []
+        request.awaited = -1
+        if isinstance(chosen, RequestFailed):
+            return [self._roster.fail(request, chosen)]
+        token, report = chosen
+        request.unsent = 1
+        self.gain(request, token, report)
+        return self._new_emissions()
+
+    # -- what requests do with their parts of a step (`Committing`) -------------------------------------------------
+
+    def advance(self, request: Request, end: int) -> None:
+        """Count the tokens before position `end` as computed, and offer their full pages to others."""
+        request.computed = end
+        self._prefixes.offer(request)
+
+    def gain(
+        self, request: Request, token: int | NoToken, report: Report | None = None, *, may_end: bool = True
+    ) -> None:
+        """Append a new token, and end the request if it is the last; fail the request if there is no token."""
+        if isinstance(token, NoToken) or not 0 <= token < self._vocab_size:
+            self._fail(request, token)
+            return
+        request.tokens.append(token)
+        if token in request.stop_ids:
+            self._roster.finish(request, "stop")
+        elif may_end and len(request.tokens) >= request.limit:
+            self._roster.finish(request, "length")
+        self._emissions.append(Emission(request, token, request.finish_reason, report=report))
+
+    def finish(self, request: Request, pooled: object) -> None:
+        """End a pooled request with its result."""
+        self._roster.finish(request, "stop")
+        self._emissions.append(Emission(request, None, request.finish_reason, pooled=pooled))
+
+    def pause(self, request: Request) -> None:
+        """Stop planning `request`."""
+        self._roster.pause(request)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _commit_others(self, plan: StepPlan, result: StepResult, others: set[Request]) -> Committed:
+        """Commit the work items of `others`, and return what the whole step means."""
+        self.step = plan.step
+        forced = sum(map(len, result.forced.values()))
+        self.takes_forced = forced > 0 and self._pace.is_worth(forced, plan.size)
+        gained: list[Request] = []
+        tokens: list[int] = []
+        for index, (request, start, count, samples) in enumerate(plan.shares()):
+            if request not in others:
+                gained.append(request)
+                tokens.append(result.ids[index])
+                continue
+            token = result.instead.get(index, result.ids[index])
+            self._commit_one(request, StepPart(index, start, start + count, samples, token, result))
+        return Committed(gained, tokens, self._new_emissions())
+
+    def _commit_one(self, request: Request, part: StepPart) -> None:
+        request.in_flight -= 1
+        if request.discard:
+            request.discard -= 1
+        elif request.state is State.FINISHED:
+            if part.samples and part.token is NoToken.LATE:
+                request.go_back(part.end)  # steps in flight skip the row: pages that they were to write are not kept
+        elif request.at_commit is not None:
+            request.at_commit.apply(request, part, self)
+        else:
+            self.advance(request, part.end)
+            if part.samples:
+                self.gain(request, part.token)
+        if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
+            self._roster.release_drained(request)
+
+    def _fail(self, request: Request, token: int | NoToken) -> None:
+        """Fail a request that was given no token, or an id outside the vocabulary."""
+        if token is NoToken.NON_FINITE:
+            for page in request.place.pages:  # any request that reads these pages would fail in the same way
+                self._pool.forget(page)
+        self._emissions.append(self._roster.fail(request, _failure(request, token, self._vocab_size)))
+
+    def _new_emissions(self) -> list[Emission]:
+        """Return the emissions since the last call."""
+        emissions = self._emissions
+        self._emissions = []
+        return emissions
+
+
+def _failure(request: Request, token: int | NoToken, vocab_size: int) -> RequestFailed:
+    if token is NoToken.NON_FINITE:
+        return NonFiniteLogits("the logits of this request were not finite")
+    if token is NoToken.NOTHING_LEFT:
+        field = None if request.asked.grammar is None else "response_format"
+        made = len(request.tokens) - request.prompt_len
+        what = "the masks of this request" if field is None else f"{field}: it and the masks of this request"
+        return NoTokenLeft(f"{what} leave no token to choose after {made} tokens", field=field)
+    return RequestFailed(f"the device sampled token {token} of a vocabulary of {vocab_size}")
