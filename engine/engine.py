@@ -1,35 +1,38 @@
 """`Engine` turns prompts into streams within the caller's event loop; the public interface of headrace.
 
-It owns intake, from a prompt to a submitted request; it never plans a step and never touches a tensor. life/lifespan.py
-opens and closes what it needs. Next to read: stream.py.
+It only hands each call to the part that serves it: intake/intake.py takes in requests, life/lifespan.py opens and
+closes what they need, life/memory.py gives memory back. It never plans a step and never touches a tensor. Next to read:
+stream.py and intake/intake.py.
 """
 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from anyio import Event
 
 from headrace.engine.adapters import Adapters
 from headrace.engine.config import EngineConfig
 from headrace.engine.delivery.collect import collect, streamed_params
-from headrace.engine.delivery.generation import Generation, as_headrace
-from headrace.engine.errors import HeadraceError, InvalidParams
+from headrace.engine.delivery.kv_events import KvEvents
+from headrace.engine.errors import DeviceUnavailable, HeadraceError, InvalidParams
 from headrace.engine.events import Completion
-from headrace.engine.grammar.compiled import CompiledGrammar
-from headrace.engine.intake.asking import Asking, check_abilities, check_generates, check_hooks
+from headrace.engine.intake.asking import Asking, check_abilities
+from headrace.engine.intake.intake import Intake
 from headrace.engine.intake.messages import Message
 from headrace.engine.intake.prompt_ids import TokenizeOptions, TokenizerInfo, detokenize, tokenize, tokenizer_info
-from headrace.engine.intake.prompts import check_token_ids
-from headrace.engine.intake.requests import make_requests
+from headrace.engine.intake.prompts import Prompt
 from headrace.engine.intake.tokenizing import Charge, charge_nobody
-from headrace.engine.intake.turns import Prompt, Turns
-from headrace.engine.life.elastic import Elastic
+from headrace.engine.intake.wearing import root_of, worn_by
+from headrace.engine.life.lifespan import Lifespan
+from headrace.engine.life.memory import DeviceMemory
+from headrace.engine.life.opened import Opened
+from headrace.engine.life.progress import Watcher
+from headrace.engine.life.serving import Serving
 from headrace.engine.many.embeddings import Embeddings, EmbedOptions, embed
 from headrace.engine.many.generate import KeepingErrors, ManyOptions, ManyParams, Prompts, run_many
 from headrace.engine.many.pooled import PoolingIntake, Text, Who
@@ -50,7 +53,7 @@ __all__ = ["Engine", "Message", "Prompt"]
 _DEFAULT_PARAMS = SamplingParams()
 
 
-class Engine(Elastic):
+class Engine:
     """An inference engine that lives in the caller's event loop: `async with Engine("path/to/model") as engine`.
 
     All methods are called on that event loop, by any of its tasks, and raise `RuntimeError` elsewhere.
@@ -66,8 +69,64 @@ class Engine(Elastic):
         Raises:
             InvalidParams: An option is unknown or out of its range.
         """
-        super().__init__(EngineConfig(model=model, **options))
-        self._random = random.Random(self.config.seed)
+        self.config = EngineConfig(model=model, **options)
+        self.on_weights: Watcher | None = None
+        """Function that is called in a thread while the weights are read, with the bytes done and the bytes in all."""
+        self._serving = Serving()
+        self._life = Lifespan(self.config, self._serving)
+        self._memory = DeviceMemory(self._serving)
+        self._intake = Intake(self._serving, self.config)
+
+    # -- opening and closing ----------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Open the engine as `open` does."""
+        return await self.open()
+
+    async def open(self) -> Self:
+        """Load the model in a thread, start the step loop and return the engine; `async with` does this by itself.
+
+        It is for callers who open an engine in one place and close it in another, such as two cells of a notebook:
+        `aclose` closes the engine, from any task of the same event loop.
+
+        Raises:
+            ModelRejected: The model's files cannot be used.
+            DeviceUnavailable: The device is not there.
+            RuntimeError: The engine is already open.
+        """
+        await self._life.open(self._open, self.on_weights)
+        return self
+
+    def _open(self) -> Opened:
+        """Load the model; called in a thread. A stand-in for a model overrides this."""
+        try:
+            from headrace.engine.life.build import open_engine  # the one module that sees every ring
+        except ModuleNotFoundError as error:
+            raise DeviceUnavailable(f"device: no model can be opened here: {error}") from error
+        return open_engine(self.config)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel the running requests, release all memory and join all threads.
+
+        Raises:
+            EngineCrashed: The step loop died, and the block itself did not raise.
+        """
+        await self.aclose()
+        if error is None and self._life.crashed is not None:
+            raise self._life.crashed
+
+    async def aclose(self, drain: float = 0.0) -> None:
+        """Refuse new requests, wait up to `drain` seconds for running ones, cancel the rest and release all memory.
+
+        It may be called more than once, before `async with` ends, and from another task than the one that opened it.
+
+        Raises:
+            InvalidParams: `drain` is negative or NaN; the engine stays open.
+            RuntimeError: The call comes from another event loop or thread; the engine stays open.
+        """
+        await self._life.aclose(drain)
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -109,12 +168,12 @@ class Engine(Elastic):
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        loop, _ = self._serving()
+        parts = self._serving.parts()
+        since = parts.loop.now
         asking = Asking(
-            params, adapter, tenant, cache_salt, priority, stop_when, logits_processor, deadline, loop.now, charge
+            params, adapter, tenant, cache_salt, priority, stop_when, logits_processor, deadline, since, charge
         )
-        turns = Turns(self._serving, self._admit, self._helper, self.config, self._random)
-        return TokenStream(turns.first(asking, prompt), turns, self._post)
+        return TokenStream(self._intake.begin(asking, prompt), self._intake, parts.post)
 
     async def generate(
         self,
@@ -137,7 +196,7 @@ class Engine(Elastic):
         """
         streamed = streamed_params(params)
         if streamed is not params:  # the stream would reject other fields
-            check_abilities(params, self._serving()[1].abilities)
+            check_abilities(params, self._serving.parts().opened.abilities)
         stream = self.stream(
             prompt,
             streamed,
@@ -186,49 +245,6 @@ class Engine(Elastic):
         """
         return await run_many(self, prompts, params, progress=progress, return_errors=return_errors, **asked)
 
-    def _admit(self, generation: Generation, asking: Asking, ids: list[int]) -> None:
-        """Check a tokenised prompt and its parameters, compile its grammar, if it has one, then submit it."""
-        if generation.finished:
-            return
-        try:
-            loop, opened = self._serving(draining=True)
-            check_generates(opened)
-            check_abilities(asking.params, opened.abilities)
-            check_hooks(asking, opened.abilities)
-            loop.scheduler.capacity.check_length(len(ids))  # before checking millions of ids one by one
-            check_token_ids(ids, opened.info.vocab_size)
-        except HeadraceError as error:
-            generation.abandon(error)
-            return
-        wanted = asking.params.response_format
-        if wanted is None:
-            self._submit(generation, asking, ids)
-            return
-
-        def compiled(grammar: CompiledGrammar | None, error: BaseException | None) -> None:
-            if error is not None:
-                generation.abandon(as_headrace(error, "the grammar's compiler failed"))
-            else:  # no grammar if the request has ended meanwhile
-                self._submit(generation, asking, ids, grammar)
-
-        self._grammars.compile(
-            wanted, opened, lambda: not generation.finished, compiled, tenant=asking.tenant, charge=asking.charge
-        )
-
-    def _submit(
-        self, generation: Generation, asking: Asking, ids: list[int], grammar: CompiledGrammar | None = None
-    ) -> None:
-        """Submit a request to the step loop, unless its reader or the engine has ended meanwhile."""
-        if generation.finished:
-            return
-        try:
-            loop, opened = self._serving(draining=True)
-            named = self.adapters.known_to(asking.adapter)
-            made = make_requests(ids, asking, opened.tokenizer, opened.info.vocab_size, self._random, grammar, named)
-            loop.submit(generation, ids, made)
-        except Exception as error:  # raised in a callback, it would leave the stream waiting for ever
-            generation.abandon(as_headrace(error, "the request could not be taken in"))
-
     @property
     def adapters(self) -> Adapters:
         """Adapters of this engine, with `load`, `unload`, `list` and `pin`, while it serves.
@@ -237,9 +253,7 @@ class Engine(Elastic):
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        self._serving(draining=True)
-        assert self._adapters is not None
-        return self._adapters
+        return self._serving.parts(draining=True).adapters
 
     # -- without generating -----------------------------------------------------------------------------------------
 
@@ -334,15 +348,15 @@ class Engine(Elastic):
             Rejected: The request can never run.
             RequestFailed: The request ended early.
         """
-        if self._serving()[1].embedding is None:
+        if self._serving.parts().opened.embedding is None:
             raise InvalidParams("prompt: this model or its device gives no hidden states", field="prompt")
         who = Who(adapter, tenant, cache_salt, priority)
         states: Tensor = (await self._pooling().pool(Text(prompt, Pooling("all")), who))[0]
         return states
 
     def _pooling(self, started: Event | None = None) -> PoolingIntake:
-        self._serving()  # a draining engine rejects this; calls that have begun may go on
-        return PoolingIntake(partial(self._serving, draining=True), self._helper, self.adapters, started)
+        self._serving.parts()  # a draining engine rejects this; calls that have begun may go on
+        return PoolingIntake(self._serving, started)
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
@@ -360,7 +374,8 @@ class Engine(Elastic):
             InvalidParams: The prompt or an option is malformed.
             PromptTooLong: The text is too long for the context, however it is tokenised.
         """
-        return await tokenize(prompt, options, self._serving()[1], self._helper, tenant, charge)
+        parts = self._serving.parts()
+        return await tokenize(prompt, options, parts.opened, parts.helper, tenant, charge)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`.
@@ -368,17 +383,17 @@ class Engine(Elastic):
         Raises:
             InvalidParams: An id is not in the vocabulary.
         """
-        return detokenize(ids, self._serving()[1], skip_special_tokens)
+        return detokenize(ids, self._serving.parts().opened, skip_special_tokens)
 
     @property
     def chat_template(self) -> str:
         """Text of the model's chat template; empty if it has none."""
-        return self._serving()[1].tokenizer.chat_template
+        return self._serving.parts().opened.tokenizer.chat_template
 
     @property
     def tokenizer_info(self) -> TokenizerInfo:
         """Properties of the model's tokenizer besides its vocabulary."""
-        return tokenizer_info(self._serving()[1].tokenizer)
+        return tokenizer_info(self._serving.parts().opened.tokenizer)
 
     @property
     def step_age(self) -> float:
@@ -390,7 +405,7 @@ class Engine(Elastic):
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        loop, _ = self._serving_anywhere()
+        loop = self._serving.parts_anywhere().loop
         return loop.meter.step_age(loop.now)
 
     @property
@@ -400,8 +415,8 @@ class Engine(Elastic):
         Raises:
             EngineStopped: The engine is not open.
         """
-        loop, opened = self._serving_anywhere()
-        return replace(opened.info, num_pages=loop.scheduler.capacity.num_pages)
+        parts = self._serving.parts_anywhere()
+        return replace(parts.opened.info, num_pages=parts.loop.scheduler.capacity.num_pages)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of queues, pages, counts and rates.
@@ -410,4 +425,90 @@ class Engine(Elastic):
             EngineStopped: The engine is not open.
             EngineCrashed: Its step loop died.
         """
-        return self._serving()[0].stats()
+        return self._serving.parts().loop.stats()
+
+    def kv_events(self) -> KvEvents:
+        """Return an iterator of additions to and evictions from the prefix cache, and of the engine's load.
+
+        It begins with a `KvReset`, and begins again with one after its reader was too slow. Pages that were stored
+        while nobody held such an iterator are reported only once they are stored again.
+
+        Raises:
+            EngineStopped: The engine is not open.
+            EngineCrashed: The step loop died.
+        """
+        return self._serving.parts().loop.kv.open()
+
+    def kv_scope(self, *, adapter: str | None = None, tenant: str | None = None, cache_salt: str | None = None) -> str:
+        """Return a name for all requests that share prefix pages with one of these arguments; see `PageStored.scope`.
+
+        Raises:
+            UnknownAdapter: No adapter of that name is loaded.
+            EngineStopped: The engine is not open.
+            EngineCrashed: The step loop died.
+        """
+        parts = self._serving.parts()
+        root = root_of(worn_by(adapter, parts.adapters.versions), tenant if cache_salt is None else cache_salt)
+        return parts.loop.scheduler.pool.log.scope(root)
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    async def resize_kv(self, kv_memory: int | str) -> None:
+        """Change the memory for keys and values; requests go on, and none loses a token.
+
+        With less memory, prefixes that nobody uses are evicted first; then requests are preempted, the last in the
+        policy's order first, as when pages run out. A request that would outgrow the new size ends there with `length`.
+
+        Args:
+            kv_memory: New size: bytes, or text such as "2GiB".
+
+        Raises:
+            InvalidParams: The size is not valid, less than a page or than a request has tokens for already, or more
+                than there is; nothing has changed. Or the model is an encoder, which keeps no keys and values.
+            EngineStopped: The engine is not open.
+            EngineCrashed: The step loop died.
+            HeadraceError: The device failed in another way; nothing has changed.
+        """
+        await self._memory.resize(kv_memory)
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Give back the memory of keys and values and of the weights; `wake` takes it again.
+
+        Streams stay open: they get no token while the engine sleeps, and go on afterwards as if it had not. New
+        requests wait as well. Deadlines pass. Pages in `swap_memory` come back; the others are computed again.
+
+        Args:
+            level: 1 keeps the weights in host memory, where a CPU has them anyway. 2 drops them and all that was
+                computed with them: `wake` reads the files again. An engine that sleeps as deeply stays as it is.
+
+        Raises:
+            InvalidParams: `level` is not 1 or 2, the device cannot sleep, or the host has no room for the weights; the
+                engine stays awake.
+            EngineStopped: The engine is not open.
+            EngineCrashed: The step loop died.
+            HeadraceError: The device failed in another way; the engine is as awake as before, if it could be woken.
+        """
+        await self._memory.sleep(level)
+
+    async def wake(self) -> None:
+        """End a `sleep`: take the memory of the weights and pages again, and go on; do nothing if the engine is awake.
+
+        Raises:
+            DeviceUnavailable: The device has too little free memory; the engine sleeps on. Free some, or `resize_kv` to
+                less, and wake it again.
+            ModelRejected: The model's files can no longer be used; the engine sleeps on.
+            EngineStopped: The engine is not open.
+            EngineCrashed: The step loop died.
+            HeadraceError: The device failed in another way; the engine sleeps on.
+        """
+        await self._memory.wake()
+
+    @property
+    def sleep_level(self) -> int:
+        """The level of `sleep`; 0 while the engine is awake.
+
+        Raises:
+            EngineStopped: The engine is not open.
+            EngineCrashed: The step loop died.
+        """
+        return self._serving.parts(draining=True).loop.scheduler.sleep_level

@@ -10,7 +10,9 @@ from headrace.engine.delivery.delivered import token_logprobs
 from headrace.engine.delivery.generation import Generation
 from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Chunk, FinishReason, Token, TokenLogprobs, Usage
-from headrace.engine.intake.turns import Prompt, Turn, Turns
+from headrace.engine.intake.conversation import branch_turn, check_branch, following_turn
+from headrace.engine.intake.intake import Intake, Turn
+from headrace.engine.intake.prompts import Prompt
 from headrace.engine.params import SamplingParams
 
 __all__ = ["ChunkIterator", "TokenStream"]
@@ -23,9 +25,9 @@ class TokenStream:
     task, and dropping the last reference. Only one task may read at a time. `Engine.stream` makes streams.
     """
 
-    def __init__(self, turn: Turn, turns: Turns, post: Poster) -> None:
-        """Read `turn`, and begin further turns with `turns`."""
-        self._turns = turns
+    def __init__(self, turn: Turn, intake: Intake, post: Poster) -> None:
+        """Read `turn`, and begin further turns with `intake`."""
+        self._intake = intake
         self._post = post
         self._sent: Generation | None = None
         """Generation of the next turn, while `send` waits for it."""
@@ -129,7 +131,7 @@ class TokenStream:
         if not generation.finished or self._sent is not None:
             raise RuntimeError("the stream still runs: read it to its end, or cancel it, before sending more")
         self._check_single("send")
-        turn = self._turns.following(self._turn, added, params, deadline, priority)
+        turn = following_turn(self._intake, self._turn, added, params, deadline, priority)
         self._sent, sender = turn.generation, TaskWatch(turn.generation.cancel, self._post)
         try:
             await _admitted(turn, sender)
@@ -160,12 +162,12 @@ class TokenStream:
             EngineStopped: The engine is closed.
         """
         self._check_single("fork")
-        self._turns.check_branch(seed)
+        check_branch(self._intake, seed)
         generation = self._generation
         if not generation.finished or self._unyielded or len(generation.mailbox):
-            return TokenStream(self._turns.branch(self._turn, self._read, seed), self._turns, self._post)
+            return TokenStream(branch_turn(self._intake, self._turn, self._read, seed), self._intake, self._post)
         generation.share()
-        forked = TokenStream(self._turn, self._turns, self._post)
+        forked = TokenStream(self._turn, self._intake, self._post)
         forked._finish_reasons = self.finish_reasons
         return forked
 

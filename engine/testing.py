@@ -13,11 +13,10 @@ from typing import Any, Final, Unpack
 import anyio
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.delivery.generation import Generation
 from headrace.engine.engine import Engine
 from headrace.engine.errors import InvalidParams
 from headrace.engine.grammar.compiled import CompiledGrammar
-from headrace.engine.intake.asking import Asking
+from headrace.engine.intake.intake import Turn
 from headrace.engine.intake.messages import Message, checked_messages
 from headrace.engine.intake.prompts import ChatEnd
 from headrace.engine.life.opened import Opened
@@ -169,6 +168,7 @@ class ScriptedEngine(Engine):
         self._capacity = capacity
         self._make_runner = make_runner or (lambda: ScriptedRunner(capacity))
         self._script = (answers, answer)
+        self._intake.submitted = self._write_script
 
     def _open(self) -> Opened:
         self._runner = self._make_runner()
@@ -181,19 +181,17 @@ class ScriptedEngine(Engine):
         self._answers = Answers(*self._script, ByteTokenizer.eos_ids[0], capacity.vocab_size) if is_scripted else None
         return Opened(self._runner, ByteTokenizer(), capacity, info, _ABILITIES, embedding, adapters=adapters)
 
-    def _submit(
-        self, generation: Generation, asking: Asking, ids: list[int], grammar: CompiledGrammar | None = None
-    ) -> None:
+    def _write_script(self, turn: Turn, ids: list[int], grammar: CompiledGrammar | None) -> None:
         """Write the script of a request that the engine has accepted, before a step is planned for it."""
-        super()._submit(generation, asking, ids, grammar)
-        if self._answers is None or generation.finished:
+        if self._answers is None:
             return
+        adapter = turn.asking.adapter
         prompt = ScriptedPrompt(ByteTokenizer().decode(ids))
-        prompt.adapter = asking.adapter
+        prompt.adapter = adapter
         try:
-            self._runner.scripts[asking.adapter, tuple(ids), grammar] = self._answers.script(prompt, grammar)
+            self._runner.scripts[adapter, tuple(ids), grammar] = self._answers.script(prompt, grammar)
         except NotScripted as error:
-            generation.fail(error)
+            turn.generation.fail(error)
 
 
 def _sized(capacity: plans.Capacity | None, config: EngineConfig) -> plans.Capacity:

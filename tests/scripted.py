@@ -138,9 +138,9 @@ async def serving(
                 finally:
                     if isinstance(gate, Gate):
                         gate.release()
-                assert engine._loop is not None
-                engine._loop.scheduler.roster.check()
-            assert not held(engine._loop.scheduler)
+                assert engine._life.loop is not None
+                engine._life.loop.scheduler.roster.check()
+            assert not held(engine._life.loop.scheduler)
 
 
 @asynccontextmanager
@@ -214,9 +214,9 @@ async def returned(engine: ScriptedEngine, steps: int = 2) -> None:
             assert now.steps - first < steps, f"still held after {now.steps - first} steps: {now}"
             await anyio.sleep(0.001)  # not a busy loop: it would keep the waiter's thread from running
     assert now.steps - first <= steps, f"came back after {now.steps - first} steps"
-    assert engine._loop is not None
-    engine._loop.scheduler.roster.check()
-    assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
+    assert engine._life.loop is not None
+    engine._life.loop.scheduler.roster.check()
+    assert not engine._life.loop.scheduler.roster.requests and not engine._life.loop._generations
 
 
 async def read(stream: TokenStream) -> list[Token]:

@@ -77,7 +77,7 @@ async def test_engines_that_overlap_without_nesting() -> None:
                 await until(lambda number=number: len(opened) > number)
             await check_many(opened[1], "second")
             leave[0].set()
-            await until(lambda: opened[0]._closing)
+            await until(lambda: opened[0]._serving.closing)
             await check_many(opened[1], "second, alone")
             leave[1].set()
 
@@ -90,8 +90,8 @@ async def test_one_engine_dies_and_the_other_serves_on() -> None:
                 def broken(*_: object) -> None:
                     raise ZeroDivisionError
 
-                assert other._loop is not None
-                other._loop.scheduler.plan = broken  # type: ignore[method-assign,assignment]
+                assert other._life.loop is not None
+                other._life.loop.scheduler.plan = broken  # type: ignore[method-assign,assignment]
                 with pytest.raises(EngineCrashed):
                     await other.generate("dies")
                 await check_many(one, "survivor")

@@ -44,7 +44,7 @@ class Watch:
 @contextmanager
 def watching(engine: Engine, requests: int) -> Iterator[Watch]:
     """Watch the next `requests` requests while the block lasts."""
-    loop: Any = engine._loop
+    loop: Any = engine._life.loop
     watch = Watch()
 
     def committed(original: _Method) -> _Method:
@@ -137,7 +137,7 @@ def host_profile(engine: Engine) -> Iterator[HostProfile]:
 
 def _places(engine: Engine) -> list[tuple[str, Any, str]]:
     """Return (part, object, method); `pack` is a GPU runner's work on the host before it launches, in `launch`."""
-    loop: Any = engine._loop
+    loop: Any = engine._life.loop
     runner = loop._runner
     places = [
         ("plan", loop.scheduler, "plan"),

@@ -11,16 +11,15 @@ from typing import Protocol
 
 import anyio
 
-from headrace.engine.delivery.delivered import Delivered, TokenMaker
+from headrace.engine.delivery.delivered import Delivered
 from headrace.engine.delivery.mailbox import Mailbox
-from headrace.engine.errors import HeadraceError, HookFailed, OutOfMemory, RequestFailed
+from headrace.engine.delivery.stops import StopText, StopWatch
+from headrace.engine.errors import HeadraceError, HookFailed
 from headrace.engine.events import FinishReason, Token, Usage
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.request import Request
-from headrace.engine.steps.hooks import StopWhen, asks_to_stop
-from headrace.engine.tokens.text import Detokenizer, StopMatcher
 
-__all__ = ["Control", "Generation", "StopText", "StopWatch", "as_failure", "as_headrace"]
+__all__ = ["Control", "Generation"]
 
 # Does the work of `Delivered`'s own constructor in half the time: every token passes here.
 _delivered = partial(tuple.__new__, Delivered)
@@ -44,67 +43,6 @@ class Control(Protocol):
     def let_go(self, request: Request) -> None:
         """Note that one reader fewer may continue after a request."""
         ...
-
-
-class StopText:
-    """Text of one choice that may be cut by a stop string."""
-
-    __slots__ = ("_detokenizer", "_matcher", "_stop_ids", "_unwatched")
-
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stops: tuple[str, ...],
-        stop_ids: frozenset[int],
-        include: bool = False,
-        min_tokens: int = 0,
-    ) -> None:
-        """Watch for `stops` in the text after the first `min_tokens` tokens; ids in `stop_ids` end a choice.
-
-        Stop strings and stop tokens are shown only with `include`.
-        """
-        self._unwatched = min_tokens
-        self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops, include)
-        self._stop_ids = frozenset() if include else stop_ids
-
-    def feed(self, token: int | None, *, last: bool) -> tuple[str, bool]:
-        """Return the text to show after `token`, and whether a stop string was met; `last` releases held text."""
-        text = "" if token is None or token in self._stop_ids else self._detokenizer.feed(token)
-        if token is not None and self._unwatched:
-            self._unwatched -= 1
-            return text + (self._detokenizer.flush() if last else ""), False
-        shown, matched = self._matcher.feed(text)
-        if last and not matched:
-            rest, matched = self._matcher.feed(self._detokenizer.flush())
-            shown += rest
-            if not matched:
-                shown += self._matcher.flush()
-                matched = self._matcher.matched
-        return shown, matched
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that was met."""
-        return self._matcher.stop
-
-
-class StopWatch:
-    """The `stop_when` hook of one stream, which sees its tokens before their reader does."""
-
-    def __init__(self, stop_when: StopWhen, maker: TokenMaker, seconds: float) -> None:
-        """Call `stop_when` with the tokens that `maker` makes; each call may take `seconds`."""
-        self.maker = maker
-        self._stop_when = stop_when
-        self._seconds = seconds
-
-    def stops(self, token: Token) -> bool:
-        """Return whether the choice of `token` ends there.
-
-        Raises:
-            HookFailed: The hook raised, took too long or returned no bool.
-        """
-        return asks_to_stop(self._stop_when, token, self._seconds)
 
 
 class Generation:
@@ -301,22 +239,3 @@ class Generation:
         self._unfinished -= 1
         if not self._unfinished:
             self.mailbox.close()
-
-
-def as_headrace(error: BaseException | None, what: str) -> HeadraceError:
-    """Return `error` if it is typed, else a `HeadraceError` with the message `what` and `error` as its cause."""
-    if isinstance(error, HeadraceError):
-        return error
-    failure = HeadraceError(what)
-    failure.__cause__ = error
-    return failure
-
-
-def as_failure(error: Exception) -> RequestFailed:
-    """Return the typed error for the requests of a failed step."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        failure: RequestFailed = OutOfMemory("the device had no memory for this step")
-    else:
-        failure = RequestFailed(f"the step failed: {type(error).__name__}")
-    failure.__cause__ = error
-    return failure

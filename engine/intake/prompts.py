@@ -13,6 +13,7 @@ from headrace.engine.tokens.text import TokenTable
 
 __all__ = [
     "ChatEnd",
+    "Prompt",
     "TokenizerLike",
     "check_fewest_tokens",
     "check_text_size",
@@ -29,7 +30,11 @@ _MESSAGE = 32  # characters that tokenise in the time in which the template writ
 _COSTLY = 2**20  # characters beyond which a prompt is as costly as any
 _CHARACTER = 4  # bytes of UTF-8, at most
 
+Prompt: TypeAlias = str | Sequence[int | Message]
+"""A prompt: raw text, token ids, or a chat of `{"role", "content"}` messages; ids and messages together are refused.
 
+The type is one sequence of either, since mypy infers the type of a list literal in a call from one alternative only.
+"""
 ChatEnd: TypeAlias = Literal["answer", "closed", "open"]
 """The end of a chat's token ids: "answer" ends where the assistant's next answer begins, "closed" with the end of the
 last message, "open" with the text of the last message, which the answer then continues."""

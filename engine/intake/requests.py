@@ -8,10 +8,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from headrace.adapters.slots import AdapterVersion
-from headrace.engine.config import EngineConfig
-from headrace.engine.delivery.beams import BeamControl, BeamGeneration
-from headrace.engine.delivery.delivered import TokenMaker, detokenizer_of
-from headrace.engine.delivery.generation import Generation, StopText, StopWatch
 from headrace.engine.errors import InvalidParams
 from headrace.engine.intake.asking import Asking, check_asking
 from headrace.engine.intake.prompts import TokenizerLike
@@ -23,7 +19,7 @@ from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, LogitsProcessor, Reporting, Shaping
 
-__all__ = ["make_generation", "make_pooling_request", "make_requests"]
+__all__ = ["begin_search", "make_pooling_request", "make_requests"]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
@@ -62,7 +58,7 @@ def make_requests(
     check_asking(asking, vocab_size)
     worn, ids = dressed(asking.adapter, ids, params, adapters)
     if params.beam_width is not None:
-        return [_first_beam(ids, asking, _search(asking, tokenizer), vocab_size, worn)]
+        return [_first_beam(ids, asking, begin_search(asking, tokenizer), vocab_size, worn)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
     shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
@@ -159,18 +155,7 @@ def _sampling(params: SamplingParams, seed: int) -> Sampling:
     )
 
 
-def make_generation(
-    asking: Asking, control: BeamControl, tokenizer: TokenizerLike, maker: TokenMaker, config: EngineConfig
-) -> Generation:
-    """Return the engine's side of a stream, whose tokens `maker` makes."""
-    params = asking.params
-    if params.beam_width is not None:
-        return BeamGeneration(control, _search(asking, tokenizer), params.n)
-    watch = None if asking.stop_when is None else StopWatch(asking.stop_when, maker, config.hook_seconds)
-    return Generation(control, params.n, config.max_unread_tokens, _stop_texts(asking, tokenizer), watch)
-
-
-def _search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
+def begin_search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
     """Return a beam search that has just begun."""
     params = asking.params
     return BeamSearch(
@@ -199,24 +184,6 @@ def _first_beam(
         )
     reporting = Reporting(completion=search.candidates)
     return Request(replace(_asked(asking, worn, len(ids) + 1), reporting=reporting, holds=True), list(ids))
-
-
-def _stop_texts(asking: Asking, tokenizer: TokenizerLike) -> list[StopText]:
-    """Return the stop-string state of each choice; empty if there are no stop strings."""
-    params = asking.params
-    if not params.stop:
-        return []
-    stop_ids = asking.stop_ids(tokenizer.eos_ids)
-    return [
-        StopText(
-            detokenizer_of(tokenizer.table, params),
-            params.stop,
-            stop_ids,
-            params.include_stop_str_in_output,
-            params.min_tokens,
-        )
-        for _ in range(params.n)
-    ]
 
 
 def _shaping(

@@ -1,7 +1,7 @@
-"""`Life`: opens the parts of an engine, drives its step loop in a task of the caller's event loop, and releases them.
+"""`Lifespan`: opens an engine's parts, drives its step loop in a task of the caller's event loop, and releases them.
 
 Owns the opening of the model, the threads and the shutdown; never sees a request. Any task of the event loop may open
-an engine and any other may close it. Next to read: loop.py.
+an engine and any other may close it. Next to read: serving.py, which hands the parts out, and loop.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import inf
-from types import TracebackType
-from typing import Self
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -22,10 +21,11 @@ from headrace.engine.concurrency.background import start_background
 from headrace.engine.concurrency.fair_worker import FairWorker
 from headrace.engine.concurrency.threads import Poster, Worker, outlast
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import DeviceUnavailable, EngineStopped, InvalidParams
+from headrace.engine.errors import EngineCrashed, EngineStopped, InvalidParams
 from headrace.engine.grammar.compiler import Grammars
 from headrace.engine.life.opened import Opened
 from headrace.engine.life.progress import Watcher, watched
+from headrace.engine.life.serving import Parts, Serving
 from headrace.engine.scheduling.memory.host_pages import HostPages
 from headrace.engine.scheduling.plan import Swapping
 from headrace.engine.scheduling.policies import policy_of
@@ -34,40 +34,43 @@ from headrace.engine.steps.flights import Flights
 from headrace.engine.steps.hooks import HookThread
 from headrace.engine.steps.loop import StepLoop
 
-__all__ = ["Life"]
+__all__ = ["Lifespan", "Machinery"]
 
 _PATIENCE = 5.0  # seconds for which a closing engine waits for texts that are being tokenised
 
 
-class Life:
-    """An opening of a model, from `async with` to `aclose`; `Engine` adds the calls of its users."""
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """The threads and the clock of an engine; the simulation has others."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Keep the configuration; open nothing yet."""
-        self.config = config
-        # The engine's threads, hooks and clock; the simulation replaces them.
-        self._make_worker: Callable[..., Worker] = Worker
-        self._make_fair_worker: Callable[..., FairWorker] = FairWorker
-        self._make_hooks: Callable[[Poster, float], HookThread] = HookThread
-        self._clock: Callable[[], float] = time.perf_counter
-        self.on_weights: Watcher | None = None
-        """Function that is called in a thread while the weights are read, with the bytes done and the bytes in all."""
+    make_worker: Callable[..., Worker] = Worker
+    make_fair_worker: Callable[..., FairWorker] = FairWorker
+    make_hooks: Callable[[Poster, float], HookThread] = HookThread
+    clock: Callable[[], float] = time.perf_counter
+    """Clock in seconds, for arrivals, deadlines and step times."""
+
+
+class Lifespan:
+    """One opening of a model, from `open` to the end of `aclose`."""
+
+    def __init__(self, config: EngineConfig, serving: Serving) -> None:
+        """Open nothing yet; `serving` hands out the parts while they are open."""
+        self._config = config
+        self._serving = serving
+        self.machinery = Machinery()
+        self.loop: StepLoop | None = None
+        """The step loop, from the opening on and after the end."""
+        self.opened: Opened | None = None
+        self.adapters: Adapters | None = None
         self._entered = False
-        self._opened: Opened | None = None
-        self._adapters: Adapters | None = None
-        self._loop: StepLoop | None = None
-        self._closing = False
         self._teardown_error: BaseException | None = None
 
-    async def __aenter__(self) -> Self:
-        """Open the engine as `open` does."""
-        return await self.open()
+    async def open(self, open_model: Callable[[], Opened], on_weights: Watcher | None) -> None:
+        """Call `open_model` in a thread and start the step loop.
 
-    async def open(self) -> Self:
-        """Load the model in a thread, start the step loop and return the engine; `async with` does this by itself.
-
-        It is for callers who open an engine in one place and close it in another, such as two cells of a notebook:
-        `aclose` closes the engine, from any task of the same event loop.
+        Args:
+            open_model: Function that loads the model.
+            on_weights: Function that is called in that thread with the bytes of weights read and the bytes in all.
 
         Raises:
             ModelRejected: The model's files cannot be used.
@@ -77,55 +80,54 @@ class Life:
         if self._entered:
             raise RuntimeError("an Engine is opened once; make another for another opening")
         self._entered = True
-        self._post = Poster()
-        self._helper = self._make_fair_worker("headrace-helper", self._post, threads=2, most_of_one=1)
-        self._waiter = self._make_worker("headrace-waiter", self._post)
-        self._grammars = Grammars(self._post, self._make_fair_worker)
-        self._hooks = self._make_hooks(self._post, self.config.hook_seconds)
+        machinery = self.machinery
+        self.post = Poster()
+        self.helper = machinery.make_fair_worker("headrace-helper", self.post, threads=2, most_of_one=1)
+        self.grammars = Grammars(self.post, machinery.make_fair_worker)
+        self._waiter = machinery.make_worker("headrace-waiter", self.post)
+        self._hooks = machinery.make_hooks(self.post, self._config.hook_seconds)
         try:
-            opened = await self._helper.run(self._open_and_keep)
-            host = await self._helper.run(partial(_open_host_pool, opened, self.config.swap_memory))
+            opened = await self.helper.run(partial(self._open_and_keep, open_model, on_weights))
+            host = await self.helper.run(partial(_open_host_pool, opened, self._config.swap_memory))
             await checkpoint()
         except BaseException:
             self._entered = False
             await self._return_resources()
             raise
+        self.loop = self._make_loop(opened, host)
+        self.adapters = Adapters(opened.adapters, self._config, opened.info.model, self.loop, machinery.make_worker)
+        self._stopped = anyio.Event()
+        self._serving.start(Parts(opened, self.loop, self.adapters, self.grammars, self.helper, self.post))
+        start_background(partial(self._drive, self.loop), self.loop.close, "headrace step loop")
+
+    def _make_loop(self, opened: Opened, host: HostPages | None) -> StepLoop:
+        config = self._config
         scheduler = Scheduler(
             opened.capacity,
             secret=os.urandom(32),
-            prefix_cache=self.config.prefix_cache and opened.has_pages,
-            policy=policy_of(self.config.policy),
-            slots=slots_of(opened.adapters, self.config),
+            prefix_cache=config.prefix_cache and opened.has_pages,
+            policy=policy_of(config.policy),
+            slots=slots_of(opened.adapters, config),
             host=host,
-            itl_target=None if self.config.itl_target_ms is None else self.config.itl_target_ms / 1000,
+            itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
         )
-        runner = opened.runner
-        flights = Flights.of(self.config.launch_ahead, opened.info.device)
-        self._loop = StepLoop(
-            scheduler, runner, self._waiter, self._hooks, flights=flights,
-            hang_after=self.config.hang_seconds or inf, clock=self._clock,
-        )  # fmt: skip
-        self._adapters = Adapters(opened.adapters, self.config, opened.info.model, self._loop, self._make_worker)
-        self._stopped = anyio.Event()
-        start_background(partial(self._drive, self._loop), self._loop.close, "headrace step loop")
-        return self
+        return StepLoop(
+            scheduler,
+            opened.runner,
+            self._waiter,
+            self._hooks,
+            flights=Flights.of(config.launch_ahead, opened.info.device),
+            hang_after=config.hang_seconds or inf,
+            clock=self.machinery.clock,
+        )
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Cancel the running requests, release all memory and join all threads.
+    @property
+    def crashed(self) -> EngineCrashed | None:
+        """The error that ended the step loop; None if it has not died."""
+        return None if self.loop is None else self.loop.crashed
 
-        Raises:
-            EngineCrashed: The step loop died, and the block itself did not raise.
-        """
-        await self.aclose()
-        if error is None and self._loop is not None and self._loop.crashed is not None:
-            raise self._loop.crashed
-
-    async def aclose(self, drain: float = 0.0) -> None:
+    async def aclose(self, drain: float) -> None:
         """Refuse new requests, wait up to `drain` seconds for running ones, cancel the rest and release all memory.
-
-        It may be called more than once, before `async with` ends, and from another task than the one that opened it.
 
         Raises:
             InvalidParams: `drain` is negative or NaN; the engine stays open.
@@ -135,12 +137,12 @@ class Life:
             raise InvalidParams(
                 f"drain: must be at least 0 seconds, got {drain!r}", field="drain", value=drain, limit={"ge": 0.0}
             )
-        loop = self._loop
+        loop = self.loop
         if loop is None:
             return
         if not self._stopped.is_set():
-            self._post.check_here()
-        self._closing = True
+            self.post.check_here()
+        self._serving.refuse()
         try:
             if drain > 0.0:
                 with anyio.move_on_after(drain):
@@ -152,19 +154,10 @@ class Life:
         if (error := cancelled or failed) is not None:
             raise error
 
-    def _open(self) -> Opened:
-        try:
-            from headrace.engine.life.build import (
-                open_engine,  # the one place that sees every ring, imported when needed
-            )
-        except ModuleNotFoundError as error:
-            raise DeviceUnavailable(f"device: no model can be opened here: {error}") from error
-        return open_engine(self.config)
-
-    def _open_and_keep(self) -> Opened:
-        with watched(self.on_weights):
-            self._opened = self._open()  # kept even if the caller is cancelled: it must be closed
-        return self._opened
+    def _open_and_keep(self, open_model: Callable[[], Opened], on_weights: Watcher | None) -> Opened:
+        with watched(on_weights):
+            self.opened = open_model()  # kept even if the caller is cancelled: it must be closed
+        return self.opened
 
     async def _drive(self, loop: StepLoop) -> None:
         """Run the step loop to its end, then release the engine's parts, whoever waits for that."""
@@ -181,23 +174,24 @@ class Life:
             self._stopped.set()
 
     async def _return_resources(self) -> None:
-        opened, self._opened = self._opened, None
-        crashed = self._loop and self._loop.crashed
-        hung = self._loop is not None and self._loop.hung
+        opened, self.opened = self.opened, None
+        crashed = self.crashed
+        self._serving.end(crashed)
+        hung = self.loop is not None and self.loop.hung
         stopped = crashed or EngineStopped("the engine closed before the adapter was loaded")
-        join = None if self._adapters is None else self._adapters.close(stopped)
+        join = None if self.adapters is None else self.adapters.close(stopped)
 
         def close(opened: Opened) -> None:
             self._hooks.close()
-            self._grammars.close()
+            self.grammars.close()
             if join is not None:
                 join()
             opened.runner.close()
 
-        closer = self._make_worker("headrace-closer", self._post)  # the helper may be busy with a long text
+        closer = self.machinery.make_worker("headrace-closer", self.post)  # the helper may be busy with a long text
         try:
-            self._helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
-            self._grammars.drop(crashed or EngineStopped("the engine closed before the response format was compiled"))
+            self.helper.drop(crashed or EngineStopped("the engine closed before the prompt was tokenised"))
+            self.grammars.drop(crashed or EngineStopped("the engine closed before the response format was compiled"))
             if opened is not None:
                 opened.tokenizer.close()  # ends the renderings in the helper's threads
             if opened is not None and hung:
@@ -208,24 +202,9 @@ class Life:
             closer.close(join=not hung)
             self._waiter.close(join=not hung)
             if hung:
-                self._helper.close(join=False)
+                self.helper.close(join=False)
             else:
-                await self._helper.leave(_PATIENCE)
-
-    def _serving(self, draining: bool = False) -> tuple[StepLoop, Opened]:
-        """Return the open engine's parts to a caller on its event loop; every call of a user passes here."""
-        serving = self._serving_anywhere(draining)
-        self._post.check_here()
-        return serving
-
-    def _serving_anywhere(self, draining: bool = False) -> tuple[StepLoop, Opened]:
-        """Return the open engine's parts to a caller in any thread, who may only look at plain values."""
-        loop, opened = self._loop, self._opened
-        if loop is not None and loop.crashed is not None:
-            raise loop.crashed.with_traceback(None)
-        if loop is None or opened is None or loop.closed or (self._closing and not draining):
-            raise EngineStopped("the engine is not open: use it inside `async with Engine(...)`")
-        return loop, opened
+                await self.helper.leave(_PATIENCE)
 
 
 def _open_host_pool(opened: Opened, swap_memory: int) -> HostPages | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from headrace.engine.intake.turns import Prompt
+    from headrace.engine.intake.prompts import Prompt
 
 __all__ = ["AHEAD", "EmbedOptions", "Embeddings", "add_usage", "embed"]
 
@@ -101,7 +101,8 @@ async def embed(
     """Return vectors for all prompts, which errors call `naming`; do what `Engine.embed` describes."""
     import numpy as np
 
-    loop, opened = intake.serving()
+    parts = intake.serving.parts(draining=True)
+    loop, opened = parts.loop, parts.opened
     pooling, make_vector = options.checked(opened.embedding)
     usages: list[Usage] = []
 

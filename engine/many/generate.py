@@ -19,7 +19,7 @@ from anyio.lowlevel import checkpoint
 from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.events import Completion
 from headrace.engine.intake.prompt_ids import ChatOptions
-from headrace.engine.intake.turns import Prompt
+from headrace.engine.intake.prompts import Prompt
 from headrace.engine.many.bars import ManyBar
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.shaping import LogitsProcessor

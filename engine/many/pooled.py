@@ -6,23 +6,20 @@ Owns the wait for the result; never plans a step and never touches a tensor. emb
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import anyio
 
-from headrace.engine.adapters import Adapters
-from headrace.engine.concurrency.fair_worker import FairWorker
 from headrace.engine.delivery.generation import Control, Generation
 from headrace.engine.errors import EngineStopped, InvalidParams, PromptTooLong
 from headrace.engine.events import Usage
 from headrace.engine.intake.asking import Asking
+from headrace.engine.intake.intake import check_prompt
 from headrace.engine.intake.prompts import (
     TokenizerLike,
     check_fewest_tokens,
     check_text_size,
-    check_token_ids,
     is_short,
     is_text,
     to_token_ids,
@@ -31,10 +28,10 @@ from headrace.engine.intake.prompts import (
 from headrace.engine.intake.requests import make_pooling_request
 from headrace.engine.intake.tokenizing import Charge, Tokenizing, charge_nobody
 from headrace.engine.life.opened import Opened
+from headrace.engine.life.serving import Serving
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.steps.loop import StepLoop
 from headrace.engine.tokens.text import TokenTable
 
 __all__ = ["Pair", "PoolingIntake", "Text", "Who"]
@@ -278,14 +275,9 @@ class _Pooling(Generation):
 
 
 class PoolingIntake(NamedTuple):
-    """The parts of an engine that pooling a text needs."""
+    """The intake of texts that are pooled, for the calls of one caller."""
 
-    serving: Callable[[], tuple[StepLoop, Opened]]
-    """Function that returns the open engine's parts, or raises if the engine accepts nothing more."""
-    helper: FairWorker
-    """Threads that tokenise long texts, in turns by tenant."""
-    adapters: Adapters
-    """Adapters that prompts may use."""
+    serving: Serving
     started: anyio.Event | None = None
     """Event that is set when a step takes up the first text; None if nobody waits for it."""
 
@@ -298,7 +290,8 @@ class PoolingIntake(NamedTuple):
             EngineStopped: The engine is not open, or closed meanwhile.
             EngineCrashed: The step loop died.
         """
-        loop, opened = self.serving()
+        parts = self.serving.parts(draining=True)
+        loop, opened = parts.loop, parts.opened
         generation = _Pooling(loop, self.started)
         loop.expect(generation)
         try:
@@ -311,12 +304,11 @@ class PoolingIntake(NamedTuple):
                 tenant=who.tenant,
                 charge=who.charge,
             )
-            ids, pooling, _ = await tokenizing.ask(self.helper)
-            loop, opened = self.serving()
-            loop.scheduler.capacity.check_length(len(ids), room=0)  # before a look at each of perhaps millions
-            check_token_ids(ids, opened.info.vocab_size)
-            asking = Asking(_NO_PARAMS, *who[:4])
-            named = self.adapters.known_to(asking.adapter)
+            ids, pooling, _ = await tokenizing.ask(parts.helper)
+            self.serving.parts(draining=True)
+            check_prompt(ids, parts, room=0)
+            asking = Asking(_NO_PARAMS, who.adapter, who.tenant, who.cache_salt, who.priority)
+            named = parts.adapters.known_to(asking.adapter)
             loop.submit(generation, ids, [make_pooling_request(ids, asking, pooling, opened.info.vocab_size, named)])
             return await generation.result()
         finally:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from headrace.engine.intake.turns import Prompt
+    from headrace.engine.intake.prompts import Prompt
 
 __all__ = ["Scores", "score"]
 
@@ -47,7 +47,7 @@ async def score(
     """Score every document; arguments, result and errors are those of `Engine.score`."""
     import numpy as np
 
-    _, opened = intake.serving()
+    opened = intake.serving.parts(draining=True).opened
     if isinstance(documents, str):
         documents = [documents]
     if opened.scoring is None:

@@ -20,9 +20,9 @@ from anyio.lowlevel import checkpoint
 
 from headrace.adapters.slots import AdapterVersion, Move
 from headrace.engine.concurrency.threads import Hung, Worker, stacks
-from headrace.engine.delivery.generation import Generation, as_failure
+from headrace.engine.delivery.generation import Generation
 from headrace.engine.delivery.kv_events import KvWatch
-from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, RequestFailed
+from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, RequestFailed, as_failure
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.plan import Committed, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request

@@ -360,7 +360,7 @@ async def test_a_step_wears_no_more_adapters_than_its_budget(model: Path, tmp_pa
                 group.start_soon(tokens_of, engine, f"a{seed}")
             await anyio.sleep(0.02)
             while engine.stats().running or engine.stats().waiting:
-                slots = engine._serving()[0].scheduler.slots
+                slots = engine._serving.parts().loop.scheduler.slots
                 assert len(slots.active) <= 1
                 await anyio.sleep(0.001)
 

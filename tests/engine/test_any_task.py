@@ -79,8 +79,8 @@ async def test_a_crash_reaches_callers_and_whoever_closes() -> None:
     async with no_leaks():
         engine = ScriptedEngine(CAPACITY)
         await in_a_task(engine.open)
-        assert engine._loop is not None
-        engine._loop.scheduler.plan = lambda now: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        assert engine._life.loop is not None
+        engine._life.loop.scheduler.plan = lambda now: 1 / 0  # type: ignore[method-assign,assignment,return-value]
         with pytest.raises(EngineCrashed, match="ZeroDivisionError"):
             await engine.generate("unlucky")
         with pytest.raises(EngineCrashed):

@@ -134,9 +134,9 @@ def test_sequences_are_those_of_transformers(folder: Path, model: Any, sizes: di
                     tasks.start_soon(sample, start % len(PROMPTS))
                 assert engine.stats().pages_held == 0
             assert bool(engine.stats().preemptions) == preempts
-            assert engine._loop is not None
-            engine._loop.scheduler.roster.check()
-            assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
+            assert engine._life.loop is not None
+            engine._life.loop.scheduler.roster.check()
+            assert not engine._life.loop.scheduler.roster.requests and not engine._life.loop._generations
 
     anyio.run(run)
 
@@ -146,8 +146,8 @@ def test_a_round_computes_one_token_a_beam_and_copies_the_page_it_writes(folder:
 
     async def run() -> None:
         async with Engine(folder, **OPTIONS, prefix_cache=False) as engine:
-            assert engine._loop is not None
-            scheduler = engine._loop.scheduler
+            assert engine._life.loop is not None
+            scheduler = engine._life.loop.scheduler
             plan, tokens, copies = scheduler.plan, 0, 0
 
             def watched(now: float) -> Any:
@@ -179,9 +179,9 @@ def test_a_cancelled_search_gives_everything_back(folder: Path, after: int, anyi
                 assert [token.finish_reason async for token in stream] == ["cancelled"] * 2
                 while engine.stats().pages_held or engine.stats().steps_in_flight:  # noqa: ASYNC110 - it has no event
                     await anyio.sleep(0.001)
-            assert engine._loop is not None
-            engine._loop.scheduler.roster.check()
-            assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
+            assert engine._life.loop is not None
+            engine._life.loop.scheduler.roster.check()
+            assert not engine._life.loop.scheduler.roster.requests and not engine._life.loop._generations
 
     anyio.run(run, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
@@ -214,9 +214,9 @@ def test_a_step_that_fails_ends_the_search_alone(folder: Path, monkeypatch: pyte
                     _ = [token async for token in stream]
                 while engine.stats().pages_held or engine.stats().steps_in_flight:  # noqa: ASYNC110 - nor has this
                     await anyio.sleep(0.001)
-            assert engine._loop is not None
-            engine._loop.scheduler.roster.check()
-            assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
+            assert engine._life.loop is not None
+            engine._life.loop.scheduler.roster.check()
+            assert not engine._life.loop.scheduler.roster.requests and not engine._life.loop._generations
             assert (await engine.generate(PROMPTS[1], asked)).choices[0].token_ids == before.choices[0].token_ids
 
     anyio.run(run)

@@ -248,8 +248,8 @@ async def test_a_tokenizer_that_fails_is_one_requests_matter(length: int) -> Non
         def encode(text: str, *, framed: bool = True) -> list[int]:
             raise LookupError("no such thing")
 
-        assert engine._opened is not None
-        engine._opened.tokenizer.encode = encode  # type: ignore[method-assign]
+        assert engine._life.opened is not None
+        engine._life.opened.tokenizer.encode = encode  # type: ignore[method-assign]
         stream = engine.stream("x" * length)
         for way in (stream.admitted, stream.__anext__):
             with pytest.raises(HeadraceError, match="tokenizer failed") as caught:
@@ -368,8 +368,8 @@ async def test_a_failing_choice_ends_its_whole_stream(n: int, place: int) -> Non
 
 async def engine_generate_again(engine: ScriptedEngine, n: int) -> None:
     """Fail once more, by `generate`: the fake device's fault is moved to a step that is still to come."""
-    assert engine._opened is not None
-    runner = engine._opened.runner
+    assert engine._life.opened is not None
+    runner = engine._life.opened.runner
     assert isinstance(runner, ScriptedRunner)
     runner._faults = {runner.launched + 2: -1}
     await engine.generate("again", greedy(30, n=n))

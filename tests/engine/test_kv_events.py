@@ -47,8 +47,8 @@ class Router:
 
     async def knows_all(self, engine: ScriptedEngine) -> None:
         """Wait until this knows what a resting engine has."""
-        assert engine._loop is not None
-        pool, scheduler = engine._loop.scheduler.pool, engine._loop.scheduler
+        assert engine._life.loop is not None
+        pool, scheduler = engine._life.loop.scheduler.pool, engine._life.loop.scheduler
         await until(lambda: not scheduler.roster.requests and self.load == KvLoad.of(scheduler))
         # the last page of a finished request, partly full, is only for what goes on after it
         assert self.pages.keys() == {key.hex() for page, key in pool._key_of.items() if page not in pool._partly}
@@ -118,28 +118,28 @@ async def test_the_events_of_an_engine_that_crashes_end_with_its_error() -> None
     sizes = capacity()
     with pytest.raises(EngineCrashed):
         async with ScriptedEngine(sizes) as engine:
-            assert engine._loop is not None
+            assert engine._life.loop is not None
             events = engine.kv_events()
-            engine._loop.scheduler.plan = None  # type: ignore[method-assign,assignment]
-            engine._loop.wake()
+            engine._life.loop.scheduler.plan = None  # type: ignore[method-assign,assignment]
+            engine._life.loop.wake()
             with pytest.raises(EngineCrashed):
                 _ = [event async for event in events]
 
 
 async def test_readers_that_nobody_holds_are_forgotten() -> None:
     async with serving() as engine:
-        assert engine._loop is not None
+        assert engine._life.loop is not None
         events = engine.kv_events()
         engine.kv_events()
-        assert len(engine._loop.kv._readers) == 1
+        assert len(engine._life.loop.kv._readers) == 1
         del events
-        assert not engine._loop.kv._readers
+        assert not engine._life.loop.kv._readers
 
 
 async def test_nothing_is_noted_once_nobody_reads_and_a_later_reader_is_told_of_what_comes_then() -> None:
     async with serving(capacity(num_pages=24)) as engine, anyio.create_task_group() as group:
-        assert engine._loop is not None
-        log = engine._loop.scheduler.pool.log
+        assert engine._life.loop is not None
+        log = engine._life.loop.scheduler.pool.log
         events = engine.kv_events()
         await engine.generate("x" * 100, greedy(3))
         assert log.is_on and log.present()

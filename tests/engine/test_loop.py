@@ -69,8 +69,8 @@ async def test_a_step_is_launched_before_the_one_before_it_is_waited_for(ahead: 
     async with no_leaks():
         runner = Recorder(CAPACITY)
         async with ScriptedEngine(CAPACITY, lambda: runner, launch_ahead=ahead) as engine:
-            assert engine._loop is not None
-            scheduler, commit = engine._loop.scheduler, engine._loop.scheduler.commit
+            assert engine._life.loop is not None
+            scheduler, commit = engine._life.loop.scheduler, engine._life.loop.scheduler.commit
 
             def noted_commit(plan: StepPlan, result: StepResult) -> Any:
                 runner.note("commit", plan.step)
@@ -114,8 +114,8 @@ async def test_nothing_else_runs_between_a_plan_and_its_launch() -> None:
             return super().launch(plan)
 
     async with no_leaks(), ScriptedEngine(CAPACITY, lambda: Runner(CAPACITY)) as engine:
-        assert engine._loop is not None
-        scheduler, plan, post = engine._loop.scheduler, engine._loop.scheduler.plan, Poster()
+        assert engine._life.loop is not None
+        scheduler, plan, post = engine._life.loop.scheduler, engine._life.loop.scheduler.plan, Poster()
 
         def noted_plan(now: float) -> StepPlan | None:
             turns.append("plan")
@@ -146,16 +146,16 @@ async def test_an_idle_loop_plans_nothing() -> None:
     async with serving() as engine:
         await check_serving(engine)
         await until(lambda: not engine.stats().steps_in_flight)
-        assert engine._loop is not None
+        assert engine._life.loop is not None
         plans = 0
-        plan = engine._loop.scheduler.plan
+        plan = engine._life.loop.scheduler.plan
 
         def counted(now: float) -> StepPlan | None:
             nonlocal plans
             plans += 1
             return plan(now)
 
-        engine._loop.scheduler.plan = counted  # type: ignore[method-assign]
+        engine._life.loop.scheduler.plan = counted  # type: ignore[method-assign]
         await anyio.sleep(0.05)
         assert plans == 0
         await check_serving(engine)
@@ -169,31 +169,31 @@ class Lost(BaseException):
 
 
 def launch_dies(engine: ScriptedEngine) -> None:
-    assert engine._opened is not None
+    assert engine._life.opened is not None
 
     def launch(plan: StepPlan) -> ScriptedStep:
         raise EngineCrashed("the device is gone")
 
-    engine._opened.runner.launch = launch  # type: ignore[method-assign]
+    engine._life.opened.runner.launch = launch  # type: ignore[method-assign]
 
 
 def wait_dies(engine: ScriptedEngine) -> None:
-    assert engine._opened is not None
+    assert engine._life.opened is not None
 
     def launch(plan: StepPlan) -> ScriptedStep:
         return ScriptedStep([], EngineCrashed("the device is gone"), None)
 
-    engine._opened.runner.launch = launch  # type: ignore[method-assign]
+    engine._life.opened.runner.launch = launch  # type: ignore[method-assign]
 
 
 def breaking(method: str, error: type[BaseException] = ZeroDivisionError) -> Callable[[ScriptedEngine], None]:
     def break_it(engine: ScriptedEngine) -> None:
-        assert engine._loop is not None
+        assert engine._life.loop is not None
 
         def broken(*_: object) -> None:
             raise error("a defect")
 
-        setattr(engine._loop.scheduler, method, broken)
+        setattr(engine._life.loop.scheduler, method, broken)
 
     break_it.__name__ = f"{method}-raises"
     return break_it
@@ -281,7 +281,7 @@ async def test_a_request_in_the_tokenizers_thread_gets_the_crash_too() -> None:
             async with engine:
                 held = threading.Event()
                 for _ in range(2):  # its threads
-                    engine._helper.submit(lambda: held.wait(20), lambda *_: None)
+                    engine._life.helper.submit(lambda: held.wait(20), lambda *_: None)
                 waiting = engine.stream("x" * 3000)
                 breaking("plan")(engine)
                 doomed = engine.stream("kills it")
@@ -394,8 +394,8 @@ async def test_an_adapter_that_fails_while_a_step_runs_ends_those_that_wait_for_
         request.asked = replace(request.asked, version=version)
         gate.hold()
         await until(lambda: gate.holds)
-        assert engine._loop is not None
-        engine._loop.fail_adapter(version, RequestFailed("no memory for it"))
+        assert engine._life.loop is not None
+        engine._life.loop.fail_adapter(version, RequestFailed("no memory for it"))
         gate.release()
         with anyio.fail_after(5), pytest.raises(RequestFailed, match="no memory"):
             await read(waits)

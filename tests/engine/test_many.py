@@ -293,7 +293,7 @@ async def test_an_engine_that_closes_or_dies() -> None:
             tasks.start_soon(ask)
             await until(lambda: gate.holds)
             tasks.start_soon(engine.aclose)
-            await until(lambda: engine._closing)
+            await until(lambda: engine._serving.closing)
             gate.release()
         assert re.match(r"prompts\[\d+\]: ", str(stopped[0]))
         with pytest.raises(EngineStopped):
@@ -301,8 +301,8 @@ async def test_an_engine_that_closes_or_dies() -> None:
 
     with pytest.raises(EngineCrashed):
         async with ScriptedEngine(capacity()) as dying:
-            assert dying._loop is not None
-            dying._loop.scheduler.plan = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+            assert dying._life.loop is not None
+            dying._life.loop.scheduler.plan = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
             errors = await dying.generate_many(["x"] * 20, return_errors=True)
             assert {type(error) for error in errors} == {EngineCrashed}
             assert isinstance(errors[0], EngineCrashed) and not str(errors[0]).startswith("prompts")

@@ -217,8 +217,8 @@ def test_a_dead_engine_says_so_and_closes() -> None:
     threads = Threads()
     engine = ScriptedEngine(CAPACITY)
     llm = LLM(engine)
-    assert engine._loop is not None
-    engine._loop.scheduler.plan = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    assert engine._life.loop is not None
+    engine._life.loop.scheduler.plan = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     for _ in range(2):
         with pytest.raises(EngineCrashed):
             llm.generate("dies")
@@ -241,7 +241,7 @@ def test_threads_share_one_batch() -> None:
             return llm.generate([f"{name}{n}" for n in range(4)], greedy(8), progress=False)
 
         calls = [call_in_thread(partial(ask, name)) for name in "abcd"]
-        loop = llm._host._engine._loop
+        loop = llm._host._engine._life.loop
         assert loop is not None
         until(lambda: loop.scheduler.roster.num_running + loop.scheduler.roster.num_waiting == 16)
         gate.release()
@@ -312,8 +312,8 @@ def test_closing_ends_calls_of_other_threads(prompts: Any) -> None:
 def test_an_error_of_the_block_goes_before_one_of_closing() -> None:
     engine = ScriptedEngine(CAPACITY)
     with pytest.raises(ZeroDivisionError), LLM(engine):
-        assert engine._loop is not None
-        engine._loop.crashed = EngineCrashed("dead")
+        assert engine._life.loop is not None
+        engine._life.loop.crashed = EngineCrashed("dead")
         raise ZeroDivisionError
 
 
@@ -380,7 +380,7 @@ def scripted(gate=lambda: time.sleep(0.005)):
 
 def when_running(engine, call):
     def watch():
-        while not engine._loop.scheduler.roster.num_running:
+        while not engine._life.loop.scheduler.roster.num_running:
             time.sleep(0.001)
         call()
     threading.Thread(target=watch, daemon=True).start()
@@ -403,7 +403,7 @@ for prompts in ("one", ["x"] * 10000, itertools.repeat("x"), (time.sleep(each) o
         llm.generate(prompts, ENDLESS, progress=False)
     except KeyboardInterrupt:
         deadline = time.monotonic() + 5
-        while engine._loop.scheduler.pool.held:
+        while engine._life.loop.scheduler.pool.held:
             assert time.monotonic() < deadline, "pages are still held"
         print("interrupted", llm.generate("x", SHORT).usage.completion_tokens)
 llm.close()
@@ -447,9 +447,9 @@ while time.monotonic() < ends:
     except KeyboardInterrupt:
         interrupts += 1
 running, deadline = False, time.monotonic() + 5
-while engine._loop._generations and time.monotonic() < deadline:
+while engine._life.loop._generations and time.monotonic() < deadline:
     time.sleep(0.01)
-print(interrupts > 10, len(engine._loop._generations), len(llm._host._calls))
+print(interrupts > 10, len(engine._life.loop._generations), len(llm._host._calls))
 print(llm.generate("x", SHORT).usage.completion_tokens)
 """
 
@@ -492,7 +492,7 @@ def test_ctrl_c_while_the_model_loads() -> None:
             "    with contextlib.suppress(headrace.engine.EngineStopped):\n"
             "        llm.generate(['x'] * 1000, ENDLESS, progress=False)\n"
             "threading.Thread(target=generate, daemon=True).start()\n"
-            "while not engine._loop.scheduler.roster.num_running: time.sleep(0.001)",
+            "while not engine._life.loop.scheduler.roster.num_running: time.sleep(0.001)",
             0,
             id="a daemon thread still generates",
         ),
@@ -512,7 +512,7 @@ engine = scripted(lambda: hung.wait())
 llm = LLM(engine)
 headrace.engine.blocking.host.EXIT_SECONDS = 0.2
 threading.Thread(target=llm.generate, args=("x",), daemon=True).start()
-while not engine._loop.scheduler.roster.num_running:
+while not engine._life.loop.scheduler.roster.num_running:
     time.sleep(0.001)
 print("ends")
 """

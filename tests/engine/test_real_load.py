@@ -135,9 +135,9 @@ async def _serve(model: Path) -> Load:
             load.reached["preemptions"], load.reached["swaps"] = stats.preemptions, stats.swaps
             load.reached["tokens"] = stats.generated_tokens
             assert not (stats.waiting or stats.running or stats.paused or stats.swapped or stats.live_tokens)
-            assert engine._loop is not None
-            engine._loop.scheduler.roster.check()
-            assert not engine._loop.scheduler.roster.requests and not engine._loop._generations
+            assert engine._life.loop is not None
+            engine._life.loop.scheduler.roster.check()
+            assert not engine._life.loop.scheduler.roster.requests and not engine._life.loop._generations
     return load
 
 

@@ -198,8 +198,8 @@ def test_all_in_one_batch_are_each_alone(
                     assert found.choices[0].token_ids == single.choices[0].token_ids, asked
                     check_all_logprobs(reference, prompt, params_of(asked), found)
             assert bool(engine.stats().preemptions) == preempts
-            assert engine._loop is not None
-            engine._loop.scheduler.roster.check()
+            assert engine._life.loop is not None
+            engine._life.loop.scheduler.roster.check()
 
     anyio.run(run)
 
@@ -443,8 +443,8 @@ def test_plain_rows_take_the_short_way_once_others_have_ended(folder: Path, monk
             reported.clear()
             await engine.generate(SHARED, SamplingParams(max_tokens=2, ignore_eos=True))
             assert not reported
-            assert engine._loop is not None
-            options: Any = engine._loop._runner
+            assert engine._life.loop is not None
+            options: Any = engine._life.loop._runner
             assert not options._rows.options._options, "the other two rows still keep what their requests asked"
 
     anyio.run(ask)

@@ -100,7 +100,7 @@ async def test_the_end_of_sequence_is_an_item_without_text() -> None:
 @pytest.mark.parametrize("stops", [(), ("never",)], ids=["plain", "with-stop-strings"])
 async def test_special_tokens_are_text_where_that_is_wanted(stops: tuple[str, ...]) -> None:
     async with serving(eos=scripted_bytes("prompt", b"ab") | {8: EOS, 9: ord("c")}) as engine:
-        special = engine._opened.tokenizer.table.pieces[EOS].decode() if engine._opened is not None else ""
+        special = engine._life.opened.tokenizer.table.pieces[EOS].decode() if engine._life.opened is not None else ""
         params = greedy(4, stop=stops, skip_special_tokens=False)
         items = await read(engine.stream("prompt", params))
         assert special and "".join(item.text for item in items) == f"ab{special}c"

@@ -605,7 +605,7 @@ def test_a_cancelled_request_is_not_compiled_and_too_many_are_refused(
             for stream in streams:
                 stream.cancel()
             with anyio.fail_after(4):  # all of them would take eight seconds
-                while engine._grammars._waiting:  # noqa: ASYNC110 - it has no event
+                while engine._life.grammars._waiting:  # noqa: ASYNC110 - it has no event
                     await anyio.sleep(0.01)
             assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
 
@@ -644,11 +644,11 @@ def test_compiling_can_be_cancelled(folder: Path, anyio_backend: Backend) -> Non
                 assert (await engine.generate([65], hot(ResponseFormat.choice(["a"])))).choices[0].text == "a"
             slow = [ResponseFormat.regex(f"({'a?' * 600}|{letter})") for letter in "bc"]
             await engine.generate([65], hot(slow[0]))
-            (child,) = engine._grammars._trials._children._idle
+            (child,) = engine._life.grammars._trials._children._idle
             child._process.kill()
             child._process.wait()
             await engine.generate([65], hot(slow[1]))
-        assert not engine._grammars._trials._children._idle
+        assert not engine._life.grammars._trials._children._idle
 
     anyio.run(ask, backend=anyio_backend[0], backend_options=anyio_backend[1])
 

@@ -27,8 +27,8 @@ def ids_of(stream: TokenStream) -> list[int]:
 
 
 def pool_of(engine: ScriptedEngine) -> Any:
-    assert engine._loop is not None
-    return engine._loop.scheduler.pool
+    assert engine._life.loop is not None
+    return engine._life.loop.scheduler.pool
 
 
 @pytest.mark.parametrize("launch_ahead", [1, 2, 3])
@@ -60,8 +60,8 @@ async def test_an_answer_that_ended_itself_is_not_ended_twice() -> None:
             return [ord(" "), 256, *super().encode_reply(messages, *options)]
 
     async with serving(eos={len(STORY) + 4: 256}) as engine:
-        assert engine._opened is not None
-        object.__setattr__(engine._opened, "tokenizer", Closing())
+        assert engine._life.opened is not None
+        object.__setattr__(engine._life.opened, "tokenizer", Closing())
         async with engine.stream(STORY, SamplingParams(temperature=0, max_tokens=30)) as stream:
             known = [*STORY.encode(), *[token.id for token in await read(stream)]]
             assert known[-1] == 256 and stream.finish_reasons == ["stop"]
@@ -279,7 +279,7 @@ async def test_who_cancels_while_another_task_sends_ends_what_is_sent() -> None:
         await read(stream)
         held = threading.Event()
         for _ in range(2):  # as many as it has threads
-            engine._helper.submit(held.wait, lambda result, error: None)
+            engine._life.helper.submit(held.wait, lambda result, error: None)
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(stream.send, "b" * 5000)

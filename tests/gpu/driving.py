@@ -70,10 +70,10 @@ async def at_rest(engine: Engine) -> None:
     with anyio.fail_after(PATIENCE):
         while (stats := engine.stats()).steps_in_flight:  # noqa: ASYNC110 - it has no event
             await anyio.sleep(0.002)
-    assert engine._loop is not None
-    engine._loop.scheduler.roster.check()
+    assert engine._life.loop is not None
+    engine._life.loop.scheduler.roster.check()
     assert (stats.pages_held, stats.running, stats.waiting, stats.paused) == (0, 0, 0, 0), stats
-    assert not engine._loop.scheduler.roster.requests
+    assert not engine._life.loop.scheduler.roster.requests
 
 
 class Meddler:
@@ -81,12 +81,12 @@ class Meddler:
 
     def __init__(self, engine: Engine) -> None:
         """Take the runner's place from the next step on."""
-        assert engine._loop is not None
-        self._runner: Runner = engine._loop._runner
+        assert engine._life.loop is not None
+        self._runner: Runner = engine._life.loop._runner
         self.on_launch: Callable[[StepPlan], None] = lambda plan: None
         self.on_result: Callable[[StepPlan, list[int]], None] = lambda plan, ids: None
         """Called in the waiter's thread with the ids that the device returned, which it may change."""
-        engine._loop._runner = self
+        engine._life.loop._runner = self
 
     def launch(self, plan: StepPlan) -> Step:
         """Launch, or fail to."""

@@ -48,8 +48,8 @@ def check_resizing_under_load(zoo: Zoo, device: str, launch_ahead: int, swaps: b
 
     async def run() -> list[list[int]]:
         async with open_engine(zoo.folder("exact"), device, **options) as engine:
-            assert engine._loop is not None
-            engine._loop.scheduler.swaps.host.page_seconds = 1e-9  # so that swapping is chosen, where it can be
+            assert engine._life.loop is not None
+            engine._life.loop.scheduler.swaps.host.page_seconds = 1e-9  # so that swapping is chosen, where it can be
 
             async def resize() -> None:
                 for pages in (70, 20, 200, 30, 90):

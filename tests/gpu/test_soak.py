@@ -81,9 +81,9 @@ class Soak:
         await at_rest(self._engine)
 
     async def _watch(self) -> None:
-        assert self._engine._loop is not None
+        assert self._engine._life.loop is not None
         while not self._done:
-            self._engine._loop.scheduler.roster.check()
+            self._engine._life.loop.scheduler.roster.check()
             await anyio.sleep(0.02)
 
     async def _ask(self, index: int, limiter: anyio.CapacityLimiter) -> None:

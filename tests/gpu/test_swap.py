@@ -36,8 +36,8 @@ def test_swapped_requests_go_on_as_they_were(zoo: Zoo, device: str, launch_ahead
 
     async def run() -> list[Output]:
         async with open_engine(zoo.folder("exact"), device, **options) as engine:
-            assert engine._loop is not None
-            host = engine._loop.scheduler.swaps.host
+            assert engine._life.loop is not None
+            host = engine._life.loop.scheduler.swaps.host
             print(f"a page of {page} bytes takes {1e6 * host.page_seconds:.1f} us one way")
             host.page_seconds = 1e-9  # the model is so small that computing again would be chosen
             params = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)

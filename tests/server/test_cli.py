@@ -292,11 +292,11 @@ def own_it() -> None:
 
 SLOW = """
 import sys, time
-from headrace.engine.life.lifespan import Life
+from headrace.engine import Engine
 def slow(self):
     print("begun", file=sys.stderr, flush=True)
     time.sleep(60)
-Life._open = slow
+Engine._open = slow
 from headrace.server.cli import main
 main()
 """

@@ -22,6 +22,7 @@ from simulation.machine import Machine
 
 from headrace.adapters.bank import AdapterDevice
 from headrace.engine.errors import AdapterRejected, EngineCrashed
+from headrace.engine.life.lifespan import Machinery
 from headrace.engine.life.opened import Opened
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import Choice, Chosen, NoToken, StepResult
@@ -330,10 +331,9 @@ class SimulatedEngine(ScriptedEngine):
 
     def __init__(self, machine: Machine, runner: SimulatedRunner, disk: Disk, slots: int, **options: Any) -> None:
         super().__init__(runner.capacity, lambda: runner, adapter_slots=slots, **options)
-        self._make_worker = machine.make_worker
-        self._make_fair_worker = machine.make_fair_worker
-        self._make_hooks = machine.make_hooks
-        self._clock = machine.clock
+        self._life.machinery = Machinery(
+            machine.make_worker, machine.make_fair_worker, machine.make_hooks, machine.clock
+        )
         self._device = AdapterDevice(runner, slots, 2 * slots, 48, disk.read) if slots else None
 
     def _open(self) -> Opened:

@@ -351,8 +351,8 @@ class EngineWorld:
 
     def _remember(self) -> None:
         """Keep what stands under each name now, if it has changed."""
-        assert self.engine._adapters is not None
-        stands = {name: int(version.digest.split()[1]) for name, version in self.engine._adapters.versions.items()}
+        assert self.engine._life.adapters is not None
+        stands = {name: int(version.digest.split()[1]) for name, version in self.engine._life.adapters.versions.items()}
         if stands != self._stood[-1]:
             self._stood.append(stands)
 
@@ -454,8 +454,8 @@ class EngineWorld:
     # -- what must hold -----------------------------------------------------------------------------------------------
 
     def _loop(self) -> StepLoop:
-        assert self.engine._loop is not None
-        return self.engine._loop
+        assert self.engine._life.loop is not None
+        return self.engine._life.loop
 
     def _watch(self, tamper: Callable[[EngineWorld], None] | None) -> None:
         """Look at everything that happens to the scheduler, once what `tamper` does is done."""

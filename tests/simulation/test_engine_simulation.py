@@ -65,8 +65,8 @@ def test_a_life_replays_exactly(seed: int) -> None:
 
 def lose_a_wakeup(world: EngineWorld) -> None:
     """Let the step loop sleep on where somebody submits while it does."""
-    assert world.engine._loop is not None
-    world.engine._loop._wake = lambda: None  # type: ignore[method-assign]
+    assert world.engine._life.loop is not None
+    world.engine._life.loop._wake = lambda: None  # type: ignore[method-assign]
 
 
 def test_a_broken_life_names_itself_and_shows_its_last_events_and_again_on_replay() -> None:

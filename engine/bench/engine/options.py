@@ -243,7 +243,7 @@ async def _spans(
 
 def _mask_seconds(engine: Engine) -> list[float]:
     """Return the seconds to advance by a token and find the next mask, along random text of the schema just used."""
-    grammars: Any = engine._grammars
+    grammars: Any = engine._life.grammars
     state, chance = grammars._kept[_FORMAT].begin([]), random.Random(0)
     mask, seconds = state.allowed(), []
     for _ in range(_MASKS):

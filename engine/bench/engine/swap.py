@@ -72,8 +72,8 @@ async def _run(model: str, requests: int, prompt: int, output: int, page_bytes: 
             started = time.perf_counter()
             made = await engine.generate_many(prompts, params)
             seconds = time.perf_counter() - started
-            assert engine._loop is not None
-            scheduler = engine._loop.scheduler
+            assert engine._life.loop is not None
+            scheduler = engine._life.loop.scheduler
             pace = scheduler.swaps.host.page_seconds, scheduler.pace.token_seconds
             return _Run(seconds, [each.choices[0].token_ids for each in made], engine.stats(), *pace)
 

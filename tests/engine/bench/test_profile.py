@@ -53,7 +53,7 @@ def test_a_part_that_raises_is_booked_too() -> None:
 async def test_what_was_replaced_is_put_back(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     async with Engine(tiny_models.random_folder(tmp_path), load_format="random", device="cpu") as engine:
-        loop = engine._loop
+        loop = engine._life.loop
         assert loop is not None
         before = dict(vars(loop)), dict(vars(loop.scheduler)), set(vars(loop._runner)), set(vars(loop.meter))
         with watching(engine, 1) as watch, host_profile(engine) as profile:

@@ -267,8 +267,8 @@ def test_swapped_pages_come_back(zoo: Zoo, gpu: Gpu, launch_ahead: int) -> None:
 
     async def run() -> list[Output]:
         async with engine_on(zoo, "exact", **options) as engine:
-            assert engine._loop is not None
-            engine._loop.scheduler.swaps.host.page_seconds = 1e-9  # emulated copies are slower than these steps
+            assert engine._life.loop is not None
+            engine._life.loop.scheduler.swaps.host.page_seconds = 1e-9  # emulated copies are slower than these steps
             outputs = await together(engine, [ids for ids, _ in asked], [params_of(each, 36) for _, each in asked])
             assert engine.stats().swaps > 1 and engine.stats().swaps == engine.stats().preemptions
             await at_rest(engine)
@@ -598,8 +598,8 @@ def test_shaping_without_memory_costs_the_requests_of_its_step(
 def test_every_variant_is_captured_where_kernels_are_built(zoo: Zoo, gpu: Gpu) -> None:
     async def run() -> None:
         async with engine_on(zoo, "exact") as engine:
-            assert engine._loop is not None
-            runner: Any = engine._loop._runner
+            assert engine._life.loop is not None
+            runner: Any = engine._life.loop._runner
             runner.warm_up(everything=True)
             opened = len(gpu.captured_in)
             asked = [(ids, TOP) for ids in prompts(7, 9, 11)]
@@ -809,8 +809,8 @@ def test_a_plan_that_was_made_for_nothing_serves_no_batch(
             outputs = await together(engine, short, greedy(8))
             monkeypatch.setattr(graphs, "PlannedDecode", Planned)
             await together(engine, prompts(70), greedy(4))
-            assert engine.stats().memory_retries == 1 and engine._loop is not None
-            engine._loop.scheduler.failures._allow(256, 8192)  # which many steps more would come to
+            assert engine.stats().memory_retries == 1 and engine._life.loop is not None
+            engine._life.loop.scheduler.failures._allow(256, 8192)  # which many steps more would come to
             outputs += await together(engine, short, greedy(8))
             assert [output.tokens for output in outputs[:6]] == [output.tokens for output in outputs[6:]]
             outputs += await one_by_one(engine, prompts(70), 4)

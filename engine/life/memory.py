@@ -1,4 +1,4 @@
-"""`Elastic`: an open engine that can give back its memory while it serves, and take it again; `Engine` adds requests.
+"""`DeviceMemory`: gives an open engine's memory back while it serves, and takes it again; frees no page by itself.
 
 Owns the changes of the device and their order; scheduling/memory/resizing.py decides what happens to requests. The step
 loop makes every change between two steps. Next to read: changes.py.
@@ -10,39 +10,34 @@ from functools import partial
 from typing import Literal
 
 from headrace.engine.config import parse_bytes
-from headrace.engine.delivery.generation import as_failure, as_headrace
-from headrace.engine.delivery.kv_events import KvEvents
-from headrace.engine.errors import DeviceUnavailable, EngineCrashed, InvalidParams, OutOfMemory
-from headrace.engine.intake.wearing import root_of, worn_by
-from headrace.engine.life.lifespan import Life
+from headrace.engine.errors import (
+    DeviceUnavailable,
+    EngineCrashed,
+    InvalidParams,
+    OutOfMemory,
+    as_failure,
+    as_headrace,
+)
+from headrace.engine.life.serving import Serving
 from headrace.engine.scheduling.plan import Resizable, Sleeping
 from headrace.engine.steps.loop import StepLoop
 
-__all__ = ["Elastic"]
+__all__ = ["DeviceMemory"]
 
 _PATIENCE = 10.0  # times the limit of a step, since all weights may be page-locked or read
 
 
-class Elastic(Life):
-    """An open engine whose memory can change its size."""
+class DeviceMemory:
+    """The memory of one engine's device, whose size may change."""
 
-    async def resize_kv(self, kv_memory: int | str) -> None:
-        """Change the memory for keys and values; requests go on, and none loses a token.
+    def __init__(self, serving: Serving) -> None:
+        """Change the parts of `serving` while it serves."""
+        self._serving = serving
 
-        With less memory, prefixes that nobody uses are evicted first; then requests are preempted, the last in the
-        policy's order first, as when pages run out. A request that would outgrow the new size ends there with `length`.
-
-        Args:
-            kv_memory: New size: bytes, or text such as "2GiB".
-
-        Raises:
-            InvalidParams: The size is not valid, less than a page or than a request has tokens for already, or more
-                than there is; nothing has changed. Or the model is an encoder, which keeps no keys and values.
-            EngineStopped: The engine is not open.
-            EngineCrashed: The step loop died.
-            HeadraceError: The device failed in another way; nothing has changed.
-        """
-        loop, opened = self._serving()
+    async def resize(self, kv_memory: int | str) -> None:
+        """Change the memory for keys and values; argument and errors are those of `Engine.resize_kv`."""
+        parts = self._serving.parts()
+        loop, opened = parts.loop, parts.opened
         runner, page_bytes = opened.runner, opened.info.page_bytes
         if not isinstance(runner, Resizable) or not opened.has_pages:
             what = "this device cannot resize it" if opened.has_pages else "an encoder keeps no keys and values"
@@ -52,86 +47,27 @@ class Elastic(Life):
             raise _refused(kv_memory, {"ge": page_bytes}, f"one page takes {page_bytes} bytes")
         await loop.changes.ask(partial(self._resize, loop, runner, pages, kv_memory), loop.wake)
 
-    async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Give back the memory of keys and values and of the weights; `wake` takes it again.
-
-        Streams stay open: they get no token while the engine sleeps, and go on afterwards as if it had not. New
-        requests wait as well. Deadlines pass. Pages in `swap_memory` come back; the others are computed again.
-
-        Args:
-            level: 1 keeps the weights in host memory, where a CPU has them anyway. 2 drops them and all that was
-                computed with them: `wake` reads the files again. An engine that sleeps as deeply stays as it is.
-
-        Raises:
-            InvalidParams: `level` is not 1 or 2, the device cannot sleep, or the host has no room for the weights; the
-                engine stays awake.
-            EngineStopped: The engine is not open.
-            EngineCrashed: The step loop died.
-            HeadraceError: The device failed in another way; the engine is as awake as before, if it could be woken.
-        """
-        loop, opened = self._serving()
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Give back the memory of keys, values and weights; argument and errors are those of `Engine.sleep`."""
+        parts = self._serving.parts()
         if level not in (1, 2):
             raise InvalidParams(f"level: must be 1 or 2, got {level!r}", field="level", value=level, limit=[1, 2])
-        runner = opened.runner
+        loop, runner = parts.loop, parts.opened.runner
         if not isinstance(runner, Sleeping):
             raise InvalidParams("level: this model or its device cannot sleep", field="level", value=level)
         await loop.changes.ask(partial(self._fall_asleep, loop, runner, level), loop.wake)
 
     async def wake(self) -> None:
-        """End a `sleep`: take the memory of the weights and pages again, and go on; do nothing if the engine is awake.
-
-        Raises:
-            DeviceUnavailable: The device has too little free memory; the engine sleeps on. Free some, or `resize_kv` to
-                less, and wake it again.
-            ModelRejected: The model's files can no longer be used; the engine sleeps on.
-            EngineStopped: The engine is not open.
-            EngineCrashed: The step loop died.
-            HeadraceError: The device failed in another way; the engine sleeps on.
-        """
-        loop, opened = self._serving(draining=True)  # a draining engine may sleep, and no stream would end
-        runner = opened.runner
+        """End a sleep; errors are those of `Engine.wake`."""
+        parts = self._serving.parts(draining=True)  # a draining engine may sleep, and no stream would end
+        loop, runner = parts.loop, parts.opened.runner
         if isinstance(runner, Sleeping):
             await loop.changes.ask(partial(self._wake_up, loop, runner), loop.wake)
-
-    @property
-    def sleep_level(self) -> int:
-        """The level of `sleep`; 0 while the engine is awake.
-
-        Raises:
-            EngineStopped: The engine is not open.
-            EngineCrashed: The step loop died.
-        """
-        return self._serving(draining=True)[0].scheduler.sleep_level
-
-    def kv_events(self) -> KvEvents:
-        """Return an iterator of additions to and evictions from the prefix cache, and of the engine's load.
-
-        It begins with a `KvReset`, and begins again with one after its reader was too slow. Pages that were stored
-        while nobody held such an iterator are reported only once they are stored again.
-
-        Raises:
-            EngineStopped: The engine is not open.
-            EngineCrashed: The step loop died.
-        """
-        return self._serving()[0].kv.open()
-
-    def kv_scope(self, *, adapter: str | None = None, tenant: str | None = None, cache_salt: str | None = None) -> str:
-        """Return a name for all requests that share prefix pages with one of these arguments; see `PageStored.scope`.
-
-        Raises:
-            UnknownAdapter: No adapter of that name is loaded.
-            EngineStopped: The engine is not open.
-            EngineCrashed: The step loop died.
-        """
-        loop, _ = self._serving()
-        assert self._adapters is not None
-        root = root_of(worn_by(adapter, self._adapters.versions), tenant if cache_salt is None else cache_salt)
-        return loop.scheduler.pool.log.scope(root)
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
     async def _resize(self, loop: StepLoop, runner: Resizable, pages: int, asked: int | str) -> None:
-        scheduler, page_bytes = loop.scheduler, self._serving()[1].info.page_bytes
+        scheduler, page_bytes = loop.scheduler, self._serving.parts().opened.info.page_bytes
         before, least, most = scheduler.capacity.num_pages, scheduler.least_pages, runner.most_pages
         if pages < least:
             raise _refused(asked, {"ge": least * page_bytes}, f"a request needs {least * page_bytes} bytes")
