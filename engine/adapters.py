@@ -88,7 +88,8 @@ class Adapters:
         self._device = device
         self._loop = loop
         self._slots = loop.scheduler.slots
-        self._most, self._most_bytes = config.max_adapters, config.adapter_host_memory
+        self._most = config.max_adapters
+        self._most_bytes = config.adapter_host_memory
         self._model = model
         self._names: dict[str, _Named] = {}
         self.versions: dict[str, AdapterVersion] = {}

@@ -310,7 +310,9 @@ class _Closing:
     """Callback that ends a stream without references."""
 
     def __init__(self, generation: Generation, reader: TaskWatch, closed: bool) -> None:
-        self._generation, self._reader, self._closed = generation, reader, closed
+        self._generation = generation
+        self._reader = reader
+        self._closed = closed
 
     def __call__(self) -> None:
         if not self._closed:

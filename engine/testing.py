@@ -18,7 +18,6 @@ from headrace.engine.errors import InvalidParams
 from headrace.engine.grammar.compiled import CompiledGrammar
 from headrace.engine.intake.intake import Turn
 from headrace.engine.intake.messages import Message, checked_messages
-from headrace.engine.intake.prompts import ChatEnd
 from headrace.engine.life.opened import Opened
 from headrace.engine.options import EngineOptions
 from headrace.engine.scheduling import plan as plans
@@ -34,6 +33,7 @@ from headrace.engine.scripted.runner import (
     scripted_vector,
 )
 from headrace.engine.stats import EngineInfo
+from headrace.engine.tokens.interface import ChatEnd
 from headrace.engine.tokens.text import TokenTable
 
 __all__ = [

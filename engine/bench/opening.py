@@ -15,8 +15,8 @@ from headrace.engine.bench.floor import Cost, Speed, measure, model_cost
 from headrace.engine.bench.report import conditions
 from headrace.engine.bench.shapes import located
 from headrace.engine.intake.messages import Message
-from headrace.engine.intake.prompts import TokenizerLike
 from headrace.engine.life.opened import Opened
+from headrace.engine.tokens.interface import TokenizerLike
 from headrace.engine.tokens.text import TokenTable
 
 __all__ = ["BenchmarkFailed", "Subject", "Target", "opened", "require_room", "synthetic_table"]

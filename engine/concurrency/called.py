@@ -52,7 +52,9 @@ class Called(Generic[T]):
         return self._result  # type: ignore[no-any-return]
 
     def _end(self, result: Any, error: BaseException | None) -> None:
-        self._is_done, self._result, self._error = True, result, error
+        self._is_done = True
+        self._result = result
+        self._error = error
         if self.resume is not None:
             self.resume()
 

@@ -212,7 +212,8 @@ class _Watch:
     """The time that a question may still take, and whether its answer is wanted."""
 
     def __init__(self, ends: float, still_wanted: Callable[[], bool]) -> None:
-        self._ends, self._still_wanted = ends, still_wanted
+        self._ends = ends
+        self._still_wanted = still_wanted
 
     def wait(self, file: int, event: int) -> bool:
         """Wait until `file` is ready for `event`; return False if the answer is no longer wanted. Raises `_Late`."""

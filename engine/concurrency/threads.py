@@ -55,9 +55,11 @@ class Poster:
         self._post: Callable[[Callable[[], object]], object]
         self._current: Callable[[], object]
         if (post := getattr(native, "call_soon_threadsafe", None)) is not None:
-            self._post, self._current = post, sys.modules["asyncio"].get_running_loop
+            self._post = post
+            self._current = sys.modules["asyncio"].get_running_loop
         else:
-            self._post, self._current = native.run_sync_soon, sys.modules["trio"].lowlevel.current_trio_token
+            self._post = native.run_sync_soon
+            self._current = sys.modules["trio"].lowlevel.current_trio_token
 
     def __call__(self, call: Callable[[], object]) -> None:
         """Run `call` on the event loop soon; do nothing once that loop has ended."""

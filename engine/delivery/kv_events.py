@@ -120,7 +120,8 @@ class KvEvents:
 
     def close(self, crashed: EngineCrashed | None) -> None:
         """End the reader: no more events will come."""
-        self._closed, self._crashed = True, crashed
+        self._closed = True
+        self._crashed = crashed
         self._alarm.set()
 
 
@@ -131,11 +132,14 @@ class KvWatch:
         """Start without readers."""
         self._scheduler = scheduler
         self._readers: WeakSet[KvEvents] = WeakSet()
+        self.is_watched = False
+        """Whether there may be readers, which `tell` has to be called for."""
 
     def open(self) -> KvEvents:
         """Return a new reader. It counts while somebody holds it; without readers, nothing is logged."""
         log = self._scheduler.pool.log
         log.start(self._put)
+        self.is_watched = True
         reader = KvEvents(log, KvLoad.of(self._scheduler))
         self._readers.add(reader)
         return reader
@@ -146,8 +150,9 @@ class KvWatch:
             load = KvLoad.of(self._scheduler)
             for reader in list(self._readers):
                 reader.tell(load)
-        elif (log := self._scheduler.pool.log).is_on:
-            log.stop()
+        else:
+            self._scheduler.pool.log.stop()
+            self.is_watched = False
 
     def close(self, crashed: EngineCrashed | None) -> None:
         """End all readers: no more events will come."""

@@ -8,7 +8,8 @@ from headrace.engine.delivery.delivered import TokenMaker, detokenizer_of
 from headrace.engine.events import Token
 from headrace.engine.params import SamplingParams
 from headrace.engine.steps.hooks import StopWhen, asks_to_stop
-from headrace.engine.tokens.text import Detokenizer, StopMatcher, TokenTable
+from headrace.engine.tokens.stop_matcher import StopMatcher
+from headrace.engine.tokens.text import Detokenizer, TokenTable
 
 __all__ = ["StopText", "StopWatch", "stop_texts"]
 

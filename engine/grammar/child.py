@@ -56,7 +56,8 @@ class _Vocabulary:
 
     def __init__(self, tokens: list[str], special_ids: list[int], eos_id: int) -> None:
         self.tokens = [piece.encode("latin-1") for piece in tokens]
-        self.special_token_ids, self.eos_token_id = special_ids, eos_id
+        self.special_token_ids = special_ids
+        self.eos_token_id = eos_id
         self._ids = {piece: token for token, piece in enumerate(self.tokens)}
 
     def __call__(self, text: bytes) -> list[int]:

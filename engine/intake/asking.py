@@ -92,9 +92,12 @@ def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> 
     Raises:
         InvalidParams: A field needs an ability that is not in `abilities`; names the first one.
     """
+    given = params.model_fields_set
     for field, ability in _NEEDS.items():
+        if field not in given or ability in abilities:
+            continue
         value = getattr(params, field)
-        if ability not in abilities and value != SamplingParams.model_fields[field].default:
+        if value != SamplingParams.model_fields[field].default:
             raise InvalidParams(f"{field}: this device cannot do it yet, got {shown(value)}", field=field, value=value)
 
 
@@ -158,11 +161,11 @@ def check_asking(asking: Asking, vocab_size: int) -> None:
             raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
     params = asking.params
     _check_deadline(asking)
-    for field in ("stop_when", "logits_processor"):
-        hook = getattr(asking, field)
-        check_hook(hook, field)
-        if params.beam_width is not None and hook is not None:
-            raise InvalidParams(f"{field}: cannot go with beam_width", field=field, value=hook)
+    for field, hook in (("stop_when", asking.stop_when), ("logits_processor", asking.logits_processor)):
+        if hook is not None:
+            check_hook(hook, field)
+            if params.beam_width is not None:
+                raise InvalidParams(f"{field}: cannot go with beam_width", field=field, value=hook)
     listed = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": [token for token, _ in params.logit_bias],

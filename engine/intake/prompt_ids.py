@@ -8,9 +8,10 @@ from typing import Any, TypedDict
 
 from headrace.engine.concurrency.fair_worker import FairWorker
 from headrace.engine.errors import InvalidParams
-from headrace.engine.intake.prompts import ChatEnd, Prompt, TokenizerLike, check_token_ids, more_token_ids, to_token_ids
+from headrace.engine.intake.prompts import Prompt, check_token_ids, more_token_ids, to_token_ids
 from headrace.engine.intake.tokenizing import Charge, Tokenizing
 from headrace.engine.life.opened import Opened
+from headrace.engine.tokens.interface import ChatEnd, TokenizerLike
 from headrace.engine.tokens.text import Detokenizer
 
 __all__ = ["ChatOptions", "TokenizeOptions", "TokenizerInfo", "detokenize", "tokenize", "tokenizer_info"]

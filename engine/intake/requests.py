@@ -10,7 +10,6 @@ from dataclasses import replace
 from headrace.adapters.slots import AdapterVersion
 from headrace.engine.errors import InvalidParams
 from headrace.engine.intake.asking import Asking, check_asking
-from headrace.engine.intake.prompts import TokenizerLike
 from headrace.engine.intake.wearing import dressed, root_of, worn_by
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.asked import Asked, Sampling
@@ -18,6 +17,7 @@ from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, LogitsProcessor, Reporting, Shaping
+from headrace.engine.tokens.interface import TokenizerLike
 
 __all__ = ["begin_search", "make_pooling_request", "make_requests"]
 

@@ -54,8 +54,12 @@ class Tokenizing(Generic[T]):
             tenant: The tenant whose turn is taken.
             charge: Function that is told of the tokens, or of one for each millisecond if `encode` raised.
         """
-        self._encode, self._made, self._check = encode, made, check
-        self._here, self._cost, self._tenant = here, cost, tenant
+        self._encode = encode
+        self._made = made
+        self._check = check
+        self._here = here
+        self._cost = cost
+        self._tenant = tenant
         self._charge = charge
         self._work = 0
 

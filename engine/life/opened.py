@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.adapters.bank import AdapterDevice
-from headrace.engine.intake.prompts import TokenizerLike
 from headrace.engine.scheduling.plan import Ability, Capacity, Runner
 from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.stats import EngineInfo
+from headrace.engine.tokens.interface import TokenizerLike
 
 __all__ = ["CrossEncoder", "EncodedPair", "Opened"]
 

@@ -40,7 +40,8 @@ class LoggedProgress:
             describe: Returns a line for the amount done and the whole amount.
             seconds: Least time between two lines, and before the first.
         """
-        self._describe, self._seconds = describe, seconds
+        self._describe = describe
+        self._seconds = seconds
         self._told = time.monotonic()
         self._watcher = _watcher.get()
 

@@ -51,7 +51,8 @@ class Serving:
 
     def end(self, crashed: EngineCrashed | None) -> None:
         """Release the parts; later calls are refused, with `crashed` if the step loop died."""
-        self._parts, self._crashed = None, crashed
+        self._parts = None
+        self._crashed = crashed
 
     @property
     def closing(self) -> bool:

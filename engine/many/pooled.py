@@ -17,7 +17,6 @@ from headrace.engine.events import Usage
 from headrace.engine.intake.asking import Asking
 from headrace.engine.intake.intake import check_prompt
 from headrace.engine.intake.prompts import (
-    TokenizerLike,
     check_fewest_tokens,
     check_text_size,
     is_short,
@@ -32,6 +31,7 @@ from headrace.engine.life.serving import Serving
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.pooling import Pooling
+from headrace.engine.tokens.interface import TokenizerLike
 from headrace.engine.tokens.text import TokenTable
 
 __all__ = ["Pair", "PoolingIntake", "Text", "Who"]

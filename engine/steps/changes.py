@@ -19,15 +19,8 @@ class _Change(NamedTuple):
     errors: list[Exception]
 
 
-class Changes:
-    """A queue of changes that the step loop carries out."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._waiting: deque[_Change] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+class Changes(deque[_Change]):
+    """A queue of changes that the step loop carries out, the next one first."""
 
     async def ask(self, carry_out: Callable[[], Awaitable[None]], wake: Callable[[], None]) -> None:
         """Queue a change, `wake` the step loop and wait for the change, which is made even if the caller is cancelled.
@@ -36,7 +29,7 @@ class Changes:
             Exception: The error that `carry_out` raised.
         """
         change = _Change(carry_out, anyio.Event(), [])
-        self._waiting.append(change)
+        self.append(change)
         wake()
         await change.done.wait()
         if change.errors:
@@ -48,7 +41,7 @@ class Changes:
         Raises:
             EngineCrashed: The device failed; the change's caller gets the same error.
         """
-        change = self._waiting.popleft()
+        change = self.popleft()
         try:
             await change.carry_out()
         except Exception as error:
@@ -60,7 +53,7 @@ class Changes:
 
     def drop(self, error: HeadraceError) -> None:
         """End every queued change with `error`."""
-        while self._waiting:
-            change = self._waiting.popleft()
+        while self:
+            change = self.popleft()
             change.errors.append(error)
             change.done.set()

@@ -23,9 +23,9 @@ def check_hook(hook: object, field: str) -> None:
     """Reject a hook that cannot be called.
 
     Raises:
-        InvalidParams: `hook` is neither None nor callable.
+        InvalidParams: `hook` is not callable.
     """
-    if hook is not None and not callable(hook):
+    if not callable(hook):
         raise InvalidParams(f"{field}: must be callable, got {type(hook).__name__}", field=field, value=hook)
 
 

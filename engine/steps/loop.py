@@ -28,10 +28,11 @@ from headrace.engine.scheduling.plan import Committed, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import Choice, Chosen
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.stats import EngineStats, Meter
+from headrace.engine.stats import EngineStats
 from headrace.engine.steps.changes import Changes
 from headrace.engine.steps.flights import FailedLaunch, Flight, Flights
 from headrace.engine.steps.hooks import HookThread
+from headrace.engine.steps.meter import Meter
 
 __all__ = ["StepLoop"]
 
@@ -274,7 +275,8 @@ class StepLoop:
             elif self.changes:
                 await self.changes.carry_out_next()
             else:
-                self.kv.tell()
+                if self.kv.is_watched:
+                    self.kv.tell()
                 await self._sleep()
 
     def _plan(self) -> StepPlan | None:
@@ -336,7 +338,8 @@ class StepLoop:
         if oldest.plan.size:
             chunks = [work.num_tokens for work in oldest.plan.others if work.num_tokens > 1]
             self.scheduler.pace.observe(sum(chunks), seconds, len(chunks))
-        self.kv.tell()
+        if self.kv.is_watched:
+            self.kv.tell()
         self._due.append(outcome)
 
     def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:

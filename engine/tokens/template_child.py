@@ -104,7 +104,8 @@ class _Renderer:
     """Answers the lines one after another: first the template, then chats."""
 
     def __init__(self, memory: int, most: int) -> None:
-        self._memory, self._most = memory, most
+        self._memory = memory
+        self._most = most
         self._template: Template | None = None
         self._names: dict[str, Any] = {}
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.intake.messages import Message, check_text, checked_messages, map_strings
-from headrace.engine.intake.prompts import ChatEnd, check_fewest_tokens, check_text_size
+from headrace.engine.intake.prompts import check_fewest_tokens, check_text_size
 from headrace.engine.intake.template_kwargs import checked_template_kwargs
 from headrace.engine.life.opened import EncodedPair
 from headrace.engine.tokens.core import TokenizerCore
 from headrace.engine.tokens.folder import folder_eos_ids, load_folder
 from headrace.engine.tokens.gguf import build_gguf_tokenizer, gguf_eos_ids
+from headrace.engine.tokens.interface import ChatEnd
 from headrace.engine.tokens.limits import check_core
 from headrace.engine.tokens.panics import typed
 from headrace.engine.tokens.rendering import Renderer

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.tokens.text import Detokenizer, SpacedDetokenizer, StopMatcher, TokenTable
+from headrace.engine.tokens.stop_matcher import StopMatcher
+from headrace.engine.tokens.text import Detokenizer, SpacedDetokenizer, TokenTable
 
 # Every byte, some whole characters, parts of characters, and a special token at 260.
 BYTE_PIECES = [bytes([byte]) for byte in range(256)] + [
