@@ -8,7 +8,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-__all__ = ["PACKAGES", "ROOT", "name_of", "repository_files", "sources", "tree_of"]
+__all__ = ["PACKAGES", "ROOT", "name_of", "names_of", "repository_files", "sources", "tree_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("adapters", "engine", "ops", "server")
@@ -39,3 +39,17 @@ def name_of(path: Path) -> str:
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """The names that a module defines, methods as `Class.method`."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+            names |= {f"{node.name}.{method.name}" for method in methods}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from source_files import PACKAGES, ROOT, name_of, sources, tree_of
+from source_files import PACKAGES, ROOT, name_of, names_of, sources, tree_of
 
 # A docstring that begins so lacks its noun or its verb, which stand in another line.
 FRAGMENTS = frozenset({"As", "Its", "Of", "That", "Theirs", "Those"})
@@ -53,20 +53,6 @@ def test_a_ring_has_no_two_public_classes_of_one_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[ring_of(path), node.name].append(path)
     assert not {key: paths for key, paths in places.items() if len(paths) > 1}
-
-
-def names_of(tree: ast.Module) -> set[str]:
-    """The names that a module defines, methods as `Class.method`."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            methods = (child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
-            names |= {f"{node.name}.{method.name}" for method in methods}
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-    return names
 
 
 def test_the_glossary_names_what_exists() -> None:
