@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Self
 
 from headrace.engine.concurrency.threads import Poster, TaskWatch
-from headrace.engine.delivery.delivered import token_logprobs
 from headrace.engine.delivery.generation import Generation
+from headrace.engine.delivery.logprobs import token_logprobs
 from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Chunk, FinishReason, Token, TokenLogprobs, Usage
 from headrace.engine.intake.conversation import branch_turn, check_branch, following_turn

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from headrace.engine.events import FinishReason, Logprob, Token, TokenLogprobs
+from headrace.engine.delivery.logprobs import token_logprobs
+from headrace.engine.events import FinishReason, Token
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.shaping import Report
 from headrace.engine.tokens.text import Detokenizer, SpacedDetokenizer, TokenTable
 
-__all__ = ["Delivered", "TokenMaker", "detokenizer_of", "token_logprobs"]
+__all__ = ["Delivered", "TokenMaker", "detokenizer_of"]
 
 
 _new_token = Token.__new__
@@ -97,31 +98,3 @@ def detokenizer_of(table: TokenTable, params: SamplingParams) -> Detokenizer:
     if params.spaces_between_special_tokens and not params.skip_special_tokens:
         return SpacedDetokenizer(table)
     return Detokenizer(table, params.skip_special_tokens)
-
-
-def token_logprobs(table: TokenTable, token: int, report: Report) -> TokenLogprobs:
-    """Return the report on a token in the form that a caller sees."""
-    piece = _piece(table, token)
-    return TokenLogprobs(
-        id=token,
-        token=piece.decode(errors="replace"),
-        bytes=piece,
-        logprob=report.logprob,
-        rank=report.rank,
-        top_logprobs=_ranked(table, report.top),
-    )
-
-
-def _ranked(table: TokenTable, top: Sequence[tuple[int, float]]) -> list[Logprob]:
-    """Return tokens in falling order of likelihood; equals share a rank."""
-    found: list[Logprob] = []
-    for place, (token, logprob) in enumerate(top):
-        equal = place and logprob == top[place - 1][1]
-        piece = _piece(table, token)
-        rank = found[-1].rank if equal else place + 1
-        found.append(Logprob(id=token, token=piece.decode(errors="replace"), bytes=piece, logprob=logprob, rank=rank))
-    return found
-
-
-def _piece(table: TokenTable, token: int) -> bytes:
-    return table.pieces[token] if token < len(table.pieces) else b""

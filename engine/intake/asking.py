@@ -5,9 +5,10 @@ Next to read: requests.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Final
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.intake.tokenizing import Charge, charge_nobody
@@ -18,25 +19,24 @@ from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import LogitsProcessor
 from headrace.engine.steps.hooks import StopWhen, check_hook
 
-__all__ = ["Asking", "check_abilities", "check_asking", "check_generates", "check_hooks", "check_streamed"]
+__all__ = ["Asking", "asks_for", "check_abilities", "check_asking", "check_generates", "check_hooks", "check_streamed"]
 
 _LONGEST = 1e9  # seconds: some 30 years, and exact when added to any clock
-_NEEDS: dict[str, Ability] = {
-    "presence_penalty": "shaping",
-    "frequency_penalty": "shaping",
-    "repetition_penalty": "shaping",
-    "logit_bias": "shaping",
-    "allowed_token_ids": "shaping",
-    "forbidden_token_ids": "shaping",
-    "bad_words": "shaping",
-    "min_tokens": "shaping",
-    "response_format": "grammar",
-    "best_of": "logprobs",
-    "beam_width": "logprobs",
-    "logprobs": "logprobs",
-    "prompt_logprobs": "logprobs",
+_NEEDS: Final[Mapping[Ability, Sequence[str]]] = {
+    "shaping": (
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "forbidden_token_ids",
+        "bad_words",
+        "min_tokens",
+    ),
+    "grammar": ("response_format",),
+    "logprobs": ("best_of", "beam_width", "logprobs", "prompt_logprobs"),
 }
-"""The ability that a runner must have for each field that is not at its default."""
+"""Fields that a runner can only serve with an ability, if they are not at their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,18 @@ def check_abilities(params: SamplingParams, abilities: AbstractSet[Ability]) -> 
     Raises:
         InvalidParams: A field needs an ability that is not in `abilities`; names the first one.
     """
-    given = params.model_fields_set
-    for field, ability in _NEEDS.items():
-        if field not in given or ability in abilities:
-            continue
-        value = getattr(params, field)
-        if value != SamplingParams.model_fields[field].default:
-            raise InvalidParams(f"{field}: this device cannot do it yet, got {shown(value)}", field=field, value=value)
+    for ability, fields in _NEEDS.items():
+        for field in () if ability in abilities else fields:
+            value = getattr(params, field)
+            if value != SamplingParams.model_fields[field].default:
+                raise InvalidParams(
+                    f"{field}: this device cannot do it yet, got {shown(value)}", field=field, value=value
+                )
+
+
+def asks_for(params: SamplingParams, ability: Ability) -> bool:
+    """Return whether a field was given that needs `ability`, perhaps at its default."""
+    return not params.model_fields_set.isdisjoint(_NEEDS[ability])
 
 
 def check_streamed(params: object) -> None:

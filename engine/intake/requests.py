@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from headrace.adapters.slots import AdapterVersion
 from headrace.engine.errors import InvalidParams
-from headrace.engine.intake.asking import Asking, check_asking
+from headrace.engine.intake.asking import Asking, asks_for, check_asking
+from headrace.engine.intake.shaping import make_shaping
 from headrace.engine.intake.wearing import dressed, root_of, worn_by
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request
-from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Grammar, LogitsProcessor, Reporting, Shaping
+from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Reporting
 from headrace.engine.tokens.interface import TokenizerLike
 
 __all__ = ["begin_search", "make_pooling_request", "make_requests"]
@@ -61,7 +61,9 @@ def make_requests(
         return [_first_beam(ids, asking, begin_search(asking, tokenizer), vocab_size, worn)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
-    shaping = _shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
+    shaping = None
+    if asks_for(params, "shaping"):
+        shaping = make_shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
     asked = replace(
         _asked(asking, worn, len(ids) + (_UNLIMITED if params.max_tokens is None else params.max_tokens)),
         stop_ids=stop_ids,
@@ -184,66 +186,6 @@ def _first_beam(
         )
     reporting = Reporting(completion=search.candidates)
     return Request(replace(_asked(asking, worn, len(ids) + 1), reporting=reporting, holds=True), list(ids))
-
-
-def _shaping(
-    params: SamplingParams, prompt_len: int, stop_ids: AbstractSet[int], tokenizer: TokenizerLike, vocab_size: int
-) -> Shaping | None:
-    """Return the changes that `params` make to the logits; None if they make none.
-
-    Raises:
-        InvalidParams: The masks leave no token.
-    """
-    words = _word_ids(params.bad_words, tokenizer, vocab_size)
-    forbidden = {*params.forbidden_token_ids, *(word[0] for word in words if len(word) == 1)}
-    stops = tuple(sorted(token for token in stop_ids if token < vocab_size)) if params.min_tokens else ()
-    shaping = Shaping(
-        bias=params.logit_bias,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        allowed=params.allowed_token_ids,
-        forbidden=tuple(sorted(forbidden)),
-        min_length=prompt_len + params.min_tokens if stops else 0,
-        stops=stops,
-        bad_words=tuple(sorted(word for word in words if len(word) > 1)),
-    )
-    allowed = range(vocab_size) if shaping.allowed is None else shaping.allowed
-    if forbidden.issuperset(allowed) or forbidden.union(stops).issuperset(allowed):
-        field = "forbidden_token_ids" if shaping.allowed is None else "allowed_token_ids"
-        raise InvalidParams(
-            f"{field}: with bad_words and min_tokens they leave no token to choose",
-            field=field,
-            value=getattr(params, field),
-        )
-    return None if shaping == Shaping() else shaping
-
-
-def _word_ids(words: Sequence[str], tokenizer: TokenizerLike, vocab_size: int) -> set[tuple[int, ...]]:
-    """Return the token ids of each word as it stands in a text, after a space and without one.
-
-    Raises:
-        InvalidParams: A word has no tokens, or all words together have too many.
-    """
-    frame = set(tokenizer.encode("")) if words else set()  # special tokens around any text
-    found = set()
-    for word in words:
-        for text in (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,):
-            ids = tokenizer.encode(text)
-            first, last = ids[:1], ids[1:][-1:]
-            ids = ids[len(frame.intersection(first)) : len(ids) - len(frame.intersection(last))]
-            if not ids:
-                raise InvalidParams(f"bad_words: {word!r} has no tokens", field="bad_words", value=word)
-            if max(ids) < vocab_size:
-                found.add(tuple(ids))
-    if (total := sum(map(len, found))) > MOST_WORD_TOKENS:
-        raise InvalidParams(
-            f"bad_words: together at most {MOST_WORD_TOKENS} tokens, with a space before each and without, got {total}",
-            field="bad_words",
-            value=words,
-            limit=MOST_WORD_TOKENS,
-        )
-    return found
 
 
 def _check_prompt_logprobs(params: SamplingParams, prompt_len: int) -> None:
