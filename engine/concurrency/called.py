@@ -1,7 +1,7 @@
-"""`Called` lets straight code await calls that tell their end by a callback; `begin` runs such code without a task.
+"""`Called` lets straight code await calls that tell their end by a callback; `run_inline` runs that code with no task.
 
-What needs no wait is done within `begin` itself, so the event loop does not turn and no task is made. The code goes on
-where a call's end is told, on the event loop's thread. Nothing here knows which event loop that is.
+What needs no wait is done within `run_inline` itself, so the event loop does not turn. The code goes on where the end
+of a call is told, on the event loop's thread. Nothing here knows which event loop that is.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Generic, Self, TypeVar
 from headrace.engine.concurrency.threads import Done
 from headrace.engine.errors import as_headrace
 
-__all__ = ["Called", "begin"]
+__all__ = ["Called", "run_inline"]
 
 T = TypeVar("T")
 
 
 class Called(Generic[T]):
-    """A call to be awaited by code that `begin` runs: the `await` begins it and goes on when its end is told."""
+    """A call to be awaited by code that `run_inline` runs: the `await` begins it and goes on when its end is told."""
 
     __slots__ = ("_call", "_error", "_is_done", "_result", "_what", "resume")
 
@@ -59,7 +59,7 @@ class Called(Generic[T]):
             self.resume()
 
 
-def begin(steps: Coroutine[Called[Any], None, None]) -> None:
+def run_inline(steps: Coroutine[Called[Any], None, None]) -> None:
     """Run `steps` to its first `Called` that has to be waited for, and on from there when that one ends.
 
     `steps` awaits nothing but `Called`, and handles its errors itself: those after the first wait would reach nobody.
@@ -68,4 +68,4 @@ def begin(steps: Coroutine[Called[Any], None, None]) -> None:
         awaited = steps.send(None)
     except StopIteration:
         return
-    awaited.resume = partial(begin, steps)
+    awaited.resume = partial(run_inline, steps)

@@ -1,6 +1,6 @@
 """`Intake`: takes each request from its prompt to the scheduler's queue; never reads a stream and never plans a step.
 
-`_take_in` is the whole way, from top to bottom. A short prompt without a response format goes it within `begin`, so
+`_take_in` is the whole way, from top to bottom. A short prompt without a response format goes it within the call, so
 that requests are queued in the order of the calls. Next to read: prompts.py and requests.py for the stages, loop.py for
 what follows.
 """
@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 from headrace.adapters.slots import AdapterVersion
-from headrace.engine.concurrency.called import Called
-from headrace.engine.concurrency.called import begin as run_inline
+from headrace.engine.concurrency.called import Called, run_inline
 from headrace.engine.config import EngineConfig
 from headrace.engine.delivery.beams import BeamGeneration
 from headrace.engine.delivery.delivered import TokenMaker

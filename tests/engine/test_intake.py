@@ -14,7 +14,7 @@ import pytest
 from scripted import CAPACITY, until
 
 from headrace.engine import EngineStopped, HeadraceError, SamplingParams
-from headrace.engine.concurrency.called import Called, begin
+from headrace.engine.concurrency.called import Called, run_inline
 from headrace.engine.concurrency.threads import Done
 from headrace.engine.errors import TokenizerFailed
 from headrace.engine.life.opened import Opened
@@ -42,7 +42,7 @@ def test_calls_that_end_at_once_are_awaited_without_a_wait() -> None:
         found.append(await Called(lambda done: done(1, None), "failed"))
         found.append(await Called(lambda done: done(2, None), "failed"))
 
-    begin(steps())
+    run_inline(steps())
     assert found == [1, 2]
 
 
@@ -56,7 +56,7 @@ def test_steps_go_on_where_the_end_of_a_call_is_told() -> None:
         except HeadraceError as error:
             found.append(str(error))
 
-    begin(steps())
+    run_inline(steps())
     assert not found and second.done is None and first.done is not None
     first.done("one", None)
     assert found == ["one"] and second.done is not None
@@ -77,7 +77,7 @@ def test_a_call_that_never_ends_keeps_nothing_alive() -> None:
         await Called(waiting, "failed")
         raise AssertionError(kept)
 
-    begin(steps(kept, waiting))
+    run_inline(steps(kept, waiting))
     del kept, waiting
     gc.collect()
     assert alive() is None
