@@ -75,7 +75,7 @@ def tracing() -> Iterator[Trace]:
         yield trace
     finally:
         sys.setprofile(before)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 async def stream_one(trace: Trace) -> None:
