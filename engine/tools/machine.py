@@ -83,7 +83,8 @@ class Machine(ABC):
         """
         if self._ended:
             raise RuntimeError("this completion has ended; make a parser for each one")
-        self._ended, self._cut = True, cut
+        self._ended = True
+        self._cut = cut
         next(self._reading, None)
         return [*self._emitted(), End(self._raw())]
 

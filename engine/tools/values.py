@@ -204,7 +204,9 @@ class JsonScanner:
         return None
 
     def _open_string(self, quote: str, at: int, is_key: bool) -> int:
-        self._quote, self._is_key, self._read = quote, is_key, self._string
+        self._quote = quote
+        self._is_key = is_key
+        self._read = self._string
         self.out.append('"')
         return at + 1
 

@@ -83,7 +83,8 @@ class _Row:
     _state: GrammarState
 
     def __init__(self, vocab_size: int, jumps: bool) -> None:
-        self._vocab_size, self._jumps = vocab_size, jumps
+        self._vocab_size = vocab_size
+        self._jumps = jumps
 
     def begin(self, grammar: Grammar, tokens: Sequence[int]) -> tuple[_Banned, Sequence[int]]:
         self._state = grammar.begin(tokens)

@@ -34,7 +34,8 @@ class Decodes:
         """Place in the batch of each of the plan's works."""
         self.goes_on = goes_on
         """Whether these are the rows of the previous decode step, each one token further."""
-        self._order, self._starts = batch.order, starts
+        self._order = batch.order
+        self._starts = starts
 
     @property
     def starts(self) -> NDArray[np.int64]:

@@ -31,7 +31,8 @@ class PageMoves:
             stream: The stream of the runner's steps.
             device: The GPU.
         """
-        self._kv, self._stream = kv, stream
+        self._kv = kv
+        self._stream = stream
         self._side = borrow_stream(device)
         self._host: HostPool | None = None
         self._leaving: dict[int, torch.cuda.Event] = {}

@@ -45,7 +45,8 @@ class DeviceRows:
             "stops": rows * _STOPS, "table": rows * pages, "pool": rows * context,
         }  # fmt: skip
         self._offset = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
-        self._pages, self._context = pages, context
+        self._pages = pages
+        self._context = context
         self._arena = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
 
         def part(name: str) -> Tensor:

@@ -47,7 +47,9 @@ class ShapedRows:
             capacity: Most rows, and the width of the logits.
             device: The GPU.
         """
-        self._rows, self._capacity, self._device = rows, capacity, device
+        self._rows = rows
+        self._capacity = capacity
+        self._device = device
         self._arrays: ShapeArrays | None = None
         self.asks = np.zeros(capacity.max_rows + 1, np.bool_)
         """Whether each row asks for shaping, bool [rows]; this includes a grammar's mask, which grammars.py keeps."""
