@@ -1,13 +1,12 @@
 """`Commits` applies the results of finished steps: it accepts tokens, and ends or fails requests; it plans nothing.
 
-Nearly all requests gain a token in `take_tokens` (decoding.py), and are not looked at here. Next to read: at_commit.py,
-what the other ones do.
+Nearly all requests gain a token in `_accept_tokens` and are looked at no further. Next to read: at_commit.py, what the
+other ones do.
 """
 
 from __future__ import annotations
 
 from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
-from headrace.engine.scheduling.decoding import take_tokens
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
 from headrace.engine.scheduling.order.pace import Pace
@@ -38,7 +37,7 @@ class Commits:
 
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
         """Apply the result of a finished step; see `Scheduler.commit`."""
-        full, others = take_tokens(plan, result, self._vocab_size, self._pool.page_size)
+        full, others = _accept_tokens(plan, result, self._vocab_size, self._pool.page_size)
         for request in full:
             self._prefixes.offer(request)
         return self._commit_others(plan, result, others) if others else Committed(plan.decodes, result.ids, [])
@@ -131,6 +130,44 @@ class Commits:
         emissions = self._emissions
         self._emissions = []
         return emissions
+
+
+def _accept_tokens(
+    plan: StepPlan, result: StepResult, vocab_size: int, page_size: int
+) -> tuple[list[Request], set[Request]]:
+    """Append the tokens of a finished step to those of its decodes for which `Request.plain_until` allows it.
+
+    Args:
+        plan: The plan of the step.
+        result: The result of the step.
+        vocab_size: Size of the vocabulary; an id outside it is a defect of the device.
+        page_size: Tokens in a page.
+
+    Returns:
+        Requests among these decodes whose latest page is now full, and the requests of all other work items, which
+        were given nothing.
+
+    Raises:
+        ValueError: The runner did not return one token for each work item, which is a defect of the runner.
+    """
+    ids = result.ids
+    if len(ids) != plan.size or result.counts is not None:
+        raise ValueError(f"{len(ids)} tokens for {plan.size} works")
+    for index in result.instead:
+        if index < len(plan.decodes):
+            plan.decodes[index].plain_until = 0
+    full: list[Request] = []
+    others = {work.request for work in plan.others}
+    for request, start, token in zip(plan.decodes, plan.starts, ids, strict=False):
+        if start < request.plain_until and 0 <= token < vocab_size and token not in request.stop_ids:
+            request.in_flight -= 1
+            request.computed = end = start + 1
+            request.tokens.append(token)
+            if not end % page_size:
+                full.append(request)
+        else:
+            others.add(request)
+    return full, others
 
 
 def _failure(request: Request, token: int | NoToken, vocab_size: int) -> RequestFailed:

@@ -1,7 +1,7 @@
-"""Plans the next token of each running request, and takes sampled tokens in: the two loops of every decode step.
+"""Plans the next token of each running request, and chunks of prompts; it owns no state and does not order prompts.
 
-It owns no state and does not order prompts. Nearly all requests need only a place in the plan and later a token
-(`Request.plain_until`), so both loops check as little as they can of each. Next to read: scheduler.py.
+Nearly all decodes need only a place in the plan (`Request.plain_until`): the loop checks as little of each as it can.
+Next to read: commit.py, which has the loop that accepts their tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from headrace.engine.scheduling.memory.growth import Growth
 from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.engine.scheduling.request import Request
-from headrace.engine.scheduling.result import StepResult
 
-__all__ = ["plan_decodes", "plan_tokens", "take_tokens"]
+__all__ = ["plan_decodes", "plan_tokens"]
 
 
 def plan_decodes(
@@ -73,41 +72,3 @@ def plan_tokens(plan: StepPlan, request: Request, most: int, growth: Growth, now
     if samples:
         request.known += 1
     return count
-
-
-def take_tokens(
-    plan: StepPlan, result: StepResult, vocab_size: int, page_size: int
-) -> tuple[list[Request], set[Request]]:
-    """Append the tokens of a finished step to those of its decodes for which `Request.plain_until` allows it.
-
-    Args:
-        plan: The plan of the step.
-        result: The result of the step.
-        vocab_size: Size of the vocabulary; an id outside it is a defect of the device.
-        page_size: Tokens in a page.
-
-    Returns:
-        Requests among these decodes whose latest page is now full, and the requests of all other work items, which
-        were given nothing.
-
-    Raises:
-        ValueError: The runner did not return one token for each work item, which is a defect of the runner.
-    """
-    ids = result.ids
-    if len(ids) != plan.size or result.counts is not None:
-        raise ValueError(f"{len(ids)} tokens for {plan.size} works")
-    for index in result.instead:
-        if index < len(plan.decodes):
-            plan.decodes[index].plain_until = 0
-    full: list[Request] = []
-    others = {work.request for work in plan.others}
-    for request, start, token in zip(plan.decodes, plan.starts, ids, strict=False):
-        if start < request.plain_until and 0 <= token < vocab_size and token not in request.stop_ids:
-            request.in_flight -= 1
-            request.computed = end = start + 1
-            request.tokens.append(token)
-            if not end % page_size:
-                full.append(request)
-        else:
-            others.add(request)
-    return full, others

@@ -257,7 +257,7 @@ class Scheduler:
         first = self._deadlines.first
         return None if first is None else first.asked.deadline
 
-    def take_lapsed(self) -> list[Emission]:
+    def pop_lapsed(self) -> list[Emission]:
         """Return, once, the ends of requests whose deadline passed or could no longer be met in the latest `plan`."""
         lapsed = self._lapsed
         self._lapsed = []

@@ -281,7 +281,7 @@ class StepLoop:
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self._clock())
-        if lapsed := self.scheduler.take_lapsed():
+        if lapsed := self.scheduler.pop_lapsed():
             self._due.append(Committed((), (), lapsed))
         if moves := self.scheduler.slots.take_moves():
             self.carry_out(moves)

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from headrace.ops.cuda.memory.scatter import Batch, Turns, apply_words, leave_ids, scatter_words
+from headrace.ops.cuda.memory.scatter import Batch, ExchangeLines, apply_words, leave_ids, scatter_words
 
 GPU = torch.device("cuda")
 
@@ -24,13 +24,13 @@ def pairs(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return places, words, staged
 
 
-def lines(*staged: torch.Tensor, at: int = 0) -> Turns:
+def lines(*staged: torch.Tensor, at: int = 0) -> ExchangeLines:
     """Lines of pinned memory that hold these words from line `at` on, and a last one that is never reached."""
     words_TW = torch.full((len(staged) + 1, max(map(len, staged))), 3, dtype=torch.int32, pin_memory=True)
     ids_TB = torch.full((len(staged) + 1, 8), -1, dtype=torch.int32, pin_memory=True)
     for index, each in enumerate(staged):
         words_TW[(at + index) % len(staged), : len(each)] = each.cpu()
-    return Turns(torch.tensor([at, -1], dtype=torch.int32, device=GPU), words_TW, ids_TB)
+    return ExchangeLines(torch.tensor([at, -1], dtype=torch.int32, device=GPU), words_TW, ids_TB)
 
 
 @pytest.mark.parametrize("count", [1, 2, 1023, 1024, 1025, 5000])

@@ -163,9 +163,9 @@ def choose(chip: Chip, rows: int) -> None:
 
 def exchange(chip: Chip, rows: int) -> None:
     """What crosses between host and device within a step."""
-    from headrace.ops.cuda.memory.scatter import Batch, Turns, apply_words, leave_ids, scatter_words
+    from headrace.ops.cuda.memory.scatter import Batch, ExchangeLines, apply_words, leave_ids, scatter_words
 
-    turns = Turns(words(2), words(4, 64), words(4, 64))
+    turns = ExchangeLines(words(2), words(4, 64), words(4, 64))
     apply_words(words(512), turns)
     apply_words(words(512), turns, Batch(words(rows), words(9), words(rows), 8))
     leave_ids(words(rows), turns, pdl=chip.pdl)

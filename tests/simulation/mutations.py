@@ -382,11 +382,11 @@ def one_whose_deadline_has_passed_is_served(rig: Rig) -> None:
 
 @planted
 def nobody_is_told_of_a_deadline(rig: Rig) -> None:
-    def take_lapsed() -> list[Any]:
+    def pop_lapsed() -> list[Any]:
         rig.scheduler._lapsed.clear()
         return []
 
-    rig.scheduler.take_lapsed = take_lapsed  # type: ignore[method-assign]
+    rig.scheduler.pop_lapsed = pop_lapsed  # type: ignore[method-assign]
 
 
 @planted

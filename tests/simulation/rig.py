@@ -275,7 +275,7 @@ class Rig:
         owed = self._watch.owed()
         ready = self.live(State.WAITING, State.RUNNING)
         plan = self.scheduler.plan(self.now)
-        for emission in self.scheduler.take_lapsed():
+        for emission in self.scheduler.pop_lapsed():
             self._note(lambda name: f"lapse      r{name}", emission.request.id)
             self._take(emission)
         ready = [request for request in ready if request.id not in self.ends]

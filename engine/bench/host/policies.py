@@ -27,7 +27,7 @@ __all__ = [
     "DEVICE",
     "TENANTS",
     "Arrival",
-    "Outcome",
+    "ArrivalOutcome",
     "Simulation",
     "goodput",
     "greedy_load",
@@ -60,7 +60,7 @@ class Arrival:
 
 
 @dataclass
-class Outcome:
+class ArrivalOutcome:
     """The result of one request, in seconds of the simulated clock from its arrival."""
 
     arrival: Arrival
@@ -79,7 +79,7 @@ class Simulation:
     """A scheduler on its clock, and the results of its requests."""
 
     scheduler: Scheduler
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, ArrivalOutcome] = field(default_factory=dict)
     now: float = 0.0
     late_tokens: int = 0
     """Tokens planned for requests whose deadline had passed."""
@@ -109,7 +109,7 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], itl_target: float | None 
             _submit(made, coming[next_one])
             next_one += 1
         plan = made.scheduler.plan(made.now)
-        _take(made, made.scheduler.take_lapsed())
+        _take(made, made.scheduler.pop_lapsed())
         if plan is None:
             if next_one == len(coming) and not made.scheduler.roster.requests:
                 break
@@ -133,7 +133,7 @@ def _submit(made: Simulation, arrival: Arrival) -> None:
         [len(made.outcomes), *[7] * (arrival.prompt - 1)],  # no two have a page in common
         arrived=arrival.at,
     )
-    outcome = Outcome(arrival)
+    outcome = ArrivalOutcome(arrival)
     try:
         made.scheduler.submit(request)
     except Overloaded:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.ops.cuda.memory.scatter import Batch, Turns, apply_words, leave_ids
+from headrace.ops.cuda.memory.scatter import Batch, ExchangeLines, apply_words, leave_ids
 
 __all__ = ["MOST_PAIRS", "Exchange", "Pieces"]
 
@@ -38,7 +38,7 @@ class Exchange:
         """Line of the next replay and line of the latest, int32 [2] on the device."""
         self.spare: Final = _TURNS
         """Line that graphs may read and write without harm while they are captured."""
-        self._turns = Turns(self.turn_2, words_TW, ids_TB)
+        self._turns = ExchangeLines(self.turn_2, words_TW, ids_TB)
         self._turn = 0
         self._words: list[NDArray[np.int32]] = list(words_TW.numpy())
         self._views = [line.data for line in self._words]

@@ -15,12 +15,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batch", "Turns", "apply_words", "leave_ids", "scatter_words"]
+__all__ = ["Batch", "ExchangeLines", "apply_words", "leave_ids", "scatter_words"]
 
 _BLOCK = 1024
 
 
-class Turns(NamedTuple):
+class ExchangeLines(NamedTuple):
     """Lines of pinned memory that replays use in turn, as host and device both count; the last line is spare."""
 
     turn_2: Tensor
@@ -86,7 +86,7 @@ def _scatter_kernel(target, staged, count, BLOCK: tl.constexpr):
     tl.store(target + place, tl.load(staged + 2 + 2 * at, mask=inside, other=0), mask=inside)
 
 
-def apply_words(target: Tensor, turns: Turns, batch: Batch | None = None) -> None:
+def apply_words(target: Tensor, turns: ExchangeLines, batch: Batch | None = None) -> None:
     """Compute `target[place] = word` for all pairs of the next line, and advance to the line after it.
 
     One program does all, so this is for graphs and few pairs.
@@ -106,7 +106,7 @@ def apply_words(target: Tensor, turns: Turns, batch: Batch | None = None) -> Non
     )  # fmt: skip
 
 
-def leave_ids(ids_B: Tensor, turns: Turns, *, pdl: bool = False) -> None:
+def leave_ids(ids_B: Tensor, turns: ExchangeLines, *, pdl: bool = False) -> None:
     """Write int32 `ids_B` to the line of the latest replay; for a graph that began with `apply_words`.
 
     Args:
