@@ -19,7 +19,7 @@ from headrace.engine.errors import (
     as_headrace,
 )
 from headrace.engine.life.serving import Serving
-from headrace.engine.scheduling.plan import Resizable, Sleeping
+from headrace.engine.scheduling.runner_memory import Resizable, Sleeping
 from headrace.engine.steps.loop import StepLoop
 
 __all__ = ["DeviceMemory"]

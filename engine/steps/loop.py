@@ -33,6 +33,7 @@ from headrace.engine.steps.changes import Changes
 from headrace.engine.steps.flights import FailedLaunch, Flight, Flights
 from headrace.engine.steps.hooks import HookThread
 from headrace.engine.steps.meter import Meter
+from headrace.engine.steps.snapshot import snapshot
 
 __all__ = ["StepLoop"]
 
@@ -211,33 +212,7 @@ class StepLoop:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of queues, pages, counts and rates."""
-        scheduler, meter = self.scheduler, self.meter
-        now = self._clock()
-        tokens_per_second, step_seconds = meter.rates(now)
-        return EngineStats(
-            waiting=scheduler.roster.num_waiting,
-            running=scheduler.roster.num_running,
-            paused=scheduler.roster.num_paused,
-            swapped=scheduler.roster.num_swapped,
-            pages=scheduler.pool.num_pages,
-            pages_held=scheduler.pool.held,
-            pages_cached=scheduler.pool.cached,
-            host_pages=scheduler.swaps.host.num_places,
-            host_pages_used=scheduler.swaps.host.used,
-            live_tokens=scheduler.roster.live_tokens(),
-            prompt_tokens=scheduler.prompt_tokens,
-            cached_tokens=scheduler.cached_tokens,
-            generated_tokens=meter.generated_tokens,
-            preemptions=scheduler.roster.preemptions,
-            swaps=scheduler.swaps.count,
-            memory_retries=scheduler.failures.retries,
-            sleep_level=scheduler.sleep_level,
-            steps=meter.steps,
-            steps_in_flight=meter.launched_steps - meter.steps,
-            tokens_per_second=tokens_per_second,
-            step_seconds=step_seconds,
-            busy_seconds=meter.busy_seconds(now),
-        )
+        return snapshot(self.scheduler, self.meter, self._clock())
 
     async def carry_out_moves(self, plans: Sequence[StepPlan]) -> None:
         """Carry out plans without work items; called within a change."""

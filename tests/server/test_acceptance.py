@@ -720,7 +720,9 @@ def test_40_a_client_that_goes_away(moment: str, leave: Callable[[socket.socket]
         leave(sock)
         until(lambda: server.service.limits.live <= len(others))
         gone_at = steps
-        until(lambda: server.portal.call(lambda: len(server.engine._life.loop.scheduler.roster.requests)) <= len(others))
+        until(
+            lambda: server.portal.call(lambda: len(server.engine._life.loop.scheduler.roster.requests)) <= len(others)
+        )
         assert steps - gone_at <= 3  # two in flight, and one may have been counted in between
         for other in others:
             vanish(other)
