@@ -23,7 +23,14 @@ from document_blocks import ROOT, blocks
 
 from headrace.engine import Engine, EngineConfig, SamplingParams
 
-PROGRAMS = ["README.md", "docs/adapters.md", "docs/embedding.md", "docs/scheduling.md", "docs/serving.md"]
+PROGRAMS = [
+    "README.md",
+    "docs/adapters.md",
+    "docs/embedding.md",
+    "docs/extending.md",
+    "docs/scheduling.md",
+    "docs/serving.md",
+]
 ELSEWHERE = [
     "docs/cookbook.md",
     "docs/extending_formats.md",
