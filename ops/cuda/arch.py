@@ -12,6 +12,9 @@ from typing import Final, Literal
 
 import torch
 
+from headrace.ops.cuda.tuning.chips import tuning_for
+from headrace.ops.cuda.tuning.table import Tuning
+
 __all__ = ["NAMES", "Arch", "Feature"]
 
 Feature = Literal["bf16", "fp8", "dependent_launch", "bulk_copy", "wgmma", "xqa"]
@@ -64,7 +67,12 @@ class Arch:
         shared_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined] # which torch's types lack
         arch = cls(capability, found.multi_processor_count, shared_bytes, _features(capability))
         pretended = os.environ.get(_OVERRIDE)
-        return arch.restricted_to(cls.named(pretended)) if pretended else arch
+        if not pretended:
+            return arch
+        try:
+            return arch.restricted_to(cls.named(pretended))
+        except ValueError as error:
+            raise ValueError(f"{_OVERRIDE}: {error}") from None
 
     @classmethod
     def named(cls, name: str) -> Arch:
@@ -74,7 +82,7 @@ class Arch:
             ValueError: The name is none of `NAMES`.
         """
         if name not in NAMES:
-            raise ValueError(f"{_OVERRIDE}: must be one of {', '.join(NAMES)}, got {name!r}")
+            raise ValueError(f"must be one of {', '.join(NAMES)}, got {name!r}")
         capability = list(_SHARED_BYTES)[NAMES.index(name)]
         return cls(capability, _PROCESSORS, _SHARED_BYTES[capability], _features(capability))
 
@@ -83,6 +91,11 @@ class Arch:
         """Name of the target for compilers, such as `sm_89`."""
         major, minor = self.capability
         return f"sm_{major}{minor}"
+
+    @property
+    def tuning(self) -> Tuning:
+        """Numbers that choose between kernels on this GPU."""
+        return tuning_for(self.capability, self.processors)
 
     def has(self, feature: Feature) -> bool:
         """Return whether kernels may use `feature`."""

@@ -9,22 +9,17 @@ Everything runs on the current stream, and one `CudaOps` belongs to one stream: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from headrace.ops.cuda import fused
-from headrace.ops.cuda.attention.decode import FusedDecode
-from headrace.ops.cuda.attention.paged import DecodeAttention, HeadShape, PrefillAttention
-from headrace.ops.cuda.attention.tile import TileAttention
+from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
+from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.memory.pages import PageMemory
-from headrace.ops.cuda.products.even_heads import EvenHeads, HeadTargets
-from headrace.ops.cuda.products.even_linear import EvenLinear, Squares
-from headrace.ops.cuda.products.linear import MAX_ROWS, LinearScratch, linear, linear_silu_mul
-from headrace.ops.cuda.products.tile_linear import TileLinear
-from headrace.ops.cuda.products.vector import AddNorm, vector_linear
+from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
+from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
 from headrace.ops.paged import UNSCALED, KvScales
 from headrace.ops.stream import Stream
 
@@ -32,57 +27,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.adapters.rows import WornSite
-    from headrace.ops.cuda.arch import Arch
-    from headrace.ops.cuda.fused import DecodeInputs
+    from headrace.ops.cuda.attention.shape import HeadShape
+    from headrace.ops.cuda.products.fusion import Before
     from headrace.ops.formats import Stored
     from headrace.ops.stream import HeadNorms
 
-__all__ = ["CudaOps", "CudaProduct", "DecodeStep", "GivenRows", "PrefillStep"]
+__all__ = ["CudaOps"]
 
-# Measured on an H200: the activation inside the product pays where it saves enough traffic, not where F is small.
-_GATED_FEATURES = 8192
-# One row: every program computes the norm of its input again, which pays while the input is short.
-_NORM_FEATURES = 2048
-_LINEAR_MULTIPLE = 64
-
-
-class CudaProduct(NamedTuple):
-    """Weight [O, I], contiguous, and its bias."""
-
-    weight_OI: Tensor
-    bias_O: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeStep:
-    """Decode step: one token for each row; the device reads everything when a graph replays."""
-
-    inputs: DecodeInputs
-    attention: FusedDecode | DecodeAttention
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefillStep:
-    """Prefill step: several tokens for each row, with a plan for attention."""
-
-    positions_N: Tensor
-    slots_N: Tensor
-    attention: PrefillAttention | TileAttention
-    given: tuple[GivenRows, ...] = ()
-
-
-class GivenRows(NamedTuple):
-    """Virtual tokens whose keys and values are given, not computed (prefix tuning, Li and Liang, 2021)."""
-
-    first: int
-    """Index of the first of these among the step's tokens."""
-    kv_LMX: Tensor
-    """Keys, already rotated, then values of each layer: [layers, M, 2 * K * D]."""
-
-
-def _is_whole(packed: CudaProduct) -> bool:
-    """Return whether outputs, and gates and ups separately, come in whole pieces of 16 bytes."""
-    return len(packed.weight_OI) % 16 == 0
+_EMBEDDING: Final = Launch("the embedding", overlaps=False, writes=frozenset(("activations",)))
 
 
 class CudaOps:
@@ -91,49 +43,32 @@ class CudaOps:
     def __init__(
         self,
         shape: HeadShape,
-        arch: Arch,
         *,
-        eps: float,
         cos_sin_PD: Tensor,
-        scratch: LinearScratch,
-        even: EvenLinear | None = None,
-        even_heads: EvenHeads | None = None,
-        tile: TileLinear | None = None,
+        products: Products,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
     ) -> None:
         """Compute with heads of `shape`.
 
         Args:
             shape: Heads, window, cache dtype.
-            arch: The abilities of the GPU.
-            eps: Epsilon of the norms.
             cos_sin_PD: Rotary table, float32 [positions, D]: D/2 cosines, then D/2 sines.
-            scratch: The scratch of the one stream on which this runs.
-            even: The products of few rows on that stream, used where they fit; None where they cannot run.
-            even_heads: The products that become queries, keys and values, used where they fit; None if they cannot run.
-            tile: The products of many rows, used where they fit; None where they cannot run.
+            products: The kernels of products on the one stream on which this runs.
             kv_scales: Scales of 8-bit keys and values, by layer; a 16-bit cache has none.
         """
-        self.shape, self.arch = shape, arch
-        self.eps = eps
+        self.shape, self.products = shape, products
+        self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
-        self._cos_sin_PD = cos_sin_PD
-        self._scratch, self._even, self._even_heads, self._tile = scratch, even, even_heads, tile
+        self._cos_sin_PD, self._note = cos_sin_PD, products.room.chain.note
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
-        self.pdl = arch.has("dependent_launch")
-        """Whether a kernel may be launched while the one before it still runs."""
-
-    @property
-    def even(self) -> EvenLinear | None:
-        """Products of few rows, if these and `even_heads` can run; else None."""
-        return None if self._even_heads is None else self._even
+        self._norm = Launch("a norm", self.pdl, writes=frozenset(("activations",)))
+        self._rotation = Launch("the rotation", self.pdl, writes=frozenset(("activations", "new keys")))
 
     # --- pages
 
     def page_bytes(self, num_layers: int) -> int:
         """Return the memory of one page over all layers, in bytes."""
-        shape = self.shape
-        return num_layers * 2 * shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
+        return num_layers * self.shape.page_bytes
 
     def allocate_pages(self, num_layers: int, num_pages: int) -> PageMemory:
         """Return zeroed pages `[layers, pages, 2, T, K, D]`."""
@@ -152,8 +87,8 @@ class CudaOps:
     # --- what the decoder calls
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> CudaProduct:
-        """Pack a weight and its bias for `product`; values in the dtype of activations keep their address."""
-        return CudaProduct(weight.dense(self.shape.dtype).contiguous(), bias_O)
+        """Pack a weight and its bias, and choose the kernels; values in the dtype of activations keep their address."""
+        return self.products.pack(weight.dense(self.shape.dtype), bias_O, self.shape.head_dim)
 
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
@@ -164,10 +99,13 @@ class CudaOps:
 
         From 16 on, bfloat16 has steps of 0.125, so that near ties would depend on the shape of the step.
         """
-        return self._product(x_SE, head.weight_OI, torch.float32)
+        out_SV = torch.empty(len(x_SE), len(head.weight_OI), dtype=torch.float32, device=x_SE.device)
+        head.run(head.runs.logits[len(x_SE)], x_SE, out_SV)
+        return out_SV
 
     def embed(self, x_NE: Tensor, _tokens_N: Tensor) -> Tensor:
-        """Return the embeddings unchanged."""
+        """Return the embeddings, which torch has just looked up, unchanged."""
+        self._note(_EMBEDDING)
         return x_NE
 
     def attend(
@@ -176,33 +114,38 @@ class CudaOps:
         norm_E: Tensor,
         qkv: CudaProduct,
         head_norms: HeadNorms | None,
-        step: DecodeStep | PrefillStep,
+        step: CudaStep,
         kv: Tensor,
         layer: int,
     ) -> tuple[Tensor, Tensor]:
         """Norm, multiply by `qkv`, norm and rotate heads, store k and v, attend; return ([N, H * D], the sum)."""
         x_NE, total_NE, pending = stream
-        if isinstance(pending, Squares) and self._even is not None and _is_whole(qkv):
+        runs, rows = qkv.runs, len(x_NE)
+        if isinstance(pending, Squares):
             assert total_NE is not None
-            if self._can_make_heads(x_NE, qkv, step):
-                return self.attend_inside(x_NE, pending, qkv, head_norms, step, kv, layer), total_NE
-            qkv_NX = self._even_product(self._even, x_NE, qkv, pending)
-        elif pending is None and x_NE.shape[0] == 1 and x_NE.shape[1] <= _NORM_FEATURES:
-            qkv_NX, total_NE = self._vector(x_NE, total_NE, norm_E, qkv.weight_OI, gated=False)
-            qkv_NX = qkv_NX if qkv.bias_O is None else qkv_NX.add_(qkv.bias_O)
-        else:
-            normed_NE, total_NE = self.normed(stream, norm_E)
-            qkv_NX = self.product(normed_NE, qkv)
-        return self.attend_with(qkv_NX, head_norms, step, kv, layer), total_NE
+            if isinstance(step, DecodeStep) and (heads := runs.heads.at(rows)) is not None:
+                return self.attend_inside(heads, x_NE, pending, qkv, head_norms, step, kv, layer), total_NE
+            if (scaled := runs.factors_plain.at(rows)) is not None:
+                return self.attend_with(self._plain(scaled, x_NE, qkv, pending), head_norms, step, kv, layer), total_NE
+        elif pending is None and (one := runs.norm_plain.at(rows)) is not None:
+            add, total_NE = self._add_norm(stream, norm_E)
+            return self.attend_with(self._plain(one, x_NE, qkv, add), head_norms, step, kv, layer), total_NE
+        normed_NE, total_NE = self.normed(stream, norm_E)
+        return self.attend_with(self.product(normed_NE, qkv), head_norms, step, kv, layer), total_NE
 
     def feed(self, stream: Stream, norm_E: Tensor, gate_up: CudaProduct, _layer: int) -> tuple[Tensor, Tensor]:
         """Return (silu(gate) * up of the norm's product, the sum of the stream)."""
         x_NE, total_NE, pending = stream
-        if isinstance(pending, Squares) and self._even is not None and _is_whole(gate_up):
+        runs, rows = gate_up.runs, len(x_NE)
+        if isinstance(pending, Squares):
             assert total_NE is not None
-            return self._even_feed(self._even, x_NE, gate_up, pending), total_NE
-        if pending is None and gate_up.bias_O is None and len(x_NE) == 1 and x_NE.shape[1] <= _NORM_FEATURES:
-            return self._vector(x_NE, total_NE, norm_E, gate_up.weight_OI, gated=True)
+            if (scaled := runs.factors_gated.at(rows)) is not None:
+                return self._gated(scaled, x_NE, gate_up, pending), total_NE
+            if (scaled := runs.factors_plain.at(rows)) is not None:
+                return self._silu_mul(self._plain(scaled, x_NE, gate_up, pending)), total_NE
+        elif pending is None and (one := runs.norm_gated.at(rows)) is not None:
+            add, total_NE = self._add_norm(stream, norm_E)
+            return self._gated(one, x_NE, gate_up, add), total_NE
         normed_NE, total_NE = self.normed(stream, norm_E)
         return self.gated(normed_NE, gate_up), total_NE
 
@@ -210,11 +153,10 @@ class CudaOps:
         self, x_NI: Tensor, packed: CudaProduct, total_NE: Tensor, norm_E: Tensor | None, _layer: int, _site: str
     ) -> Stream:
         """Return the stream with the product added, and times the norm's weight where a kernel does all at once."""
-        even = self._even_for(len(x_NI), packed.weight_OI)
-        if even is None or norm_E is None or packed.bias_O is not None:
+        chosen = None if norm_E is None else packed.runs.residual.at(len(x_NI))
+        if chosen is None or norm_E is None:
             return Stream(self.product(x_NI, packed), total_NE)
-        out_NE = torch.empty_like(total_NE)
-        return Stream(out_NE, total_NE, even.add(x_NI, packed.weight_OI, total_NE, norm_E, out_NE))
+        return self.add_inside(chosen, x_NI, packed, total_NE, norm_E)
 
     def linear(self, x_NI: Tensor, packed: CudaProduct, _layer: int, _site: str) -> Tensor:
         """Return x W^T + b."""
@@ -230,6 +172,7 @@ class CudaOps:
     def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return (RMS norm of the sum, the sum)."""
         x_NE, total_NE, pending = stream
+        self._note(self._norm)
         if total_NE is None:
             normed_NE = torch.empty_like(x_NE)
             fused.rms_norm(x_NE, norm_E, self.eps, normed_NE, pdl=self.pdl)
@@ -243,39 +186,34 @@ class CudaOps:
 
     def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
         """Return x W^T + b."""
-        weight_OI, bias_O = packed
-        even = self._even_for(len(x_NI), weight_OI)
-        if len(x_NI) == 1 or even is None:
-            out_NO = self._product(x_NI, weight_OI, x_NI.dtype)
-        else:
-            out_NO = torch.empty(len(x_NI), len(weight_OI), dtype=x_NI.dtype, device=x_NI.device)
-            even.product(x_NI, weight_OI, out_NO)
-        return out_NO if bias_O is None else out_NO.add_(bias_O)
+        return self._plain(packed.runs.plain[len(x_NI)], x_NI, packed)
 
     def gated(self, x_NE: Tensor, packed: CudaProduct) -> Tensor:
         """Return silu(gate) * up of the product."""
-        weight_2FI, (rows, size_in) = packed.weight_OI, x_NE.shape
-        out_NF = torch.empty(rows, weight_2FI.shape[0] // 2, dtype=x_NE.dtype, device=x_NE.device)
-        if packed.bias_O is None and rows == 1:
-            vector_linear(x_NE, weight_2FI, out_NF, gated=True, pdl=self.pdl)
-            return out_NF
-        even = self._even_for(rows, weight_2FI)
-        gated = rows <= MAX_ROWS and out_NF.shape[1] >= _GATED_FEATURES and size_in % _LINEAR_MULTIPLE == 0
-        if packed.bias_O is None and even is not None:
-            even.silu_mul(x_NE, weight_2FI, out_NF)
-        elif packed.bias_O is None and self._tile is not None and TileLinear.fits(rows, *weight_2FI.shape):
-            self._tile.silu_mul(x_NE, weight_2FI, out_NF, pdl=self.pdl)
-        elif packed.bias_O is None and gated:
-            linear_silu_mul(x_NE, weight_2FI, out_NF, pdl=self.pdl)
-        else:
-            fused.silu_mul(self.product(x_NE, packed), out_NF, pdl=self.pdl)
-        return out_NF
+        chosen = packed.runs.gated.at(len(x_NE))
+        return self._silu_mul(self.product(x_NE, packed)) if chosen is None else self._gated(chosen, x_NE, packed)
+
+    def add_inside(
+        self,
+        chosen: Chosen,
+        x_NI: Tensor,
+        packed: CudaProduct,
+        total_NE: Tensor,
+        norm_E: Tensor,
+        worn: WornSite | None = None,
+    ) -> Stream:
+        """Return the stream with the product added, times the norm's weight, by a kernel that does all at once."""
+        out_NE = torch.empty_like(total_NE)
+        shape = total_NE.shape[1] // SQUARED, len(x_NI)
+        squares = Squares(torch.empty(shape, dtype=torch.float32, device=x_NI.device))
+        packed.run(chosen, x_NI, out_NE, None, Residual(total_NE, norm_E, squares), worn)
+        return Stream(out_NE, total_NE, squares)
 
     def attend_with(
         self,
         qkv_NX: Tensor,
         head_norms: HeadNorms | None,
-        step: DecodeStep | PrefillStep,
+        step: CudaStep,
         kv: Tensor,
         layer: int,
     ) -> Tensor:
@@ -291,8 +229,10 @@ class CudaOps:
                 still_M = torch.zeros_like(slots_M)  # position 0 is not rotated
                 self._rope_and_write(kv_MX, None, None, still_M, slots_M, kv_layer, scales, kv_MX, heads=0)
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
+            self._note(ATTENTION)
             step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
-        elif isinstance(step.attention, FusedDecode):
+        elif isinstance(step, WholeStep):
+            self._note(step.launch)
             step.attention.run(
                 qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX, scales,
                 eps=self.eps, pdl=self.pdl,
@@ -305,83 +245,62 @@ class CudaOps:
 
     def attend_inside(
         self,
+        chosen: Chosen,
         x_NE: Tensor,
         squares: Squares | None,
         qkv: CudaProduct,
         head_norms: HeadNorms | None,
-        step: DecodeStep | PrefillStep,
+        step: DecodeStep,
         kv: Tensor,
         layer: int,
         worn: WornSite | None = None,
     ) -> Tensor:
         """Attend with a product that norms and rotates q and k, stores k and v, and adds updates itself."""
-        assert self._even_heads is not None and isinstance(step, DecodeStep)
         kv_layer, scales = kv[layer], self._kv_scales.get(layer, UNSCALED)
         q_norm_D, k_norm_D = head_norms or (None, None)
         at, slots_B = step.inputs.positions_B, step.inputs.slots_B
         to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
-        q_NX = self._even_heads.run(x_NE, qkv.weight_OI, squares, to, worn)
+        q_NX = torch.empty(len(x_NE), self.shape.heads * self.shape.head_dim, dtype=x_NE.dtype, device=x_NE.device)
+        qkv.run(chosen, x_NE, q_NX, squares, to, worn)
         return self._decode(q_NX, step, kv_layer, scales)
 
     # --- inside
 
-    def _product(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x W^T in `dtype`, from a kernel that rounds float32 sums to any dtype."""
-        rows, size_in = x_NI.shape
-        out_NO = torch.empty(rows, len(weight_OI), dtype=dtype, device=x_NI.device)
-        if rows == 1:
-            vector_linear(x_NI, weight_OI, out_NO, pdl=self.pdl)
-        elif rows <= MAX_ROWS and size_in % _LINEAR_MULTIPLE == 0:
-            linear(x_NI, weight_OI, out_NO, self._scratch, pdl=self.pdl)
-        elif dtype is x_NI.dtype:
-            torch.mm(x_NI, weight_OI.t(), out=out_NO)
-        else:
-            torch.mm(x_NI, weight_OI.t(), out_dtype=dtype, out=out_NO)
-        return out_NO
+    def _plain(self, chosen: Chosen, x_NI: Tensor, packed: CudaProduct, before: Before = None) -> Tensor:
+        """Return x W^T + b by a kernel, of the norm or with the factors in `before`."""
+        out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
+        packed.run(chosen, x_NI, out_NO, before)
+        return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O)
 
-    def _even_for(self, rows: int, weight_OI: Tensor) -> EvenLinear | None:
-        return self._even if EvenLinear.fits(rows, *weight_OI.shape) else None
+    def _gated(self, chosen: Chosen, x_NE: Tensor, packed: CudaProduct, before: Before = None) -> Tensor:
+        """Return silu(gate) * up by a kernel, of the norm or with the factors in `before`."""
+        out_NF = torch.empty(len(x_NE), len(packed.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
+        packed.run(chosen, x_NE, out_NF, before, GATED)
+        return out_NF
 
-    def _can_make_heads(self, x_NE: Tensor, qkv: CudaProduct, step: DecodeStep | PrefillStep) -> bool:
-        """Return whether one kernel can make queries, keys and values of the step, rotate and store them."""
-        if not isinstance(step, DecodeStep) or isinstance(step.attention, FusedDecode) or qkv.bias_O is not None:
-            return False
-        return self._even_heads is not None and EvenHeads.fits(*x_NE.shape)
+    def _silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
+        """Return silu(gate) * up of gates and ups that a product has left in memory."""
+        rows, size = gate_up_N2F.shape
+        out_NF = torch.empty(rows, size // 2, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)
+        self._note(self._norm)
+        fused.silu_mul(gate_up_N2F, out_NF, pdl=self.pdl)
+        return out_NF
+
+    def _add_norm(self, stream: Stream, norm_E: Tensor) -> tuple[AddNorm, Tensor]:
+        """Return (the norm for a product that computes it, the sum, which the product leaves there)."""
+        x_NE, residual_NE, _ = stream
+        if residual_NE is None:
+            return AddNorm(norm_E, self.eps), x_NE
+        total_NE = torch.empty_like(x_NE)
+        return AddNorm(norm_E, self.eps, residual_NE, total_NE), total_NE
 
     def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales) -> Tensor:
         """Attend with rotated queries, whose keys and values are already stored."""
-        assert not isinstance(step.attention, FusedDecode)
         out_NX = torch.empty_like(q_NX)
         head = (len(q_NX), self.shape.heads, self.shape.head_dim)
+        self._note(step.launch)
         step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NX.view(head), scales)
         return out_NX
-
-    @staticmethod
-    def _even_product(even: EvenLinear, x_NI: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
-        """Return the product of a norm, of which `squares` holds the missing factors."""
-        out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
-        even.product(x_NI, packed.weight_OI, out_NO, squares)
-        return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O)
-
-    def _even_feed(self, even: EvenLinear, x_NE: Tensor, packed: CudaProduct, squares: Squares) -> Tensor:
-        """Return silu(gate) * up of the product of a norm, of which `squares` holds the missing factors."""
-        out_NF = torch.empty(len(x_NE), len(packed.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
-        if packed.bias_O is None:
-            even.silu_mul(x_NE, packed.weight_OI, out_NF, squares)
-        else:
-            fused.silu_mul(self._even_product(even, x_NE, packed, squares), out_NF, pdl=self.pdl)
-        return out_NF
-
-    def _vector(
-        self, x_1E: Tensor, residual_1E: Tensor | None, norm_E: Tensor, weight_OI: Tensor, *, gated: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Add, norm, multiply and activate for one row in one kernel; return (the product, the sum)."""
-        total_1E = x_1E if residual_1E is None else torch.empty_like(x_1E)
-        size_out = weight_OI.shape[0] // 2 if gated else weight_OI.shape[0]
-        out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
-        add = AddNorm(norm_E, self.eps, residual_1E, None if residual_1E is None else total_1E)
-        vector_linear(x_1E, weight_OI, out_1O, norm=add, gated=gated, pdl=self.pdl)
-        return out_1O, total_1E
 
     def _rope_and_write(
         self,
@@ -397,6 +316,7 @@ class CudaOps:
     ) -> None:
         """Call `norm_rope_write` for the model's heads, or for fewer queries."""
         shape = self.shape
+        self._note(self._rotation)
         fused.norm_rope_write(
             qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
             heads=shape.heads if heads is None else heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,

@@ -56,11 +56,11 @@ def chosen_model(model: str | None) -> str:
     return os.path.expanduser(model) if model else str(demo_model())
 
 
-def sizes_of(batches: str) -> list[int]:
-    """Return the batch sizes that `batches`, such as "1,8,32", lists."""
+def sizes_of(batches: str, flag: str = "--batches") -> list[int]:
+    """Return the sizes that `batches`, such as "1,8,32", the value of `flag`, lists."""
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in batches.split(",")]
     if not all(sizes):
-        raise typer.BadParameter(f"--batches {batches!r}: give sizes from 1 up, separated by commas, such as 1,8,32")
+        raise typer.BadParameter(f"{flag} {batches!r}: give sizes from 1 up, separated by commas, such as 1,8,32")
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""The commands `headrace kernels ...`: parse arguments and call the engine's builder; never hold logic of their own."""
+"""The commands `headrace kernels ...`: parse arguments and print answers of the engine; hold no logic of their own."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from headrace.engine.config import EngineConfig
+from headrace.server.commands.arguments import sizes_of
+from headrace.server.commands.kernel_tables import print_kernels
 
 __all__ = ["kernels"]
 
-kernels = typer.Typer(help="Compile GPU kernels ahead of a start.", no_args_is_help=True, rich_markup_mode=None)
+kernels = typer.Typer(
+    help="List GPU kernels, or compile them ahead of a start.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @kernels.callback()
 def group() -> None:
-    """Compile GPU kernels ahead of a start."""
+    """List GPU kernels, or compile them ahead of a start."""
 
 
 @kernels.command("build")
@@ -72,6 +76,51 @@ def build(
                 folder, count = build_kernels(config)
         place = folder if wheel is None else write_wheel(folder, Path(wheel).expanduser())
     console.print(f"{count} kernels in {place} after {time.perf_counter() - started:.0f} s", soft_wrap=True)
+
+
+@kernels.command("list")
+def list_of(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model folder (config.json is enough), .gguf file, or a name that `headrace bench` knows, such as "
+            "qwen3-0.6b."
+        ),
+    ],
+    arch: Annotated[
+        str | None,
+        typer.Option(help="GPU to choose for, such as sm_89. Default: this machine's, or sm_90 without one."),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Numbers of rows in a step to list a kernel for, such as 1,16,64,256. Default: ranges of rows.",
+        ),
+    ] = None,
+    kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="Keys and values in 16 bits or in 8.")] = "auto",
+) -> None:
+    """Print which kernel computes what for a model, and why each other kernel does not.
+
+    The choice is made by number of rows: tokens that a step computes at once. Needs no GPU.
+    """
+    import torch
+
+    from headrace.engine.bench.shapes import located, spec_of
+    from headrace.engine.model.cuda.listed import list_kernels
+    from headrace.ops.cuda.arch import Arch
+
+    sizes = [] if rows is None else sizes_of(rows, "--rows")
+    try:
+        found = torch.cuda.is_available() and arch is None
+        gpu = Arch.of("cuda") if found else Arch.named(arch or "sm_90")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--arch") from None
+    with located(str(Path(model).expanduser())) as (path, _):
+        listed = list_kernels(spec_of(path), gpu, rows=sizes, fp8=kv_dtype == "fp8")
+    print_kernels(listed, sizes, f"{model} on {gpu.name}, tuned for {gpu.tuning.chip}")
+    if (why := gpu.lacks("bf16")) is not None:
+        Console().print(f"The engine does not open on such a GPU: {why}.")
 
 
 def _check_folder(folder: Path) -> None:

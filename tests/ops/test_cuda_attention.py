@@ -13,7 +13,9 @@ pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.decode import FusedDecode
-from headrace.ops.cuda.attention.paged import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
+from headrace.ops.cuda.attention.kernels import TilePrefills
+from headrace.ops.cuda.attention.paged import FlashAttention, PlannedDecode, XqaDecode
+from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.attention.tile import TileAttention
 from headrace.ops.cuda.fused import DecodeInputs, norm_rope_write, prepare_decode
 from headrace.ops.paged import UNSCALED, KvScales
@@ -97,12 +99,12 @@ def test_decode_in_a_graph_follows_lengths_on_the_device(name: str, kind: str) -
     rows = len(lengths) + 2
     chosen = torch.tensor([*range(len(lengths)), len(lengths), len(lengths)], dtype=torch.int32, device=GPU)
     inputs = inputs_of(rows, columns, paged.kv.shape[0] - 1)
-    workspace = torch.zeros(PlannedDecode.workspace_bytes(shape, rows, GPU), dtype=torch.uint8, device=GPU)
+    workspace = torch.zeros(PlannedDecode.workspace_bytes(shape, rows, ARCH), dtype=torch.uint8, device=GPU)
     prepare_decode(chosen, paged.pool, paged.lengths, paged.table, inputs, page_size=PAGE)
     decode = (
         PlannedDecode(shape, inputs, workspace)
         if kind == "fa2"
-        else XqaDecode(shape, GPU, max_rows=rows, spread=4 if kind == "xqa-spread" else 1)
+        else XqaDecode(shape, GPU, max_rows=rows, arch=ARCH, spread=4 if kind == "xqa-spread" else 1)
     )
     q = torch.randn(rows, shape.heads, shape.head_dim, dtype=torch.bfloat16, device=GPU)
     out = torch.full_like(q, float("nan"))
@@ -120,7 +122,7 @@ def test_decode_in_a_graph_follows_lengths_on_the_device(name: str, kind: str) -
         step()
     bound = 8e-2 if name == "fp8" else 8e-3  # XQA rounds queries and probabilities to e4m3 too
     for grown in (0, 1, 7):  # the last plan serves several steps: its lengths are upper bounds
-        if grown != 7:
+        if grown != 7 and isinstance(decode, PlannedDecode):
             decode.plan([length + 8 for length in lengths] + [1, 1])
         now = [length + grown for length in lengths]
         paged.lengths[:-1] = torch.tensor(now, dtype=torch.int32) - 1
@@ -198,10 +200,10 @@ def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
     )
     q = packed[:, : shape.heads * shape.head_dim].unflatten(1, (shape.heads, shape.head_dim))
     out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=GPU)
-    if backend == "own" and TileAttention.refuses(shape, ARCH) is not None:
+    if backend == "own" and TilePrefills().refuses(shape, ARCH) is not None:
         pytest.skip("needs Hopper")
     own = backend == "own"
-    attention = TileAttention(shape, GPU, pdl=True) if own else PrefillAttention(shape, GPU, backend=backend)
+    attention = TileAttention(shape, GPU, pdl=True) if own else FlashAttention(shape, GPU, backend=backend)
     attention.plan(counts, lengths, [[*pages, 0, 0] for pages in paged.lists])
     attention.run(q, paged.kv, out)
     start = 0
@@ -216,7 +218,7 @@ def test_prefill_over_cached_prefixes(name: str, backend: str) -> None:
 def test_blocks_of_a_cluster_wait_for_each_other_at_the_end() -> None:
     """Tiles of one token end at once; each launch begins while the one before ends."""
     shape = HeadShape(**SHAPES["qwen"])
-    if TileAttention.refuses(shape, ARCH) is not None:
+    if TilePrefills().refuses(shape, ARCH) is not None:
         pytest.skip("needs Hopper")
     lengths = [1 + 7 * at % 150 for at in range(100)]
     paged = Paged(shape, lengths, 16)

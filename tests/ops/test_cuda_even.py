@@ -13,7 +13,8 @@ pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.even import EvenDecode
-from headrace.ops.cuda.attention.paged import HeadShape
+from headrace.ops.cuda.attention.kernels import EvenDecodes
+from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.fused import DecodeInputs, norm_rope_write
 from headrace.ops.paged import UNSCALED, KvScales
 
@@ -97,7 +98,7 @@ def farthest(out_BHD: torch.Tensor, want_BHD: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_every_row_is_right_whoever_shares_its_blocks(name: str, batch: str) -> None:
     cache = Cache(SHAPES[name], BATCHES[batch], SCALES.get(name, UNSCALED))
-    even = EvenDecode(cache.shape, GPU, max_rows=len(cache.lengths) + 5)
+    even = EvenDecode(cache.shape, GPU, arch=Arch.of(GPU), max_rows=len(cache.lengths) + 5)
     even.deal(cache.inputs)
     for _ in range(3):  # what one launch leaves behind must not reach the next
         q = cache.queries()
@@ -119,7 +120,7 @@ def test_a_chain_of_dependent_launches_reads_no_key_before_it_is_written(name: s
     queries = [torch.empty_like(out) for out in outs]
     angles = torch.rand(1024, shape.head_dim // 2, device=GPU) * 6.28
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    even = EvenDecode(shape, GPU, max_rows=40, pdl=True)
+    even = EvenDecode(shape, GPU, arch=Arch.of(GPU), max_rows=40, pdl=True)
     inputs = cache.inputs
 
     def step() -> None:
@@ -155,7 +156,7 @@ def test_a_chain_of_dependent_launches_reads_no_key_before_it_is_written(name: s
 
 def test_a_row_of_no_numbers_stays_alone() -> None:
     cache = Cache(SHAPES["8 kv heads of 2"], [700] * 20)
-    even = EvenDecode(cache.shape, GPU, max_rows=20)
+    even = EvenDecode(cache.shape, GPU, arch=Arch.of(GPU), max_rows=20)
     q = cache.queries()
     q[7] = float("nan")
     out = torch.zeros_like(q)
@@ -178,5 +179,5 @@ def test_a_row_of_no_numbers_stays_alone() -> None:
     ids=["narrow in 8 bits", "too many kv heads", "wide", "too large a group", "small pages"],
 )
 def test_shapes_without_a_kernel_are_known(shape: HeadShape) -> None:
-    assert EvenDecode.refuses(shape, Arch.of(GPU)) is not None
-    assert all(EvenDecode.refuses(known, Arch.of(GPU)) is None for known in SHAPES.values())
+    assert EvenDecodes().refuses(shape, Arch.of(GPU)) is not None
+    assert all(EvenDecodes().refuses(known, Arch.of(GPU)) is None for known in SHAPES.values())

@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from headrace.ops.cuda.products.even_heads import EvenHeads, HeadTargets
-from headrace.ops.cuda.products.even_linear import Squares
+from headrace.ops.cuda.products.even_heads import EvenHeads
+from headrace.ops.cuda.products.fusion import HeadTargets, Squares
 
 GPU = torch.device("cuda")
 EPS = 1e-5
@@ -117,10 +117,3 @@ def test_other_shapes_are_refused_before_a_launch() -> None:
         EvenHeads(eps=EPS).run(x, random(4 * HEAD, 192), None, to)
     with pytest.raises(ValueError, match="too few positions"):
         EvenHeads(eps=EPS).run(x, random(4 * HEAD, 256), None, to._replace(slots_N=to.slots_N[:4]))
-
-
-def test_what_fits() -> None:
-    assert EvenHeads.fits(2, 64) and EvenHeads.fits(64, 8192)
-    assert not EvenHeads.fits(1, 64) and not EvenHeads.fits(65, 64) and not EvenHeads.fits(2, 96)
-    assert EvenHeads.refuses(torch.bfloat16, 128, Arch.of(GPU)) is None
-    assert EvenHeads.refuses(torch.bfloat16, 64, Arch.of(GPU)) == "heads are of 64, the kernel takes 128"

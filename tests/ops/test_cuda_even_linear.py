@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.products.even_linear import EvenLinear, Squares
+from headrace.ops.cuda.products.even_linear import EvenLinear
+from headrace.ops.cuda.products.fusion import Squares
 from headrace.ops.cuda.products.linear import LinearScratch
 
 GPU = torch.device("cuda")
@@ -21,7 +22,7 @@ EPS = 1e-5
 if not Arch.of(GPU).has("wgmma"):
     pytest.skip("needs Hopper", allow_module_level=True)
 
-SCRATCH = LinearScratch(GPU)
+SCRATCH = LinearScratch(GPU, Arch.of(GPU))
 ROWS = [2, 16, 17, 33, 64]
 SIZES = [(6144, 4096), (14336, 4096), (1024, 3072), (4096, 14336), (576, 576), (64, 64)]
 """The last two: fewer tiles and chunks than multiprocessors, and an odd number of lines."""
@@ -129,10 +130,3 @@ def test_other_shapes_are_refused_before_a_launch() -> None:
         even.product(x, random(64, 128), out, Squares(torch.ones(1, 8, device=GPU)))
     with pytest.raises(ValueError, match="too many rows"):
         even.product(random(65, 128), random(64, 128), poison(65, 64))
-
-
-def test_what_fits() -> None:
-    assert EvenLinear.fits(2, 64, 64) and EvenLinear.fits(64, 28672, 4096)
-    assert not EvenLinear.fits(64, 151936, 1024)
-    assert not EvenLinear.fits(1, 64, 64) and not EvenLinear.fits(65, 64, 64)
-    assert not EvenLinear.fits(2, 65, 64) and not EvenLinear.fits(2, 64, 96)

@@ -11,8 +11,10 @@ from headrace.ops import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.products.fusion import AddNorm
 from headrace.ops.cuda.products.linear import LinearScratch, Tiling, linear, linear_silu_mul
-from headrace.ops.cuda.products.vector import AddNorm, vector_linear
+from headrace.ops.cuda.products.vector import vector_linear
 
 GPU = torch.device("cuda")
 
@@ -23,7 +25,7 @@ GPU = torch.device("cuda")
 def test_linear_is_right_and_repeats_itself(rows: int, size_out: int, size_in: int, how: Tiling | None) -> None:
     x = torch.randn(rows, size_in, dtype=torch.bfloat16, device=GPU)
     weight = torch.randn(size_out, size_in, dtype=torch.bfloat16, device=GPU) / size_in**0.5
-    scratch = LinearScratch(GPU)
+    scratch = LinearScratch(GPU, Arch.of(GPU))
     outs = []
     for pdl in (False, True, True):
         out = torch.full((rows, size_out), float("nan"), dtype=torch.bfloat16, device=GPU)

@@ -50,9 +50,3 @@ def test_gates_of_any_size_leave_nothing_but_numbers() -> None:
     out = poison(80, 16)
     TileLinear.silu_mul(x, weight, out)
     assert error(out, reference.silu_mul(reference.linear(x, weight, None))) < 5e-3
-
-
-def test_what_fits() -> None:
-    assert TileLinear.fits(8192, 6144, 1024) and TileLinear.fits(2048, 28672, 4096)
-    assert not TileLinear.fits(65, 6144, 1024)
-    assert not TileLinear.fits(8192, 6152, 1024) and not TileLinear.fits(8192, 6144, 1028)

@@ -14,8 +14,9 @@ pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda.adapters.rows import ALIKE, UNIT, LoraBatch, WornSite, group_rows, pick
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.products.even_heads import EvenHeads, HeadTargets
-from headrace.ops.cuda.products.even_linear import EvenLinear, Squares
+from headrace.ops.cuda.products.even_heads import EvenHeads
+from headrace.ops.cuda.products.even_linear import EvenLinear
+from headrace.ops.cuda.products.fusion import HeadTargets, Squares
 from headrace.ops.cuda.products.linear import LinearScratch
 
 GPU = torch.device("cuda")
@@ -24,7 +25,7 @@ HEAD, PAGE, POSITIONS = 128, 16, 200
 if not Arch.of(GPU).has("wgmma"):
     pytest.skip("needs Hopper", allow_module_level=True)
 
-SCRATCH = LinearScratch(GPU)
+SCRATCH = LinearScratch(GPU, Arch.of(GPU))
 ROWS = [2, 16, 17, 33, 64]
 PRODUCTS = [
     (4096, 4096, 16),

@@ -65,9 +65,13 @@ class Chip:
 
     def __init__(self, arch: str, model: Model, *, fp8: bool = False) -> None:
         from headrace.ops.cuda.arch import Arch
-        from headrace.ops.cuda.attention.paged import HeadShape
+        from headrace.ops.cuda.attention.shape import HeadShape
         from headrace.ops.cuda.block import CudaOps
+        from headrace.ops.cuda.hazards import Chain
+        from headrace.ops.cuda.products.kernels import PRODUCTS
         from headrace.ops.cuda.products.linear import LinearScratch
+        from headrace.ops.cuda.products.packed import Products
+        from headrace.ops.cuda.products.registry import ProductRoom
         from headrace.ops.formats import Stored
 
         self.arch, self.model = Arch.named(arch), model
@@ -75,10 +79,10 @@ class Chip:
             heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
             kv_dtype=torch.float8_e4m3fn if fp8 else None,
         )  # fmt: skip
-        self.ops = CudaOps(
-            shape, self.arch, eps=1e-6, cos_sin_PD=empty(POSITIONS, model.head_dim, dtype=torch.float32),
-            scratch=LinearScratch("meta", self.arch),
-        )  # fmt: skip
+        room = ProductRoom(LinearScratch("meta", self.arch), 1e-6, pdl=self.arch.has("dependent_launch"), chain=Chain())
+        late = [kernel for kernel in PRODUCTS if not kernel.builds(worn=False)]  # nvcc compiles the others
+        table = empty(POSITIONS, model.head_dim, dtype=torch.float32)
+        self.ops = CudaOps(shape, cos_sin_PD=table, products=Products(self.arch, room, late))
         self.kv = empty(1, PAGES, 2, 16, model.kv_heads, model.head_dim, dtype=shape.kv_dtype)
         width = (model.heads + 2 * model.kv_heads) * model.head_dim
         self.norm = empty(model.hidden)
@@ -99,14 +103,15 @@ class Chip:
 
 def decode(chip: Chip, rows: int) -> None:
     """A layer, as graphs run it: with the attention of few rows, whose other kernels are the same for all."""
-    from headrace.ops.cuda.attention.decode import FusedDecode
-    from headrace.ops.cuda.block import DecodeStep
+    from headrace.ops.cuda.attention.kernels import FusedDecodes
+    from headrace.ops.cuda.attention.registry import DecodeRoom
     from headrace.ops.cuda.fused import prepare_decode
 
     ops, inputs = chip.ops, chip.inputs(rows)
     state = words(rows), words(9, POSITIONS), words(9), words(9, PAGES)
     prepare_decode(*state, inputs, page_size=16)
-    step = DecodeStep(inputs, FusedDecode(ops.shape, torch.device("meta"), max_rows=rows))
+    room = DecodeRoom(chip.arch, torch.device("meta"), most_rows=rows, pdl=chip.pdl)
+    step = FusedDecodes().open(ops.shape, inputs, room)
     layer(chip, ops, step, empty(rows, chip.model.hidden))
 
 
@@ -129,7 +134,7 @@ class NoAttention:
 
 def prefill(chip: Chip, tokens: int) -> None:
     """A layer of a prefill but its attention, which FlashInfer compiles, or csrc/."""
-    from headrace.ops.cuda.block import PrefillStep
+    from headrace.ops.cuda.attention.steps import PrefillStep
 
     ops = chip.ops
     step = PrefillStep(empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.int64), NoAttention())
@@ -176,7 +181,7 @@ def adapted(chip: Chip, rows: int) -> None:
     """A layer whose rows use adapters: each its own, few among many, one for all, and in a prefill."""
     from headrace.ops.cuda.adapters.products import CudaAdapterOps
     from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, SEGMENT, LoraBatch, LoraSite, group_rows, pick
-    from headrace.ops.cuda.block import PrefillStep
+    from headrace.ops.cuda.attention.steps import PrefillStep
 
     model = chip.model
     width, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -265,31 +270,28 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
     """The sources of csrc/ that an engine on `arch` may compile, with the values of their macros."""
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.attention import even as cuda_even
-    from headrace.ops.cuda.attention import tile as cuda_tile_attention
-    from headrace.ops.cuda.attention.paged import HeadShape
+    from headrace.ops.cuda.attention import tile as cuda_tile
+    from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.compiling import source as cuda_source
-    from headrace.ops.cuda.products import tile_linear as cuda_tile_linear
-    from headrace.ops.cuda.products.even_heads import EvenHeads
-    from headrace.ops.cuda.products.even_linear import EvenLinear
+    from headrace.ops.cuda.kernels import KERNELS
 
     asked: list[tuple[str, dict[str, int]]] = []
     chip = Arch.named(arch)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cuda_even, cuda_source, cuda_tile_attention, cuda_tile_linear):
+        for module in (cuda_even, cuda_source, cuda_tile):
             patch.setattr(module, "compiled", lambda name, **sizes: asked.append((name, sizes)))
         for heads, kv_heads, head_dim in SHAPES if everything else SHAPES[:1] + SHAPES[3:4]:
             for kv_dtype in (None, torch.float8_e4m3fn):
                 shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
-                if cuda_even.EvenDecode.refuses(shape, chip) is None:
-                    cuda_even.EvenDecode.build(shape)
-                if cuda_tile_attention.TileAttention.refuses(shape, chip) is None:
-                    cuda_tile_attention.TileAttention.build(shape)
-        if cuda_source.lacks_wgmma(torch.bfloat16, chip) is None:
-            cuda_tile_linear.TileLinear.build()
-            for kind in (EvenLinear, EvenHeads):
-                if everything:
-                    kind.build(worn=False)
-                kind.build(worn=True)
+                for attention in (*KERNELS.decodes, *KERNELS.prefills):
+                    if attention.refuses(shape, chip) is None:
+                        for build in attention.builds(shape):
+                            build()
+        for product in KERNELS.products:
+            if product.lacks(chip, torch.bfloat16, 128) is None:
+                for worn in (False, True) if everything or not product.has_updates else (True,):
+                    for build in product.builds(worn=worn):
+                        build()
     widest = max((sizes["ROWS"] for _, sizes in asked if "ROWS" in sizes), default=0)
     return [(name, sizes) for name, sizes in asked if everything or sizes.get("ROWS", widest) == widest]
 

@@ -24,7 +24,8 @@ from headrace.engine.bench.kernels.timing import PAGE, SHAPES, Bench, copies, de
 from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.decode import FusedDecode
 from headrace.ops.cuda.attention.even import EvenDecode
-from headrace.ops.cuda.attention.paged import HeadShape, PlannedDecode, PrefillAttention, XqaDecode
+from headrace.ops.cuda.attention.paged import FlashAttention, PlannedDecode, XqaDecode
+from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.attention.tile import TileAttention
 from headrace.ops.cuda.products.linear import LinearScratch, linear
 from headrace.ops.cuda.sampling.sample import SampleScratch, sample
@@ -183,7 +184,7 @@ def decoding(bench: Bench) -> None:
             layers = [random(used + 1, 2, PAGE, s.kv_heads, s.head_dim) for _ in range(min(16, copies(size)))]
             inputs = decode_inputs(rows, context, used, max(128, context // PAGE))
             q, out = random(rows, s.heads, s.head_dim), random(rows, s.heads, s.head_dim)
-            decode = XqaDecode(shape, bench.device, max_rows=rows)
+            decode = XqaDecode(shape, bench.device, max_rows=rows, arch=bench.arch)
             bench.add(
                 f"xqa {name} {rows}x{context}",
                 bench.time(lambda: [decode.run(q, kv, inputs, out) for kv in layers], len(layers)),
@@ -191,22 +192,21 @@ def decoding(bench: Bench) -> None:
             )
             half = [kv.to(torch.float8_e4m3fn) for kv in layers]
             low = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, kv_dtype=torch.float8_e4m3fn)
-            decode = XqaDecode(low, bench.device, max_rows=rows)
+            decode = XqaDecode(low, bench.device, max_rows=rows, arch=bench.arch)
             bench.add(
                 f"xqa fp8 {name} {rows}x{context}",
                 bench.time(lambda: [decode.run(q, kv, inputs, out) for kv in half], len(half)),
                 size // 2,
             )
-            even = EvenDecode(shape, bench.device, max_rows=rows, pdl=True)
+            even = EvenDecode(shape, bench.device, max_rows=rows, arch=bench.arch, pdl=True)
             even.deal(inputs)
             bench.add(
                 f"even {name} {rows}x{context}",
                 bench.time(lambda: [even.run(q, kv, inputs, out) for kv in layers], len(layers)),
                 size,
             )
-            workspace = torch.zeros(
-                PlannedDecode.workspace_bytes(shape, rows, bench.device), dtype=torch.uint8, device="cuda"
-            )
+            size = PlannedDecode.workspace_bytes(shape, rows, bench.arch)
+            workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
             planned = PlannedDecode(shape, inputs, workspace)
             planned.plan([context] * rows)
             bench.add(
@@ -229,7 +229,7 @@ def fused_decoding(bench: Bench) -> None:
             slots = used * PAGE + torch.arange(rows, device="cuda") % PAGE
             qkv = random(rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
             q, out = random(rows, s.heads, s.head_dim), random(rows, s.heads, s.head_dim)
-            decode = XqaDecode(shape, bench.device, max_rows=rows)
+            decode = XqaDecode(shape, bench.device, max_rows=rows, arch=bench.arch)
 
             def two() -> None:
                 for kv in layers:
@@ -272,7 +272,7 @@ def fused_decoding(bench: Bench) -> None:
 def host(bench: Bench) -> None:
     """Time calls on the host outside a graph, in microseconds, without waiting for the device."""
     x, residual, weight, out = random(64, 1024), random(64, 1024), random(1024), random(64, 1024)
-    product, scratch = random(1024, 1024), LinearScratch("cuda")
+    product, scratch = random(1024, 1024), LinearScratch("cuda", bench.arch)
     shape = HeadShape(heads=32, kv_heads=8, head_dim=128)
     calls: dict[str, Callable[[], object]] = {
         "add_rms_norm": lambda: fused.add_rms_norm(x, residual, weight, 1e-6, out),
@@ -281,12 +281,12 @@ def host(bench: Bench) -> None:
     }
     for rows in (16, 64, 256):
         inputs = decode_inputs(rows, 1000, rows * 63, 128)
-        size = PlannedDecode.workspace_bytes(shape, rows, bench.device)
+        size = PlannedDecode.workspace_bytes(shape, rows, bench.arch)
         planned = PlannedDecode(shape, inputs, torch.zeros(size, dtype=torch.uint8, device="cuda"))
         lengths = [1000] * rows
         calls[f"PlannedDecode.plan {rows} rows"] = lambda planned=planned, lengths=lengths: planned.plan(lengths)
     for backend in ("fa2", "fa3"):
-        prefill = PrefillAttention(shape, bench.device, backend=backend)
+        prefill = FlashAttention(shape, bench.device, backend=backend)
         pages = [list(range(128))] * 4
         calls[f"PrefillAttention.plan {backend} 4x2048"] = lambda prefill=prefill, pages=pages: prefill.plan(
             [2048] * 4, [2048] * 4, pages
@@ -321,16 +321,16 @@ def uneven(bench: Bench) -> None:
     q, out = random(rows, s.heads, s.head_dim), random(rows, s.heads, s.head_dim)
     size = used * 2 * PAGE * s.kv_heads * s.head_dim * 2
     for spread in (1, 4, 16):
-        decode = XqaDecode(shape, bench.device, max_rows=rows, spread=spread)
+        decode = XqaDecode(shape, bench.device, max_rows=rows, arch=bench.arch, spread=spread)
         bench.add(
             f"xqa spread {spread} 1x32000+31x500",
             bench.time(lambda: [decode.run(q, kv, inputs, out) for kv in layers], 4),
             size,
         )
-    workspace = torch.zeros(PlannedDecode.workspace_bytes(shape, rows, bench.device), dtype=torch.uint8, device="cuda")
-    planned = PlannedDecode(shape, inputs, workspace)
+    size = PlannedDecode.workspace_bytes(shape, rows, bench.arch)
+    planned = PlannedDecode(shape, inputs, torch.zeros(size, dtype=torch.uint8, device="cuda"))
     planned.plan(lengths)
-    even = EvenDecode(shape, bench.device, max_rows=rows, pdl=True)
+    even = EvenDecode(shape, bench.device, max_rows=rows, arch=bench.arch, pdl=True)
     even.deal(inputs)
     bench.add("even 1x32000+31x500", bench.time(lambda: [even.run(q, kv, inputs, out) for kv in layers], 4), size)
     bench.add("fa2 1x32000+31x500", bench.time(lambda: [planned.run(q, kv, inputs, out) for kv in layers], 4), size)
@@ -349,7 +349,7 @@ def prefilling(bench: Bench) -> None:
             q, out = random(rows * count, s.heads, s.head_dim), random(rows * count, s.heads, s.head_dim)
             work = 4 * rows * s.heads * s.head_dim * (count * prefix + count * (count + 1) // 2)
             own = TileAttention(shape, bench.device, pdl=True)
-            ways = {way: PrefillAttention(shape, bench.device, backend=way) for way in ("fa2", "fa3")} | {"own": own}
+            ways = {way: FlashAttention(shape, bench.device, backend=way) for way in ("fa2", "fa3")} | {"own": own}
             for backend, attention in ways.items():
                 attention.plan([count] * rows, [length] * rows, order)
                 timed = bench.time(lambda: attention.run(q, kv, out))

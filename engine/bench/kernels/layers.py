@@ -9,11 +9,15 @@ from torch import Tensor
 
 from headrace.engine.bench.kernels.timing import PAGE, SHAPES, Bench, Shape, decode_inputs, random
 from headrace.ops.cuda import fused
+from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.decode import FusedDecode
 from headrace.ops.cuda.attention.even import EvenDecode
-from headrace.ops.cuda.attention.paged import DecodeAttention, HeadShape, PlannedDecode, XqaDecode
+from headrace.ops.cuda.attention.paged import PlannedDecode, XqaDecode
+from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.attention.steps import DecodeAttention
+from headrace.ops.cuda.products.fusion import AddNorm
 from headrace.ops.cuda.products.linear import LinearScratch, linear, linear_silu_mul
-from headrace.ops.cuda.products.vector import AddNorm, vector_linear
+from headrace.ops.cuda.products.vector import vector_linear
 
 __all__ = ["chain"]
 
@@ -54,24 +58,23 @@ class _Chain:
         self.head_shape = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
         self.norm = random(s.head_dim) if s.qk_norm else None
         self.table = torch.rand(2048, s.head_dim, device="cuda")
-        self.weight, self.scratch = random(s.hidden), LinearScratch("cuda")
+        self.weight, self.scratch = random(s.hidden), LinearScratch("cuda", Arch.of("cuda"))
         self.x, self.h, self.residual, self.second = (random(rows, s.hidden) for _ in range(4))
         self.qkv, self.gate_up, self.act = random(rows, width), random(rows, 2 * s.ffn), random(rows, s.ffn)
         self.q, self.o = (random(rows, s.heads, s.head_dim) for _ in range(2))
-        self.decode: DecodeAttention = XqaDecode(self.head_shape, self.device, max_rows=rows)
+        self.decode: DecodeAttention = XqaDecode(self.head_shape, self.device, max_rows=rows, arch=Arch.of("cuda"))
         self.small = FusedDecode(self.head_shape, self.device, max_rows=rows)
 
     def use_fa2(self) -> None:
         """Attend through FA2 from now on."""
-        size = PlannedDecode.workspace_bytes(self.head_shape, self.rows, self.device)
-        self.decode = PlannedDecode(
-            self.head_shape, self.inputs, torch.zeros(size, dtype=torch.uint8, device=self.device)
-        )
-        self.decode.plan([_CONTEXT] * self.rows)
+        size = PlannedDecode.workspace_bytes(self.head_shape, self.rows, Arch.of("cuda"))
+        workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self.decode = planned = PlannedDecode(self.head_shape, self.inputs, workspace)
+        planned.plan([_CONTEXT] * self.rows)
 
     def use_even(self) -> None:
         """Attend through equal shares from now on."""
-        self.decode = EvenDecode(self.head_shape, self.device, max_rows=self.rows, pdl=True)
+        self.decode = EvenDecode(self.head_shape, self.device, max_rows=self.rows, arch=Arch.of("cuda"), pdl=True)
 
     def _attend(self, kv: Tensor, choice: str) -> None:
         s = self.shape

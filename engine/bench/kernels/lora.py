@@ -19,13 +19,15 @@ from headrace.ops.cuda.adapters.products import CudaAdapterOps
 from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, LoraBatch, LoraSite, UpdateTiling, group_rows, pick
 from headrace.ops.cuda.adapters.shrink import shrink
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.attention.decode import FusedDecode
-from headrace.ops.cuda.attention.even import EvenDecode
-from headrace.ops.cuda.attention.paged import HeadShape
-from headrace.ops.cuda.block import CudaOps, DecodeStep
-from headrace.ops.cuda.products.even_heads import EvenHeads
-from headrace.ops.cuda.products.even_linear import EvenLinear
+from headrace.ops.cuda.attention.kernels import EvenDecodes, FusedDecodes
+from headrace.ops.cuda.attention.registry import DecodeRoom
+from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.attention.steps import DecodeStep
+from headrace.ops.cuda.block import CudaOps
+from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.products.linear import MAX_ROWS, LinearScratch
+from headrace.ops.cuda.products.packed import Products
+from headrace.ops.cuda.products.registry import ProductRoom
 from headrace.ops.formats import Stored
 from headrace.ops.stream import Stream
 
@@ -90,19 +92,14 @@ class _Layers:
         ]
         head = HeadShape(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim)
         table = torch.rand(2048, s.head_dim, device="cuda")
-        scratch = LinearScratch("cuda")
-        self.even = even = EvenLinear(scratch, eps=_EPS, pdl=True)
-        heads = EvenHeads(eps=_EPS, pdl=True)
-        self.ops = CudaOps(head, scratch.arch, eps=_EPS, cos_sin_PD=table, scratch=scratch, even=even, even_heads=heads)
+        arch = Arch.of("cuda")
+        products = Products(arch, ProductRoom(LinearScratch("cuda", arch), _EPS, pdl=True, chain=Chain()))
+        self.ops = CudaOps(head, cos_sin_PD=table, products=products)
         used = rows * -(-_CONTEXT // PAGE)
         self.kv = torch.zeros(s.layers, used + 1, 2, PAGE, s.kv_heads, s.head_dim, dtype=torch.bfloat16, device="cuda")
-        small = rows <= 8
-        attention = (
-            FusedDecode(head, bench.device, max_rows=rows)
-            if small
-            else EvenDecode(head, bench.device, max_rows=rows, pdl=True)
-        )
-        self.step = DecodeStep(decode_inputs(rows, _CONTEXT, used, 128), attention)
+        kernel = FusedDecodes() if rows <= 8 else EvenDecodes()
+        room = DecodeRoom(arch, bench.device, most_rows=rows, pdl=True)
+        self.step = kernel.open(head, decode_inputs(rows, _CONTEXT, used, 128), room)
         self.embedding, self.norm = random(1024, s.hidden), random(s.hidden)
         self.tokens = torch.arange(rows, device="cuda")
         self.batch_B = torch.arange(rows, dtype=torch.int32, device="cuda")
@@ -110,13 +107,13 @@ class _Layers:
     def adapter_ops(self, adapters: _Adapters, batch: LoraBatch) -> _Ops:
         """Return the operations that compute a step's products with adapters."""
         if batch.rows == ALIKE:
-            return CudaWornOps(self.ops, self.even, batch, adapters.own, adapters.sites, feeds=adapters.feeds)
+            return CudaWornOps(self.ops, batch, adapters.own, adapters.sites, feeds=adapters.feeds)
         return CudaAdapterOps(self.ops, batch, adapters.sites, feeds=adapters.feeds, side=torch.cuda.Stream())
 
     def run(self, ops: _Ops, prepare: Callable[[], None]) -> Tensor:
         """Enqueue a step's layers."""
         prepare()
-        if isinstance(self.step.attention, EvenDecode):
+        if isinstance(self.step, DecodeStep):
             self.step.attention.deal(self.step.inputs)
         norm, stream = self.norm, Stream(self.embedding[self.tokens])
         for number, layer in enumerate(self.layers):

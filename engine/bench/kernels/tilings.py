@@ -9,6 +9,7 @@ import torch
 
 from headrace.engine.bench.kernels.timing import Bench, copies, random
 from headrace.ops.cuda import fused
+from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.products.linear import LinearScratch, Tiling, linear, linear_silu_mul, tiling
 from headrace.ops.cuda.products.vector import vector_linear
 
@@ -63,7 +64,7 @@ def products(bench: Bench, best_of: Sequence[Tiling] | None = None) -> None:
     ):
         size = out_size * in_size * 2
         weights = [random(out_size, in_size) / in_size**0.5 for _ in range(copies(size))]
-        scratch = LinearScratch("cuda")
+        scratch = LinearScratch("cuda", Arch.of("cuda"))
         for rows in (16, 64):
             x, out = random(rows, in_size), random(rows, out_size)
             bench.add(
@@ -72,7 +73,7 @@ def products(bench: Bench, best_of: Sequence[Tiling] | None = None) -> None:
                 size,
             )
             results = []
-            for how in best_of if best_of else (tiling(rows, out_size, in_size),):
+            for how in best_of if best_of else (tiling(rows, out_size, in_size, scratch.arch),):
                 if how.splits * -(-out_size // how.block_out) * how.block_out * max(16, rows) > scratch.planes.numel():
                     continue
                 try:
@@ -98,7 +99,7 @@ def gated_sweep(bench: Bench) -> None:
     """Time gate, up and activation in one product at several tilings, against product and activation apart."""
     for name, ffn, in_size in (("8b", 14336, 4096), ("0.6b", 3072, 1024)):
         weights = [random(2 * ffn, in_size) / in_size**0.5 for _ in range(copies(2 * ffn * in_size * 2))]
-        scratch = LinearScratch("cuda")
+        scratch = LinearScratch("cuda", Arch.of("cuda"))
         for rows in (16, 64):
             x, both, out = random(rows, in_size), random(rows, 2 * ffn), random(rows, ffn)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.fused import DecodeInputs
 
 __all__ = ["PAGE", "SHAPES", "Bench", "Shape", "copies", "decode_inputs", "random"]
@@ -43,6 +44,7 @@ class Bench:
         self.repeats = repeats
         self.rows: list[dict[str, Any]] = []
         self.device = torch.device("cuda")
+        self.arch = Arch.of(self.device)
 
     def time(self, work: Callable[[], object], calls: int = 1) -> tuple[float, float, float]:
         """Return microseconds a call (p10, p50, p90) of graph replays of `work`, which makes `calls` calls."""

@@ -6,8 +6,8 @@ steps; never assigns slots to rows, and never reads a file. Next to read: ops/cu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,12 +25,13 @@ from headrace.engine.scheduling.plan import Work
 from headrace.ops.cuda.adapters.inside import CudaWornOps
 from headrace.ops.cuda.adapters.products import CudaAdapterOps, VirtualRows
 from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows, pick
-from headrace.ops.cuda.block import CudaOps, GivenRows
+from headrace.ops.cuda.attention.steps import GivenRows
+from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.compiling.source import WORN_RANK
 from headrace.ops.cuda.memory.unpack import Unpacker
-from headrace.ops.cuda.products.even_heads import EvenHeads
-from headrace.ops.cuda.products.even_linear import EvenLinear
+from headrace.ops.cuda.products.fusion import Fusion
 from headrace.ops.cuda.products.linear import MAX_ROWS
+from headrace.ops.cuda.products.registry import WeightShape
 from headrace.ops.host_memory import PiecePool
 
 __all__ = ["BARE", "Adapted", "CudaBank", "Worn", "sites_of", "table_lines"]
@@ -102,7 +103,7 @@ class CudaBank:
         self._arena = torch.empty(granules * self._elements, dtype=dtype, device=device)
         self._table = torch.zeros(slots, len(MODULES) * shape.num_layers + 2, 4, dtype=torch.int32, device=device)
         self._sites = sites_of(shape)
-        self._even = None if biased else _products(shape, any_ops)
+        self._has_inside = not biased and _has_updates_inside(shape, any_ops)
         self._own = torch.zeros_like(self._table[0])
         self._virtual: list[Tensor | None] = [None] * slots
         self._prefixes: list[Tensor | None] = [None] * slots
@@ -150,7 +151,7 @@ class CudaBank:
             if stream is not None:
                 stream.synchronize()
                 return_stream(stream)
-        held = "_arena _table _own _even _entries _counts _order _slots _count _virtual _prefixes _unpack _host"
+        held = "_arena _table _own _entries _counts _order _slots _count _virtual _prefixes _unpack _host"
         for name in held.split():
             delattr(self, name)
 
@@ -165,7 +166,7 @@ class CudaBank:
         feeds = bool(ranks[:, :EMBED].reshape(len(ranks), -1, len(MODULES))[:, :, _FEED:].any())
         ends = bool(ranks[:, EMBED:].any())
         group = 1
-        inside = self._even is not None and rank <= WORN_RANK
+        inside = self._has_inside and rank <= WORN_RANK
         if 1 < len(slots_B) <= MAX_ROWS and len(different) == 1 and (feeds or inside) and not ends:
             group = ALIKE
         elif len(worn) >= max(_MANY_ROWS, _SHARED * len(different)):
@@ -192,10 +193,10 @@ class CudaBank:
         batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group, worn.rank)
         group_rows(slots_R, batch_B, batch)
         inside = rotated and worn.group == ALIKE and worn.rank <= WORN_RANK and 1 < rows <= MAX_ROWS
-        if inside and self._even is not None:
+        if inside and self._has_inside:
             pick(batch, self._own)
             return {
-                mixer: CudaWornOps(ops, self._even, batch, self._own, self._sites, feeds=worn.feeds)
+                mixer: CudaWornOps(ops, batch, self._own, self._sites, feeds=worn.feeds)
                 for mixer, ops in self._ops.items()
             }
         return self._wear(batch, worn, side=self._side)
@@ -271,17 +272,24 @@ class CudaBank:
         return place.copy_(given)
 
 
-def _products(shape: ModelShape, ops: CudaOps) -> EvenLinear | None:
-    """Return the kernels of products with updates inside, or None unless they can compute all products of a layer."""
+def _has_updates_inside(shape: ModelShape, ops: CudaOps) -> bool:
+    """Return whether all products of a layer without biases can have an adapter's updates inside; compile these."""
     heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    products = (
-        (heads + 2 * keys, shape.hidden_size), (shape.hidden_size, heads),
-        (2 * shape.ffn_size, shape.hidden_size), (shape.hidden_size, shape.ffn_size),
-    )  # fmt: skip
-    if ops.even is None or not all(EvenLinear.fits(2, *sizes) for sizes in products):
-        return None
-    builds = [partial(kind.build, worn=True) for kind in (EvenLinear, EvenHeads)]
-    return ops.even if compiles(builds, "adapters are left to Triton, which is slower") else None
+    hidden, ffn, head_dim = shape.hidden_size, shape.ffn_size, shape.head_dim
+    needed: tuple[tuple[WeightShape, tuple[Fusion, ...]], ...] = (
+        (WeightShape(heads + 2 * keys, hidden, head_dim), ("heads",)),
+        (WeightShape(hidden, heads, head_dim), ("plain", "residual")),
+        (WeightShape(2 * ffn, hidden, head_dim), ("gated", "factors gated")),
+        (WeightShape(hidden, ffn, head_dim), ("plain", "residual")),
+    )
+    builds: dict[str, Sequence[Callable[[], object]]] = {}
+    for weight, fusions in needed:
+        chosen = ops.products.resolved(weight).kernels
+        for kernel in (chosen[fusion].at(rows) for fusion in fusions for rows in (2, MAX_ROWS)):
+            if kernel is None or not kernel.has_updates:
+                return False
+            builds[kernel.name] = kernel.builds(worn=True)
+    return compiles(itertools.chain(*builds.values()), "adapters are left to Triton, which is slower")
 
 
 def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -22,23 +21,27 @@ from headrace.engine.concurrency.garbage import not_collected
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda.adapters import BARE, CudaBank, Worn
 from headrace.engine.model.cuda.compiling import compiles
-from headrace.engine.model.cuda.decoder import CudaDecoder
 from headrace.engine.model.cuda.decodes import Decodes
+from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
 from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.attention.decode import FusedDecode
-from headrace.ops.cuda.attention.even import EvenDecode
-from headrace.ops.cuda.attention.paged import HeadShape, PlannedDecode, XqaDecode, choose
-from headrace.ops.cuda.block import CudaOps, DecodeStep
+from headrace.ops.cuda.attention.registry import DecodeChoice, DecodeKernel, DecodeRoom, resolve_decode
+from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.attention.steps import DecodeStep, PlannedAttention, WholeStep
+from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
+from headrace.ops.cuda.hazards import Launch
 
 __all__ = ["DecodeGraphs", "Key", "buckets"]
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 _STRIDE = 64
-_PLANNED_AHEAD = 64  # tokens: until FA2's split of the work is made anew; bounds how uneven it may get
+_PREPARATION: Final = Launch(
+    "the preparation of the step", overlaps=False, writes=frozenset(("pages", "lengths", "activations"))
+)
+_PLANNED_AHEAD = 64  # tokens: until a planned split of the work is made anew; bounds how uneven it may get
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -47,11 +50,18 @@ def buckets(max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
-def _can_be_even(shape: HeadShape, arch: Arch) -> bool:
-    """Return whether the kernel of decodes that takes equal shares of pages can run here and could be compiled."""
-    if EvenDecode.refuses(shape, arch) is not None:
-        return False
-    return compiles([partial(EvenDecode.build, shape)], "decodes attend through FlashInfer, which is slower")
+def _ways(
+    kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch, attention: str
+) -> tuple[DecodeChoice, dict[str, DecodeKernel]]:
+    """Return the choice between ways to attend in decodes that could be compiled, and all that were asked for."""
+    named = {each.name: each for each in kernels if attention in ("auto", each.name)}
+    able = [
+        each
+        for each in named.values()
+        if each.refuses(shape, arch) is None
+        and (attention != "auto" or compiles(each.builds(shape), f"decodes attend without {each.name!r}, and slower"))
+    ]
+    return resolve_decode(able, shape, arch), named
 
 
 class Key(NamedTuple):
@@ -77,9 +87,9 @@ def _keys(bucket: int, way: str, variant: Variant | None, worn: Worn = BARE) -> 
 
 
 class _Planned:
-    """FA2's division of the work of one batch, which holds until a row outgrows it."""
+    """The host's division of the work of one batch, which holds until a row outgrows it."""
 
-    def __init__(self, bucket: int, attention: Sequence[PlannedDecode]) -> None:
+    def __init__(self, bucket: int, attention: Sequence[PlannedAttention]) -> None:
         self._attention = attention
         self._covered: NDArray[np.int64] = np.zeros(bucket, np.int64)
 
@@ -107,6 +117,7 @@ class DecodeGraphs:
         max_rows: int,
         attention: str,
         bank: CudaBank | None = None,
+        kernels: Sequence[DecodeKernel],
     ) -> None:
         """Start without graphs.
 
@@ -120,6 +131,7 @@ class DecodeGraphs:
             max_rows: Rows of the largest bucket.
             attention: "auto", or the one way to use.
             bank: The adapters that rows may use; None without adapters.
+            kernels: The kernels of attention to choose among.
         """
         self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
         self._sampler, self._bank = sampler, bank
@@ -128,20 +140,17 @@ class DecodeGraphs:
         """Bucket for each number of rows."""
         self._device = kv.device
         any_ops = next(iter(ops.values()))
-        self._pdl, self._arch, self._shape = any_ops.pdl, any_ops.arch, any_ops.shape
-        self._is_fp8 = self._shape.kv_dtype != self._shape.dtype
+        self._pdl, self._shape, self._chain = any_ops.pdl, any_ops.shape, any_ops.products.room.chain
+        self._ways, self._kernels = _ways(kernels, self._shape, any_ops.arch, attention)
+        self._room = DecodeRoom(any_ops.arch, self._device, most_rows=self._buckets[-1], pdl=self._pdl)
         self._inputs = self._allocate(max_rows)
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        self._plans: dict[int, _Planned] = {}
-        self._steps: dict[tuple[int, str], dict[MixerSpec, DecodeStep]] = {}
+        self._plans: dict[tuple[int, str], _Planned] = {}
+        self._steps: dict[tuple[int, str], dict[MixerSpec, DecodeStep | WholeStep]] = {}
         self._between: dict[tuple[int, str, Worn], Tensor] = {}
         """Logits that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
         self._last_planned = 0
-        self._workspace: Tensor | None = None
-        self._int_workspaces: dict[int | None, Tensor] = {}
-        self._even: dict[int | None, EvenDecode] = {}
-        self._is_even = attention == "auto" and _can_be_even(self._shape, self._arch)
 
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
         """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
@@ -173,12 +182,12 @@ class DecodeGraphs:
         """
         graphs = [self._graph(key) for key in keys]
         bucket, way, *_ = keys[0]
-        if way == "fa2":
+        if (plan := self._plans.get((bucket, way))) is not None:
             lengths = np.ones(bucket, np.int64)
             lengths[: len(decodes.rows)] += decodes.starts
             last, self._last_planned = self._last_planned, 0  # none, should planning fail
             with torch.inference_mode():
-                self._plans[bucket].plan(lengths, anew=last != bucket)
+                plan.plan(lengths, anew=last != bucket)
             self._last_planned = bucket
         return graphs
 
@@ -194,16 +203,13 @@ class DecodeGraphs:
         self._graphs.clear()
         self._steps.clear()
         self._plans.clear()
-        self._even.clear()
+        self._room.close()
         self._between.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _way(self, bucket: int, context: int) -> str:
-        if self._choice != "auto":
-            return self._choice
-        way = choose(bucket, context, fp8=self._is_fp8, even=self._is_even, xqa=self._arch.has("xqa"))
-        return "fa2" if way == "fused" and FusedDecode.refuses(self._shape) is not None else way
+        return self._choice if self._choice != "auto" else self._ways.at(bucket, context).name
 
     def _graph(self, key: Key) -> torch.cuda.CUDAGraph:
         graph = self._graphs.get(key)
@@ -224,15 +230,16 @@ class DecodeGraphs:
         self._last_planned = 0  # later steps plan again, even if this fails
         if (bucket, way) not in self._steps:
             self._steps[bucket, way] = self._make_steps(bucket, way)
-        if way == "fa2":  # all sizes share the device's plan, which may be for another batch by now
-            self._plans[bucket].plan(np.ones(bucket, np.int64), anew=True)
+        if (plan := self._plans.get((bucket, way))) is not None:
+            plan.plan(np.ones(bucket, np.int64), anew=True)  # all sizes share the device's, which may be another's now
         rows = self._rows
         named = (rows.batch_R[:bucket], rows.active_R[:bucket], rows.exchange.turn_2)
         kept = [words.clone() for words in named]
         for words, harmless in zip(named, (rows.padding_row, rows.padding_row, rows.exchange.spare), strict=True):
             words.fill_(harmless)
         try:
-            self._run(key)  # compiles and allocates now, which a capture must not
+            with self._chain.watched():
+                self._run(key)  # compiles and allocates now, which a capture must not
             graph = torch.cuda.CUDAGraph()
             with not_collected():  # calls of a finaliser in this thread could end the capture
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -258,15 +265,18 @@ class DecodeGraphs:
         self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
         self._rows.exchange.answer(self._ids[:bucket], pdl=self._pdl)
 
-    def _logits(self, bucket: int, steps: Mapping[MixerSpec, DecodeStep], worn: Worn) -> Tensor:
+    def _logits(self, bucket: int, steps: Mapping[MixerSpec, DecodeStep | WholeStep], worn: Worn) -> Tensor:
         rows, inputs = self._rows, self._inputs[bucket]
         rows.apply()
         batch_B = rows.active_R[:bucket]
         prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=self._shape.page_size)
+        self._chain.note(_PREPARATION)
         for step in steps.values():
-            if isinstance(step.attention, EvenDecode):
+            if isinstance(step, DecodeStep):
                 step.attention.deal(inputs)
-        rotated = not any(isinstance(step.attention, FusedDecode) for step in steps.values())
+                if step.deal is not None:
+                    self._chain.note(step.deal)
+        rotated = all(isinstance(step, DecodeStep) for step in steps.values())
         adapted = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, worn, rotated=rotated)
         hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted)
         return self._decoder.logits(hidden_BE, adapted)
@@ -284,33 +294,10 @@ class DecodeGraphs:
             for size in self._buckets
         }
 
-    def _make_steps(self, bucket: int, way: str) -> dict[MixerSpec, DecodeStep]:
-        inputs = self._inputs[bucket]
-        if way == "fa2":
-            planned = {mixer: self._planned(ops.shape, bucket) for mixer, ops in self._ops.items()}
-            self._plans[bucket] = _Planned(bucket, list(planned.values()))
-            return {mixer: DecodeStep(inputs, each) for mixer, each in planned.items()}
-        if way == "even":
-            return {mixer: DecodeStep(inputs, self._dealt(ops.shape)) for mixer, ops in self._ops.items()}
-        make = XqaDecode if way == "xqa" else FusedDecode
-        return {
-            mixer: DecodeStep(inputs, make(ops.shape, self._device, max_rows=bucket))
-            for mixer, ops in self._ops.items()
-        }
-
-    def _planned(self, shape: HeadShape, bucket: int) -> PlannedDecode:
-        if self._workspace is None:
-            size = PlannedDecode.workspace_bytes(shape, self._buckets[-1], self._device)
-            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        space = self._int_workspaces.get(shape.window)
-        if space is None:
-            space = torch.empty(PlannedDecode.INT_WORKSPACE, dtype=torch.uint8, device=self._device)
-            self._int_workspaces[shape.window] = space
-        return PlannedDecode(shape, self._inputs[bucket], self._workspace, space)
-
-    def _dealt(self, shape: HeadShape) -> EvenDecode:
-        """Return the window's attention, one for all batch sizes, since no two of them run at once."""
-        even = self._even.get(shape.window)
-        if even is None:
-            even = self._even[shape.window] = EvenDecode(shape, self._device, max_rows=self._buckets[-1], pdl=self._pdl)
-        return even
+    def _make_steps(self, bucket: int, way: str) -> dict[MixerSpec, DecodeStep | WholeStep]:
+        kernel, inputs = self._kernels[way], self._inputs[bucket]
+        steps = {mixer: kernel.open(ops.shape, inputs, self._room) for mixer, ops in self._ops.items()}
+        planned = [step.planned for step in steps.values() if isinstance(step, DecodeStep) and step.planned is not None]
+        if planned:
+            self._plans[bucket, way] = _Planned(bucket, planned)
+        return steps

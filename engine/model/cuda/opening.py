@@ -24,15 +24,14 @@ from headrace.engine.scheduling.plan import Capacity
 
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
-    from headrace.engine.model.cuda.decoder import CudaDecoder
-    from headrace.engine.model.cuda.runner import CudaRunner, cuda_ops, head_shape
+    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, head_shape
+    from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
     from headrace.ops.cuda.arch import Arch
-    from headrace.ops.cuda.attention.decode import FusedDecode
-    from headrace.ops.cuda.attention.even import EvenDecode
     from headrace.ops.cuda.block import CudaOps
     from headrace.ops.cuda.compiling.cache import cache, check_compilers, count_kernels, use_cache
     from headrace.ops.cuda.compiling.toolkit import CannotCompile
+    from headrace.ops.cuda.kernels import KERNELS, Kernels
     from headrace.ops.cuda.memory.weights import WeightMemory
     from headrace.ops.host_memory import PiecePool
 except ImportError as error:
@@ -56,7 +55,13 @@ calls such as loading a kernel may end the capture of a graph in another thread.
 
 
 def open_cuda(
-    config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, *, installed_kernels: bool = True
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source,
+    device: torch.device,
+    *,
+    installed_kernels: bool = True,
+    kernels: Kernels = KERNELS,
 ) -> Device:
     """Load the weights on the GPU `device`, measure what is left, and make a runner that has captured its graphs.
 
@@ -69,7 +74,7 @@ def open_cuda(
         InvalidParams: An option does not fit the model or the device.
     """
     arch = _arch(config, device)
-    _check_attention(config, spec, arch)
+    _check_attention(config, spec, arch, kernels)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, _PAGE_SIZE)):
         if value not in ("auto", limit):
             raise InvalidParams(f"{field}: a GPU takes {limit}, got {value}", field=field, value=value, limit=limit)
@@ -77,7 +82,7 @@ def open_cuda(
         with _opening, torch.cuda.device(device), torch.inference_mode():
             use_cache(config.kernel_cache, installed=installed_kernels)
             check_compilers()
-            return _open(config, spec, source, device, arch)
+            return _open(config, spec, source, device, arch, kernels)
     except (torch.OutOfMemoryError, CannotCompile) as error:
         failure = str(error)
         if not isinstance(error, CannotCompile):
@@ -87,7 +92,9 @@ def open_cuda(
     raise DeviceUnavailable(f"device: {failure}")
 
 
-def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, arch: Arch) -> Device:
+def _open(
+    config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, arch: Arch, kernels: Kernels
+) -> Device:
     dtype = _DTYPE
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
     memory = WeightMemory(device)
@@ -109,15 +116,16 @@ def _open(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch
         kv_scales=weights.kv_scales,
         device=device,
         arch=arch,
+        kernels=kernels,
     )
     decoder: CudaDecoder = Decoder(spec, weights, ops)
     bank = _make_bank(config, spec, ops, limits)
     page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers)
-    free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device)
+    free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
     runner = CudaRunner(
         decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
-        weights=Weights(memory, lambda: load(again())),
+        weights=Weights(memory, lambda: load(again())), kernels=kernels,
     )  # fmt: skip
     try:
         runner.warm_up()
@@ -216,16 +224,11 @@ def _arch(config: EngineConfig, device: torch.device) -> Arch:
     return arch
 
 
-def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> None:
+def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch, kernels: Kernels) -> None:
     """Refuse a way of decoding that the GPU or the model's heads rule out."""
-    way, why = config.decode_attention, None
+    way = config.decode_attention
     shape = head_shape(spec.uniform_attention, page_size=_PAGE_SIZE, dtype=_DTYPE, kv_dtype=_kv_dtype(config))
-    if way == "even":
-        why = EvenDecode.refuses(shape, arch)
-    elif way == "xqa":
-        why = arch.lacks("xqa")
-    elif way == "fused":
-        why = FusedDecode.refuses(shape)
+    why = next((kernel.refuses(shape, arch) for kernel in kernels.decodes if kernel.name == way), None)
     if why is not None:
         raise InvalidParams(
             f"decode_attention: {way} cannot run here: {why}; auto picks one that can",
@@ -236,7 +239,12 @@ def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch) -> Non
 
 
 def _free_for_pages(
-    config: EngineConfig, decoder: CudaDecoder, ops: Mapping[MixerSpec, CudaOps], limits: Limits, device: torch.device
+    config: EngineConfig,
+    decoder: CudaDecoder,
+    ops: Mapping[MixerSpec, CudaOps],
+    limits: Limits,
+    device: torch.device,
+    kernels: Kernels,
 ) -> int:
     """Return the bytes left for pages beside weights, graphs and the largest prefill, which runs once to measure it."""
     small = Capacity(
@@ -249,7 +257,7 @@ def _free_for_pages(
     )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    trial = CudaRunner(decoder, ops, small, attention=config.decode_attention, device=device)
+    trial = CudaRunner(decoder, ops, small, attention=config.decode_attention, device=device, kernels=kernels)
     try:
         trial.rehearse()
         needed = torch.cuda.max_memory_allocated(device) - before

@@ -7,7 +7,6 @@ run, and never decodes (graphs.py does). Next to read: ops/cuda/block.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda.adapters import BARE, Adapted, CudaBank, Worn
 from headrace.engine.model.cuda.compiling import compiles
-from headrace.engine.model.cuda.decoder import CudaDecoder
+from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.reports import MOST_POSITIONS, Lines
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler
@@ -25,9 +25,10 @@ from headrace.engine.model.shared.pools import Pools, PoolSpan
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Capacity, Work
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.attention.paged import HeadShape, PrefillAttention
-from headrace.ops.cuda.attention.tile import TileAttention
-from headrace.ops.cuda.block import CudaOps, PrefillStep
+from headrace.ops.cuda.attention.registry import PrefillKernel, resolve_prefill
+from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.attention.steps import PrefillAttention, PrefillStep
+from headrace.ops.cuda.block import CudaOps
 
 __all__ = ["Prefills"]
 
@@ -75,13 +76,15 @@ class _Wearing(NamedTuple):
         return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.ends else None
 
 
-def _attention(shape: HeadShape, device: torch.device, arch: Arch) -> PrefillAttention | TileAttention:
-    """Return the fastest attention for prefills that this GPU can run and that could be compiled."""
-    if TileAttention.refuses(shape, arch) is None:
-        without = "prefills attend through FlashInfer, which is slower"
-        if compiles([partial(TileAttention.build, shape)], without):
-            return TileAttention(shape, device, pdl=True)
-    return PrefillAttention(shape, device, backend="fa3" if arch.has("wgmma") else "fa2")
+def _attention(
+    shape: HeadShape, device: torch.device, arch: Arch, kernels: Sequence[PrefillKernel], *, pdl: bool
+) -> PrefillAttention:
+    """Return the first of `kernels` that this GPU can run and that could be compiled."""
+    able, refused = resolve_prefill(kernels, shape, arch)
+    for kernel in able:
+        if compiles(kernel.builds(shape), f"prefills attend without the kernel {kernel.name!r}, which is slower"):
+            return kernel.open(shape, device, pdl=pdl)
+    raise DeviceUnavailable(f"device: no kernel attends for prefills of this model: {refused}")
 
 
 class Prefills:
@@ -96,6 +99,8 @@ class Prefills:
         kv: Tensor,
         capacity: Capacity,
         bank: CudaBank | None = None,
+        *,
+        kernels: Sequence[PrefillKernel],
     ) -> None:
         """Allocate memory to describe a step of `capacity.max_batched_tokens` tokens.
 
@@ -107,11 +112,14 @@ class Prefills:
             kv: The paged cache.
             capacity: Tokens and rows of a step.
             bank: The adapters that rows may use; None without adapters.
+            kernels: The kernels of attention to choose among.
         """
         self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
         self._bank = bank
         self._device, self._page_size = kv.device, capacity.page_size
-        self._attention = {mixer: _attention(each.shape, kv.device, each.arch) for mixer, each in ops.items()}
+        self._attention = {
+            mixer: _attention(each.shape, kv.device, each.arch, kernels, pdl=each.pdl) for mixer, each in ops.items()
+        }
         self.pools = Pools()
         """Rows whose hidden states are wanted; the runner adds new ones."""
         words = 7 * capacity.max_batched_tokens + 8 * capacity.max_rows

@@ -18,13 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cuda.adapters import CudaBank
-from headrace.engine.model.cuda.compiling import compiles
-from headrace.engine.model.cuda.decoder import CudaDecoder
 from headrace.engine.model.cuda.decodes import Decodes, Ordering
 from headrace.engine.model.cuda.graphs import DecodeGraphs, Key
 from headrace.engine.model.cuda.moves import PageMoves
+from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.prefills import Prefills
 from headrace.engine.model.cuda.reports import Lines
 from headrace.engine.model.cuda.rows import DeviceRows
@@ -38,22 +36,15 @@ from headrace.engine.model.cuda.steps import (
     split,
 )
 from headrace.engine.model.shared.memory import borrow_stream, return_device_memory, return_stream, returned_if_short
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
+from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.plan import Ability, Capacity, NewRow, RowOptions, StepPlan, Work
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import Reporting, Shaping
-from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.attention.paged import HeadShape
 from headrace.ops.cuda.block import CudaOps
-from headrace.ops.cuda.compiling.source import lacks_wgmma
-from headrace.ops.cuda.products.even_heads import EvenHeads
-from headrace.ops.cuda.products.even_linear import EvenLinear
-from headrace.ops.cuda.products.linear import LinearScratch
-from headrace.ops.cuda.products.tile_linear import TileLinear
-from headrace.ops.paged import KvScales
+from headrace.ops.cuda.kernels import KERNELS, Kernels
 
-__all__ = ["CudaRunner", "cuda_ops", "head_shape"]
+__all__ = ["CudaRunner"]
 
 _RESULTS = 16  # more than any launch_ahead
 _USUAL_CONTEXT = 1024  # tokens
@@ -63,66 +54,6 @@ _ALL_OPTIONS = Shaping(bias=((0, 1.0),), frequency_penalty=1.0, bad_words=((0, 0
 _NOWHERE: NDArray[np.int64] = np.empty(0, np.int64)
 _ALL_REPORTS = Reporting(completion=1, prompt=1)
 _LAUNCHED_TOO_FAR = "more steps are launched than results can be kept for"
-
-
-def head_shape(attention: Attention, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> HeadShape:
-    """Return the shape of the attention that kernels compute."""
-    return HeadShape(
-        heads=attention.heads,
-        kv_heads=attention.kv_heads,
-        head_dim=attention.head_dim,
-        page_size=page_size,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        scale=attention.scale,
-        window=attention.window,
-    )
-
-
-def cuda_ops(
-    spec: DecoderSpec,
-    *,
-    page_size: int,
-    max_positions: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    kv_scales: Mapping[int, KvScales],
-    device: torch.device,
-    arch: Arch,
-) -> dict[MixerSpec, CudaOps]:
-    """Return the operations of each kind of mixer that `spec` has.
-
-    Raises:
-        ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
-            that no kernel computes.
-    """
-    kinds, eps = spec.attention_kinds, spec.uniform_epsilon
-    for attention in kinds:
-        if attention.scores != Attention.scores:
-            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
-    head_dim = kinds[0].head_dim
-    positions, rotations = torch.arange(max_positions, dtype=torch.float32), []
-    for rope in spec.ropes:
-        angles = torch.outer(positions, torch.from_numpy(rope.inverse_frequencies(head_dim))).to(device)
-        rotations.append(torch.cat((angles.cos(), angles.sin()), dim=1))
-    scratch, has_heads = LinearScratch(device, arch), EvenHeads.refuses(dtype, head_dim, arch) is None
-    products = (EvenLinear, TileLinear, *((EvenHeads,) if has_heads else ()))
-    without = "products are left to Triton and cuBLAS, which are slower"
-    built = lacks_wgmma(dtype, arch) is None and compiles([product.build for product in products], without)
-    return {
-        attention: CudaOps(
-            head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
-            arch=arch,
-            eps=eps,
-            cos_sin_PD=rotations[attention.rope],
-            scratch=scratch,
-            even=EvenLinear(scratch, eps=eps, pdl=True) if built else None,
-            even_heads=EvenHeads(eps=eps, pdl=True) if built and has_heads else None,
-            tile=TileLinear() if built else None,
-            kv_scales=kv_scales,
-        )
-        for attention in kinds
-    }
 
 
 class CudaRunner:
@@ -140,6 +71,7 @@ class CudaRunner:
         device: torch.device,
         bank: CudaBank | None = None,
         weights: Weights | None = None,
+        kernels: Kernels = KERNELS,
     ) -> None:
         """Allocate rows and the paged cache; `warm_up` captures.
 
@@ -151,6 +83,7 @@ class CudaRunner:
             device: The GPU.
             bank: The adapters that rows may use, closed with this; None without adapters.
             weights: Memory of the model's parameters, closed with this; None where the caller owns it.
+            kernels: The kernels of attention to choose among.
         """
         self._capacity, self._bank, self._weights = capacity, bank, weights
         self._stream = borrow_stream(device)
@@ -167,9 +100,11 @@ class CudaRunner:
             """Of what `launch` enqueues itself."""
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, self._kv, self._ids,
-                max_rows=capacity.max_rows, attention=attention, bank=bank,
+                max_rows=capacity.max_rows, attention=attention, bank=bank, kernels=kernels.decodes,
             )  # fmt: skip
-            self._prefills = Prefills(decoder, ops, self._rows, self._sampler, self._kv, capacity, bank)
+            self._prefills = Prefills(
+                decoder, ops, self._rows, self._sampler, self._kv, capacity, bank, kernels=kernels.prefills
+            )
         self._moves = PageMoves(self._kv, self._stream, device)
         self._submitted = 0
         """Number of steps given to the launcher; only `launch` counts them."""

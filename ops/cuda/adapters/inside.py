@@ -1,7 +1,7 @@
 """`CudaWornOps`: a decode step's products for rows that use one low-rank adapter or none, with its updates inside.
 
 Owns the assignment of updates to products (csrc/worn.cuh), so that a layer takes as many launches as without adapters;
-never serves several adapters, biases, ranks over `WORN_RANK`, or more rows than products/even_linear.py.
+never serves several adapters, biases, ranks over `WORN_RANK`, or more rows than the products with updates inside.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.ops.cuda.adapters.rows import LoraBatch, LoraSite, WornSite
-from headrace.ops.cuda.block import CudaOps, CudaProduct
-from headrace.ops.cuda.products.even_linear import EvenLinear, Squares
+from headrace.ops.cuda.attention.steps import DecodeStep
+from headrace.ops.cuda.products.fusion import GATED, Squares
 from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.block import DecodeStep, PrefillStep
+    from headrace.ops.cuda.attention.steps import CudaStep
+    from headrace.ops.cuda.block import CudaOps
+    from headrace.ops.cuda.products.packed import CudaProduct
     from headrace.ops.stream import HeadNorms
 
 __all__ = ["CudaWornOps"]
@@ -31,7 +33,6 @@ class CudaWornOps:
     def __init__(
         self,
         ops: CudaOps,
-        even: EvenLinear,
         batch: LoraBatch,
         own_M4: Tensor,
         sites: Mapping[tuple[int, str], LoraSite],
@@ -42,18 +43,17 @@ class CudaWornOps:
 
         Args:
             ops: The operations of the layers' mixer.
-            even: The products of few rows that belong to `ops`.
             batch: The rows that use the adapter.
             own_M4: The adapter's lines of the table, which `pick` copied.
             sites: The sites by (layer, name).
             feeds: Whether the adapter updates gate, up or down.
         """
-        self._ops, self._even, self._batch, self._own_M4 = ops, even, batch, own_M4
+        self._ops, self._batch, self._own_M4 = ops, batch, own_M4
         self._sites, self._feeds = sites, feeds
 
-    def embed(self, x_NE: Tensor, _tokens_N: Tensor) -> Tensor:
-        """Return the embeddings unchanged."""
-        return x_NE
+    def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
+        """Do what `CudaOps.embed` does."""
+        return self._ops.embed(x_NE, tokens_N)
 
     def attend(
         self,
@@ -61,37 +61,40 @@ class CudaWornOps:
         norm_E: Tensor,
         qkv: CudaProduct,
         head_norms: HeadNorms | None,
-        step: DecodeStep | PrefillStep,
+        step: CudaStep,
         kv: Tensor,
         layer: int,
     ) -> tuple[Tensor, Tensor]:
         """Do what `CudaOps.attend` does, with the updates of queries, keys and values."""
         x_NE, squares, total_NE = self._scaled(stream, norm_E)
-        worn = self._worn(layer, "qkv")
-        return self._ops.attend_inside(x_NE, squares, qkv, head_norms, step, kv, layer, worn), total_NE
+        assert isinstance(step, DecodeStep)
+        heads, worn = qkv.runs.heads[len(x_NE)], self._worn(layer, "qkv")
+        return self._ops.attend_inside(heads, x_NE, squares, qkv, head_norms, step, kv, layer, worn), total_NE
 
     def feed(self, stream: Stream, norm_E: Tensor, gate_up: CudaProduct, layer: int) -> tuple[Tensor, Tensor]:
         """Do what `CudaOps.feed` does, with the updates of gate and up."""
         x_NE, squares, total_NE = self._scaled(stream, norm_E)
         out_NF = torch.empty(len(x_NE), len(gate_up.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
-        self._even.silu_mul(x_NE, gate_up.weight_OI, out_NF, squares, self._worn(layer, "gate_up"))
+        chosen = (gate_up.runs.gated if squares is None else gate_up.runs.factors_gated)[len(x_NE)]
+        gate_up.run(chosen, x_NE, out_NF, squares, GATED, self._worn(layer, "gate_up"))
         return out_NF, total_NE
 
     def add(
         self, x_NI: Tensor, packed: CudaProduct, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
     ) -> Stream:
         """Do what `CudaOps.add` does, with the site's update."""
-        out_NE, worn = torch.empty_like(total_NE), self._worn(layer, site)
-        if norm_E is None:
-            self._even.product(x_NI, packed.weight_OI, out_NE, worn=worn)
-            return Stream(out_NE, total_NE)
-        return Stream(out_NE, total_NE, self._even.add(x_NI, packed.weight_OI, total_NE, norm_E, out_NE, worn))
+        worn, rows = self._worn(layer, site), len(x_NI)
+        if norm_E is not None:
+            return self._ops.add_inside(packed.runs.residual[rows], x_NI, packed, total_NE, norm_E, worn)
+        out_NE = torch.empty_like(total_NE)
+        packed.run(packed.runs.plain[rows], x_NI, out_NE, worn=worn)
+        return Stream(out_NE, total_NE)
 
     def attend_with(
         self,
         qkv_NX: Tensor,
         head_norms: HeadNorms | None,
-        step: DecodeStep | PrefillStep,
+        step: CudaStep,
         kv: Tensor,
         layer: int,
     ) -> Tensor:
@@ -103,7 +106,7 @@ class CudaWornOps:
         if (layer, site) not in self._sites:
             return self._ops.product(x_NI, packed)
         out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
-        self._even.product(x_NI, packed.weight_OI, out_NO, worn=self._worn(layer, site))
+        packed.run(packed.runs.plain[len(x_NI)], x_NI, out_NO, worn=self._worn(layer, site))
         return out_NO
 
     def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:

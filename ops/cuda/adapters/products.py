@@ -24,7 +24,9 @@ from headrace.ops.stream import Stream
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.block import CudaOps, CudaProduct, DecodeStep, PrefillStep
+    from headrace.ops.cuda.attention.steps import CudaStep
+    from headrace.ops.cuda.block import CudaOps
+    from headrace.ops.cuda.products.packed import CudaProduct
     from headrace.ops.stream import HeadNorms
 
 __all__ = ["CudaAdapterOps", "VirtualRows"]
@@ -87,6 +89,7 @@ class CudaAdapterOps:
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
         """Add the embeddings' updates to `x_NE`, put in the embeddings of virtual tokens, and return it."""
+        x_NE = self._ops.embed(x_NE, tokens_N)
         if self._ends:
             place = self._sites[-1, "embed"]
             expand(look_up(tokens_N, self._batch, place), x_NE, self._batch, place)
@@ -100,7 +103,7 @@ class CudaAdapterOps:
         norm_E: Tensor,
         qkv: CudaProduct,
         head_norms: HeadNorms | None,
-        step: DecodeStep | PrefillStep,
+        step: CudaStep,
         kv: Tensor,
         layer: int,
     ) -> tuple[Tensor, Tensor]:
@@ -152,7 +155,7 @@ class CudaAdapterOps:
         self,
         qkv_NX: Tensor,
         head_norms: HeadNorms | None,
-        step: DecodeStep | PrefillStep,
+        step: CudaStep,
         kv: Tensor,
         layer: int,
     ) -> Tensor:

@@ -14,19 +14,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.fused import finite
+from headrace.ops.cuda.tuning.chips import DEFAULT
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.attention.paged import HeadShape
+    from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.fused import DecodeInputs
+    from headrace.ops.cuda.tuning.table import Tuning
 
 __all__ = ["FusedDecode"]
 
 _TILE = 32
-_PROGRAMS = 256
-_MAX_SPLITS = 32
 
 
 @triton.jit
@@ -221,28 +221,21 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
 class FusedDecode:
     """Decodes of a few rows: q/k norm, rotary, KV write, attention. No plan: splits follow the device's lengths."""
 
-    _HEAD_DIMS = (64, 128, 256)
-
-    @classmethod
-    def refuses(cls, shape: HeadShape) -> str | None:
-        """Return why the kernel cannot run for heads of `shape` on any GPU; None if it can."""
-        if shape.head_dim in cls._HEAD_DIMS:
-            return None
-        return f"heads are of {shape.head_dim}, the kernel takes {cls._HEAD_DIMS}"
-
     def __init__(
         self,
         shape: HeadShape,
         device: torch.device,
         *,
         max_rows: int,
+        tuning: Tuning = DEFAULT,
         splits: int | None = None,
         tile: int = _TILE,
         warps: int = 4,
     ) -> None:
         """Allocate for `max_rows`; `splits` (a power of two, None picks it) bounds the programs for a row and head."""
         if splits is None:
-            splits = max(1, min(_MAX_SPLITS, triton.next_power_of_2(_PROGRAMS // (max_rows * shape.kv_heads))))
+            programs = tuning.fused_programs // (max_rows * shape.kv_heads)
+            splits = max(1, min(tuning.fused_splits, triton.next_power_of_2(programs)))
         self._shape, self._splits, self._tile, self._warps = shape, splits, tile, warps
         teams = max_rows * shape.heads * splits
         self._partial = torch.empty(teams, shape.head_dim, dtype=torch.float32, device=device)
@@ -265,8 +258,7 @@ class FusedDecode:
     ) -> None:
         """Enqueue one layer; the arguments are those of `fused.norm_rope_write`, and `out_BX` is `[B, H * D]`.
 
-        With `pdl`, lengths, page numbers and old keys are read before the previous kernel has finished: at least one
-        kernel that was launched without `pdl` must run between this one and `prepare_decode`. Head sizes 64, 128, 256.
+        kernels.py declares what is read before the wait with `pdl`. Head sizes 64, 128, 256.
         """
         shape = self._shape
         group = shape.heads // shape.kv_heads

@@ -9,84 +9,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.xqa import xqa
 
-from headrace.ops.cuda.arch import Arch
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.fused import DecodeInputs
 
-__all__ = ["DecodeAttention", "HeadShape", "PlannedDecode", "PrefillAttention", "XqaDecode", "choose"]
+__all__ = ["FlashAttention", "PlannedDecode", "XqaDecode"]
 
 _SEMAPHORES = 1 << 20
 _RING = 4
 
 
-class HeadShape:
-    """Shape of one attention layer, the same for every way to compute it."""
-
-    __slots__ = ("dtype", "head_dim", "heads", "kv_dtype", "kv_heads", "page_size", "scale", "window")
-
-    def __init__(
-        self,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        page_size: int = 16,
-        dtype: torch.dtype = torch.bfloat16,
-        kv_dtype: torch.dtype | None = None,
-        scale: float | None = None,
-        window: int | None = None,
-    ) -> None:
-        """Set the sizes: `scale` multiplies q.k, None for 1/sqrt(D); `window` counts visible tokens and the new one."""
-        self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
-        self.dtype, self.kv_dtype = dtype, dtype if kv_dtype is None else kv_dtype
-        self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-        self.window = window
-
-
-class DecodeAttention(Protocol):
-    """Protocol of attention in decodes: one token for each row, over the row's pages."""
-
-    def plan(self, seq_lens: Sequence[int]) -> None:
-        """Prepare the next launch on the current stream, outside any graph, for lengths no less than the real ones."""
-
-    def run(
-        self,
-        q_BHD: Tensor,
-        kv_layer: Tensor,
-        inputs: DecodeInputs,
-        out_BHD: Tensor,
-        scales: KvScales = UNSCALED,
-    ) -> None:
-        """Enqueue one layer; a graph can capture it. `kv_layer` is `[pages, 2, T, K, D]`; q and out are contiguous."""
-
-
 class XqaDecode:
     """FlashInfer's XQA, which needs no plan. Splits each row's context evenly, whatever its length."""
 
-    def __init__(self, shape: HeadShape, device: torch.device, *, max_rows: int, spread: int = 1) -> None:
+    def __init__(self, shape: HeadShape, device: torch.device, *, max_rows: int, arch: Arch, spread: int = 1) -> None:
         """Allocate for `max_rows`; `spread` multiplies the splits of a row, for more balance but more merging."""
         self._shape = shape
         self._semaphores = torch.zeros(
             max(_SEMAPHORES, 4 * max_rows * shape.kv_heads), dtype=torch.uint8, device=device
         )
-        self._sms = spread * Arch.of(device).processors
+        self._sms = spread * arch.processors
         # Partial results of every split: rows * kv heads * splits is close to the number of multiprocessors.
         group = max(32, shape.heads // shape.kv_heads)
         splits = 2 * self._sms + max_rows * shape.kv_heads
         self._scratch = torch.empty(splits * group * (4 * shape.head_dim + 64), dtype=torch.uint8, device=device)
 
-    def plan(self, seq_lens: Sequence[int]) -> None:
-        """Do nothing: XQA needs no plan."""
+    def deal(self, inputs: DecodeInputs) -> None:
+        """Do nothing: XQA divides each row by itself."""
 
     def run(
         self,
@@ -163,9 +123,9 @@ class PlannedDecode:
         self._first_plan(rows, columns)
 
     @staticmethod
-    def workspace_bytes(shape: HeadShape, max_rows: int, device: torch.device) -> int:
+    def workspace_bytes(shape: HeadShape, max_rows: int, arch: Arch) -> int:
         """Return the bytes of float workspace that any plan of up to `max_rows` rows can need."""
-        parts = 2 * Arch.of(device).processors // shape.kv_heads
+        parts = 2 * arch.processors // shape.kv_heads
         group = shape.heads // shape.kv_heads
         tile = 16 if group <= 16 else 64
         parts = max(parts, -(-max_rows * group // tile) + max_rows)
@@ -232,6 +192,9 @@ class PlannedDecode:
         )
         self._done[slot].record()
 
+    def deal(self, inputs: DecodeInputs) -> None:
+        """Do nothing: `plan` divides the work."""
+
     def run(
         self,
         q_BHD: Tensor,
@@ -244,7 +207,7 @@ class PlannedDecode:
         self._wrapper.run(q_BHD, kv_layer, out=out_BHD, k_scale=scales.k, v_scale=scales.v)
 
 
-class PrefillAttention:
+class FlashAttention:
     """Attention of prefills, causal, over pages that already hold the new tokens: FlashInfer's FA2 or FA3."""
 
     def __init__(
@@ -254,8 +217,6 @@ class PrefillAttention:
         self._shape = shape
         if workspace is None:
             workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=device)
-        if shape.kv_dtype != shape.dtype:
-            backend = "fa2"  # FA3 takes an fp8 cache only with fp8 queries
         self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         size = self._wrapper._int_workspace_buffer.shape[0]
         self._ring = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_RING)]
@@ -302,17 +263,3 @@ class PrefillAttention:
     def run(self, q_NHD: Tensor, kv_layer: Tensor, out_NHD: Tensor, scales: KvScales = UNSCALED) -> None:
         """Enqueue one layer; `q_NHD` may be a view into packed q, k and v (last dimension contiguous)."""
         self._wrapper.run(q_NHD, kv_layer, out=out_NHD, k_scale=scales.k, v_scale=scales.v)
-
-
-def choose(rows: int, context: int, *, fp8: bool = False, even: bool = False, xqa: bool = True) -> str:
-    """Return `"fused"`, `"even"`, `"xqa"` or `"fa2"` for a batch of rows and their mean context in tokens.
-
-    `"fused"` is `FusedDecode` of decode.py and `"even"` is `EvenDecode` of even.py, which is chosen only if `even`, as
-    XQA only if `xqa`. Measured on an H200 in whole chains of layers, where FA2 overlaps with its neighbours and XQA
-    does not; measured alone, XQA looks better than it is.
-    """
-    if rows <= 4 and rows * context <= 4096:
-        return "fused"
-    if even and rows >= (8 if fp8 else 4):
-        return "even"
-    return "xqa" if xqa and (fp8 or rows < 4) else "fa2"

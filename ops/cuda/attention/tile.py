@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from headrace.ops.cuda.compiling.source import compiled, lacks_wgmma
+from headrace.ops.cuda.compiling.source import compiled
 from headrace.ops.paged import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.arch import Arch
-    from headrace.ops.cuda.attention.paged import HeadShape
+    from headrace.ops.cuda.attention.shape import HeadShape
 
 __all__ = ["TileAttention"]
 
-_HEAD = 128
 _QUERIES = 128
-_PAGE_SIZES = (8, 16, 32, 64, 128)
 _RING = 3
 """Most plans that may be on their way to the device."""
 
@@ -53,19 +50,6 @@ class TileAttention:
         """
         group = shape.heads // shape.kv_heads
         return compiled("tile_attention", KV_HEADS=shape.kv_heads, GROUP=group, PAGE=shape.page_size)
-
-    @staticmethod
-    def refuses(shape: HeadShape, arch: Arch) -> str | None:
-        """Return why the kernel cannot run for heads of `shape` on a GPU; None if it can."""
-        if shape.head_dim != _HEAD:
-            return f"heads are of {shape.head_dim}, the kernel takes {_HEAD}"
-        if shape.kv_dtype != shape.dtype:
-            return f"the cache is {shape.kv_dtype}, the kernel takes {shape.dtype}"
-        if shape.page_size not in _PAGE_SIZES:
-            return f"pages are of {shape.page_size} tokens, the kernel takes {_PAGE_SIZES}"
-        if shape.window is not None:
-            return "the kernel has no sliding window"
-        return lacks_wgmma(shape.dtype, arch)
 
     def plan(self, counts: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         """Plan a step on the current stream.

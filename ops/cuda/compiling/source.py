@@ -8,13 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from flashinfer.jit.core import gen_jit_spec
 
-from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.compiling.cache import cache
 
-__all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for", "lacks_wgmma"]
+__all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for"]
 
 _FOLDER = Path(__file__).parents[1] / "csrc"
 _ROWS = (16, 32, 64)
@@ -55,10 +53,3 @@ def build_for_rows(name: str, *, worn: bool = False) -> None:
     """Compile all kernels that `compiled_for` returns for a source; raise the errors of `compiled`."""
     with ThreadPoolExecutor(len(_ROWS)) as pool:
         list(pool.map(lambda rows: compiled_for(rows, name, worn=worn), _ROWS))
-
-
-def lacks_wgmma(dtype: torch.dtype, arch: Arch) -> str | None:
-    """Return why sources that include wgmma.cuh cannot run on a GPU for this dtype; None if they can."""
-    if dtype != torch.bfloat16:
-        return f"the kernel takes bfloat16, not {dtype}"
-    return arch.lacks("wgmma")

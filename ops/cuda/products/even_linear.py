@@ -6,11 +6,12 @@ kernel before still runs. Needs Hopper for its copies and clusters. I input feat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.ops.cuda.compiling.source import MOST_ROWS, build_for_rows, compiled_for
+from headrace.ops.cuda.compiling.source import compiled_for
+from headrace.ops.cuda.products.fusion import Squares
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,26 +19,10 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.adapters.rows import WornSite
     from headrace.ops.cuda.products.linear import LinearScratch
 
-__all__ = ["EvenLinear", "Squares"]
+__all__ = ["EvenLinear"]
 
 _LINE = 64
 _PLAIN, _GATED, _ADD = range(3)
-_WIDE_TILES, _WIDE_ROWS = 2 * 132, 32
-"""Limits measured on an H200: tiles twice as wide pay for more rows, where every multiprocessor gets one."""
-_MOST_WEIGHTS = 128 << 20
-"""Most elements of a weight, measured on an H200: the kernels of linear.py read that of an output head as fast."""
-
-
-class Squares(NamedTuple):
-    """Squares of a sum, from which a norm's factors are made for inputs that are the sum times the norm's weight."""
-
-    parts_EN: Tensor
-    """Squares of the sum, summed over 64 features each, float32 [E / 64, N]."""
-
-    def normed(self, x_NE: Tensor, _total_NE: Tensor, _norm_E: Tensor, eps: float) -> Tensor:
-        """Return x times the norm's factors."""
-        squares_N1 = self.parts_EN.sum(0)[:, None]
-        return (x_NE * torch.rsqrt(squares_N1 / x_NE.shape[1] + eps)).to(x_NE.dtype)
 
 
 class EvenLinear:
@@ -46,26 +31,9 @@ class EvenLinear:
     def __init__(self, scratch: LinearScratch, *, eps: float, pdl: bool = False) -> None:
         """Compute with `eps` of the norms; `pdl` is whether to use programmatic dependent launch.
 
-        With `pdl`, no kernel before a product may write the product's weight.
+        kernels.py declares what a product then reads before it waits.
         """
         self._scratch, self._eps, self._pdl = scratch, eps, pdl
-
-    @staticmethod
-    def build(*, worn: bool = False) -> None:
-        """Compile the kernels, or those with updates; takes half a minute and a compiler the first time.
-
-        Raises:
-            CannotCompile: The kernels are not kept and cannot be compiled.
-            OSError: A compiler cannot be run, or the folder of kernels cannot be written.
-        """
-        build_for_rows("even_linear", worn=worn)
-
-    @staticmethod
-    def fits(rows: int, size_out: int, size_in: int) -> bool:
-        """Return whether these kernels should compute a product of such sizes; gates and ups both count as outputs."""
-        if not 1 < rows <= MOST_ROWS or size_out % _LINE or size_in % _LINE:
-            return False
-        return size_out * size_in <= _MOST_WEIGHTS
 
     def product(
         self,
@@ -105,14 +73,17 @@ class EvenLinear:
         norm_E: Tensor,
         out_NE: Tensor,
         worn: WornSite | None = None,
+        squares: Squares | None = None,
     ) -> Squares:
         """Compute `residual += x W^T`, then `out = residual * norm` without the norm's factors; return the squares.
 
-        Sums, squares and `out` are computed in float32 and rounded once.
+        Sums, squares and `out` are computed in float32 and rounded once. The squares go to `squares`, if given.
         """
-        parts_EN = torch.empty(len(norm_E) // _LINE, len(x_NI), dtype=torch.float32, device=x_NI.device)
-        self._run(_ADD, x_NI, weight_EI, out_NE, None, residual_NE, norm_E, parts_EN, worn)
-        return Squares(parts_EN)
+        if squares is None:
+            shape = len(norm_E) // _LINE, len(x_NI)
+            squares = Squares(torch.empty(shape, dtype=torch.float32, device=x_NI.device))
+        self._run(_ADD, x_NI, weight_EI, out_NE, None, residual_NE, norm_E, squares.parts_EN, worn)
+        return squares
 
     def _run(
         self,
@@ -126,9 +97,9 @@ class EvenLinear:
         parts_EN: Tensor | None = None,
         worn: WornSite | None = None,
     ) -> None:
-        tiles = len(weight) // _LINE
-        splits = 4 if tiles <= 32 else 2 if tiles <= 64 and x_NI.shape[1] >= 2048 else 1
-        wide = kind == _GATED and tiles >= _WIDE_TILES and len(x_NI) > _WIDE_ROWS
+        tiles, tuning = len(weight) // _LINE, self._scratch.arch.tuning
+        splits = tuning.splits_of(tiles * _LINE, x_NI.shape[1])
+        wide = kind == _GATED and tiles >= tuning.even_wide_tiles and len(x_NI) > tuning.even_wide_rows
         compiled_for(len(x_NI), "even_linear", worn=worn is not None).run(
             x_NI, weight, out,
             out if residual is None else residual, out if norm_E is None else norm_E,

@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.tuning.chips import DEFAULT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.tuning.table import Tuning
+
 __all__ = ["MAX_ROWS", "LinearScratch", "Tiling", "linear", "linear_silu_mul", "tiling"]
 
 MAX_ROWS = 64
-# Measured: an early first tile pays where gate and up share an input of few rows, but not elsewhere.
-_EARLY_ROWS = 16
-_FIVE_STAGES_BYTES = 160 << 10
 
 
 class Tiling(NamedTuple):
@@ -40,11 +40,9 @@ class Tiling(NamedTuple):
 class LinearScratch:
     """Partial sums and counters of split products, which all products of one stream share."""
 
-    def __init__(
-        self, device: torch.device | str, arch: Arch | None = None, *, floats: int = 4 << 20, tiles: int = 4096
-    ) -> None:
-        """Allocate on `device`, for tilings that fit `arch`: None asks the device."""
-        self.arch = Arch.of(device) if arch is None else arch
+    def __init__(self, device: torch.device | str, arch: Arch, *, floats: int = 4 << 20, tiles: int = 4096) -> None:
+        """Allocate on `device`, for tilings that fit `arch`."""
+        self.arch = arch
         self.planes = torch.empty(floats, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
 
@@ -149,7 +147,7 @@ def linear(
     """
     size_out, size_in = weight_OI.shape
     rows = x_NI.shape[0]
-    how = tiling(rows, size_out, size_in, shared_bytes=scratch.arch.shared_bytes) if how is None else how
+    how = tiling(rows, size_out, size_in, scratch.arch) if how is None else how
     _linear_kernel[(triton.cdiv(size_out, how.block_out), how.splits)](
         x_NI,
         weight_OI,
@@ -180,6 +178,7 @@ def linear_silu_mul(
     out_NF: Tensor,
     *,
     pdl: bool = False,
+    tuning: Tuning = DEFAULT,
     how: Tiling | None = None,
 ) -> None:
     """Compute `out = silu(x G^T) * (x U^T)` for at most `MAX_ROWS` rows; the weight holds F rows of G, then F of U.
@@ -188,7 +187,7 @@ def linear_silu_mul(
     """
     size_out, size_in = weight_2FI.shape[0] // 2, weight_2FI.shape[1]
     rows = x_NI.shape[0]
-    how = tiling(rows, size_out, size_in, gated=True) if how is None else how
+    how = Tiling(64, 128, 1, 4, 3) if how is None else how
     _linear_kernel[(triton.cdiv(size_out, how.block_out), 1)](
         x_NI,
         weight_2FI,
@@ -205,7 +204,7 @@ def linear_silu_mul(
         BLOCK_IN=how.block_in,
         SPLITS=1,
         GATED=True,
-        EARLY=rows <= _EARLY_ROWS,
+        EARLY=rows <= tuning.few_rows_early,
         PDL=pdl,
         num_warps=how.warps,
         num_stages=how.stages,
@@ -213,19 +212,10 @@ def linear_silu_mul(
     )
 
 
-def tiling(
-    rows: int, size_out: int, size_in: int, *, gated: bool = False, shared_bytes: int = _FIVE_STAGES_BYTES
-) -> Tiling:
-    """Return the division that was fastest on an H200, for projections of 1,024 to 28,672 features.
-
-    Where a block may have less than `_FIVE_STAGES_BYTES` of shared memory, there is a stage less.
-    """
-    block_in, stages = (256, 3) if rows <= 32 else (128, 5 if shared_bytes >= _FIVE_STAGES_BYTES else 4)
-    if gated:
-        return Tiling(64, 128, 1, 4, 3)
-    tiles, splits = triton.cdiv(size_out, 64), 1
-    if tiles <= 32:
-        splits = 4
-    elif tiles <= 64 and size_in >= 2048:
-        splits = 2
-    return Tiling(64, block_in, splits, 4, stages)
+def tiling(rows: int, size_out: int, size_in: int, arch: Arch) -> Tiling:
+    """Return the division that is fastest by the GPU's tuning; a stage less where a block has less shared memory."""
+    tuning = arch.tuning
+    splits = tuning.splits_of(size_out, size_in)
+    if rows <= tuning.few_rows_deep:
+        return Tiling(64, 256, splits, 4, 3)
+    return Tiling(64, 128, splits, 4, 5 if arch.shared_bytes >= tuning.few_rows_shared_bytes else 4)

@@ -15,28 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TileLinear"]
 
-_FEWEST_ROWS = 2048
-"""Fewest rows for this kernel, measured on an H200: with fewer, cuBLAS divides the work better."""
-_PIECE = 8
-
 
 class TileLinear:
     """Products of gates and ups for many rows."""
-
-    @staticmethod
-    def build() -> None:
-        """Compile the kernel; takes seconds and a compiler the first time.
-
-        Raises:
-            CannotCompile: The kernel is not kept and cannot be compiled.
-            OSError: A compiler cannot be run, or the folder of kernels cannot be written.
-        """
-        compiled("tile_linear")
-
-    @staticmethod
-    def fits(rows: int, size_out: int, size_in: int) -> bool:
-        """Return whether this kernel should compute a product of such sizes; gates and ups both count as outputs."""
-        return rows >= _FEWEST_ROWS and size_out % (2 * _PIECE) == 0 and size_in % _PIECE == 0
 
     @staticmethod
     def silu_mul(x_NI: Tensor, weight_2FI: Tensor, out_NF: Tensor, *, pdl: bool = False) -> None:

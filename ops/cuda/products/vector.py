@@ -7,7 +7,7 @@ launch): weights stream while the previous kernel still runs. I input features, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -16,21 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_ROWS", "AddNorm", "vector_linear"]
+    from headrace.ops.cuda.products.fusion import AddNorm
+
+__all__ = ["MAX_ROWS", "vector_linear"]
 
 MAX_ROWS = 8
 _BLOCK_IN = 4096
-
-
-class AddNorm(NamedTuple):
-    """Step before the product: `sum = x + residual`, kept in `residual_out`, and the sum's RMS norm times `weight`."""
-
-    weight: Tensor
-    eps: float
-    residual: Tensor | None = None
-    """Residual to add; None for the norm of x alone, which keeps no sum."""
-    residual_out: Tensor | None = None
-    """Output of the sum; must not be `residual`, which every program of the kernel reads."""
 
 
 @triton.jit
@@ -124,7 +115,7 @@ def vector_linear(
         out_NO: Output in any float dtype, last dimension contiguous; must not overlap the input.
         norm: Add and norm of the input; I at most 4096.
         gated: Whether to compute `out = silu(gate) * up`.
-        pdl: Whether to use programmatic dependent launch; no kernel before this one may then write the weights.
+        pdl: Whether to use programmatic dependent launch; kernels.py declares what is then read before the wait.
         block_out: Output features of a program, a power of two; None picks.
         warps: Warps of a program; None picks.
 

@@ -56,9 +56,9 @@ def test_a_lone_request_outgrows_few_tokens_where_there_is_no_xqa(zoo: Zoo, monk
             return await one_by_one(engine, [draw(38, 1)], 8)
 
     with emulated((8, 0)) as gpu:
-        graphs = importlib.import_module("headrace.engine.model.cuda.graphs")
-        choose = graphs.choose
-        monkeypatch.setattr(graphs, "choose", lambda rows, context, **can: choose(rows, 100 * context, **can))
+        choice = importlib.import_module("headrace.ops.cuda.attention.registry").DecodeChoice
+        at = choice.at
+        monkeypatch.setattr(choice, "at", lambda self, rows, context: at(self, rows, 100 * context))
         (output,) = anyio.run(run)
     assert len(output.tokens) == 8
     assert gpu.launches["fa2 decode"] and gpu.launches["_fused_decode_kernel"]

@@ -11,6 +11,7 @@ import importlib
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,6 +92,18 @@ def params_of(sampling: Sampling, count: int, **fields: Any) -> SamplingParams:
     return SamplingParams(**fields, max_tokens=count)
 
 
+def tune(monkeypatch: pytest.MonkeyPatch, **numbers: Any) -> None:
+    """Choose between kernels by other numbers."""
+    arch = importlib.import_module("headrace.ops.cuda.arch").Arch
+    monkeypatch.setattr(arch, "tuning", replace(arch.named("sm_90").tuning, **numbers))
+
+
+def fused_up_to(tokens: int) -> dict[str, Any]:
+    """Ways to attend in decodes: up to four rows of so many tokens in one kernel, all others by plan."""
+    table = importlib.import_module("headrace.ops.cuda.tuning.table")
+    return {"fused": (table.Span(range(1, 5), range(tokens + 1)),), "fa2": (table.Span(table.ANY),)}
+
+
 def expected(asked: Sequence[tuple[Sequence[int], Sampling]], count: int) -> list[list[int]]:
     """What the exact checkpoint gives: its logits follow from the last token alone, to the last bit."""
     table_VV = exact_logits().bfloat16()
@@ -143,7 +156,7 @@ def test_long_prefills_take_the_activation_into_the_product(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of 65 tokens or more here."""
-    monkeypatch.setattr(importlib.import_module("headrace.ops.cuda.products.tile_linear"), "_FEWEST_ROWS", 65)
+    tune(monkeypatch, tile_rows=range(65, 1000))
 
     async def run() -> list[Output]:
         async with engine_on(zoo, "qwen3") as engine:
@@ -234,14 +247,12 @@ def test_sampled_tokens_are_those_of_the_cpu(
 ) -> None:
     """With filters or without, through little pinned memory, while the way of attention changes with the context."""
     rows = importlib.import_module("headrace.engine.model.cuda.rows")
-    graphs = importlib.import_module("headrace.engine.model.cuda.graphs")
     monkeypatch.setattr(rows, "MOST_PAIRS", 8)
     monkeypatch.setattr(rows, "_MOST_SENT", 20)
     for name in ("engine.model.cuda.rows", "engine.model.cuda.prefills", "ops.cuda.attention.paged"):
         monkeypatch.setattr(importlib.import_module(f"headrace.{name}"), "_RING", 1)
     monkeypatch.setattr(importlib.import_module("headrace.engine.model.cuda.exchange"), "_TURNS", launch_ahead)
-    choice = graphs.choose
-    monkeypatch.setattr(graphs, "choose", lambda rows, context, fp8, even, xqa: choice(rows, 20 * context, fp8=fp8))
+    tune(monkeypatch, decode=fused_up_to(4096 // 20))
     generator = random.Random(launch_ahead)
     asked = [(draw(generator.randrange(1, 90), generator.random()), random_sampling(generator)) for _ in range(40)]
     options = {"max_rows": 12, "max_batched_tokens": 40, "max_context": 128, "launch_ahead": launch_ahead}
@@ -442,20 +453,16 @@ def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
 @torch.inference_mode()
 def test_logits_leave_the_head_in_float32(gpu: Gpu, rows: int) -> None:
     """Two logits that are closer than a step of bfloat16 stay apart in every kernel that multiplies by the head."""
-    cuda, arch, attention, linear, even = (
+    cuda, arch, shape, hazards, linear, packed, registry = (
         importlib.import_module(f"headrace.ops.cuda.{name}")
-        for name in ("block", "arch", "attention.paged", "products.linear", "products.even_linear")
-    )
-    scratch = linear.LinearScratch("cpu")
-    shape = attention.HeadShape(heads=2, kv_heads=1, head_dim=64)
-    ops = cuda.CudaOps(
-        shape,
-        arch.Arch.named("sm_90"),
-        eps=1e-5,
-        cos_sin_PD=torch.ones(8, 64),
-        scratch=scratch,
-        even=even.EvenLinear(scratch, eps=1e-5),
-    )
+        for name in (
+            "block", "arch", "attention.shape", "hazards", "products.linear", "products.packed", "products.registry",
+        )
+    )  # fmt: skip
+    hopper = arch.Arch.named("sm_90")
+    room = registry.ProductRoom(linear.LinearScratch("cpu", hopper), 1e-5, pdl=True, chain=hazards.Chain())
+    heads = shape.HeadShape(heads=2, kv_heads=1, head_dim=64)
+    ops = cuda.CudaOps(heads, cos_sin_PD=torch.ones(8, 64), products=packed.Products(hopper, room))
     weight_VE = torch.ones(128, 64)
     weight_VE[100, 0] += 1 / 128
     logits_SV = ops.logits(torch.ones(rows, 64).bfloat16(), ops.pack_head(Stored.from_dense(weight_VE.bfloat16())))
@@ -788,13 +795,11 @@ def test_a_plan_that_was_made_for_nothing_serves_no_batch(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FA2's plans share memory on the device: a graph that cannot be set up may have left its plan there."""
-    graphs = importlib.import_module("headrace.engine.model.cuda.graphs")
+    paged = importlib.import_module("headrace.ops.cuda.attention.paged")
     runner = importlib.import_module("headrace.engine.model.cuda.runner")
-    monkeypatch.setattr(
-        graphs, "choose", lambda rows, context, fp8, even, xqa: "fa2" if rows > 4 or context > 60 else "fused"
-    )
+    tune(monkeypatch, decode=fused_up_to(60))
     monkeypatch.setattr(runner, "_USUAL_CONTEXT", 1)
-    real, made = graphs.PlannedDecode, []
+    real, made = paged.PlannedDecode, []
 
     class Planned(real):  # type: ignore[misc,valid-type]
         def __init__(self, *values: Any) -> None:
@@ -807,7 +812,7 @@ def test_a_plan_that_was_made_for_nothing_serves_no_batch(
         async with engine_on(zoo, "qwen2 windowed", launch_ahead=1, prefix_cache=False) as engine:
             short = prompts(3, 5, 6, 8, 10, 12)
             outputs = await together(engine, short, greedy(8))
-            monkeypatch.setattr(graphs, "PlannedDecode", Planned)
+            monkeypatch.setattr(paged, "PlannedDecode", Planned)
             await together(engine, prompts(70), greedy(4))
             assert engine.stats().memory_retries == 1 and engine._life.loop is not None
             engine._life.loop.scheduler.failures._allow(256, 8192)  # which many steps more would come to

@@ -1,0 +1,167 @@
+"""`list_kernels`: the kernels that an engine on a GPU would use for a model, and why it would use no others.
+
+Needs neither the GPU nor a compiler, as the choice itself does not. Next to read: ops/cuda/kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
+from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.kernels import KERNELS, Kernels
+from headrace.ops.cuda.products.fusion import Fusion
+from headrace.ops.cuda.products.registry import Resolved, WeightShape, resolve
+from headrace.ops.cuda.tuning.table import Span
+
+__all__ = ["KernelList", "Line", "Refusal", "list_kernels"]
+
+_STEPS: Final[dict[str, tuple[Fusion, ...]]] = {
+    "qkv": ("norm plain", "heads", "factors plain", "plain"),
+    "o": ("residual", "plain"),
+    "gate_up": ("norm gated", "factors gated", "gated", "plain"),
+    "down": ("residual", "plain"),
+    "head": ("logits",),
+}
+"""What a launch of each product may compute, the most first; a step takes the first that a kernel computes."""
+_WORDS: Final[dict[Fusion, str]] = {
+    "plain": "product",
+    "logits": "product in float32",
+    "gated": "product, silu(gate) * up",
+    "residual": "product, sum, part of the next norm",
+    "norm plain": "norm, product",
+    "norm gated": "norm, product, silu(gate) * up",
+    "factors plain": "rest of the norm, product",
+    "factors gated": "rest of the norm, product, silu(gate) * up",
+    "heads": "rest of the norm, product, rotation, KV write",
+}
+_CONTEXTS: Final = (1024, 16384)
+"""Tokens of a row for which decodes are listed by rows."""
+
+
+class Line(NamedTuple):
+    """One operation and the kernels that compute it."""
+
+    what: str
+    fused: str
+    """What one launch computes."""
+    kernels: tuple[str, ...]
+    """A kernel for each number of rows that was asked for, or for each range of rows; "-" where none does it."""
+
+
+class Refusal(NamedTuple):
+    """A kernel that is not used, and where."""
+
+    kernel: str
+    where: str
+    why: str
+
+
+class KernelList(NamedTuple):
+    """The kernels of a model on a GPU."""
+
+    lines: tuple[Line, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def list_kernels(
+    spec: DecoderSpec, arch: Arch, *, rows: Sequence[int] = (), fp8: bool = False, kernels: Kernels = KERNELS
+) -> KernelList:
+    """Return the kernels for the products and the attention of a model.
+
+    Args:
+        spec: The shape of the model.
+        arch: The GPU.
+        rows: Numbers of rows to list a kernel for; without any, ranges of rows.
+        fp8: Whether keys and values are stored in 8 bits.
+        kernels: The kernels to choose among.
+    """
+    lines, refusals = list[Line](), list[Refusal]()
+    for what, weight in _weights(spec).items():
+        resolved = resolve(kernels.products, arch, weight)
+        lines += [Line(what, _WORDS[fusion], _cells(resolved, fusion, rows)) for fusion in _STEPS[what]]
+        refusals += _product_refusals(what, resolved)
+    kv_dtype = torch.float8_e4m3fn if fp8 else None
+    for attention in spec.attention_kinds:
+        shape = HeadShape(
+            heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim,
+            scale=attention.scale, window=attention.window, kv_dtype=kv_dtype,
+        )  # fmt: skip
+        of_window = "" if attention.window is None else f", window of {attention.window}"
+        choice, (prefills, refused) = (
+            resolve_decode(kernels.decodes, shape, arch), resolve_prefill(kernels.prefills, shape, arch),
+        )  # fmt: skip
+        lines += _decode_lines(choice, of_window, rows)
+        lines.append(Line(f"prefill{of_window}", "attention", (prefills[0].name,) * max(1, len(rows))))
+        refusals += [Refusal(name, f"decode{of_window}", why) for name, why in choice.refused.items()]
+        refusals += [Refusal(name, f"prefill{of_window}", why) for name, why in refused.items()]
+    return KernelList(tuple(lines), tuple(_together(refusals)))
+
+
+def _weights(spec: DecoderSpec) -> dict[str, WeightShape]:
+    """Return the weights of a layer and of the output head."""
+    attention, hidden = spec.uniform_attention, spec.hidden_size
+    found = {}
+    for parameters in (attention.parameters(hidden), spec.uniform_feed.parameters(hidden)):
+        for name, fused in parameters.items():
+            if fused.columns is not None:
+                size_out, size_in = fused.shape
+                has_bias = f"{name}_bias" in parameters
+                found[name] = WeightShape(size_out, size_in, attention.head_dim, has_bias)
+    return found | ({"head": WeightShape(spec.vocab_size, hidden, attention.head_dim)} if spec.has_head else {})
+
+
+def _cells(resolved: Resolved, fusion: Fusion, rows: Sequence[int]) -> tuple[str, ...]:
+    table = resolved.kernels[fusion]
+    if rows:
+        return tuple("-" if (kernel := table.at(count)) is None else kernel.name for count in rows)
+    return (", ".join(f"{_of(span)}: {kernel.name}" for span, kernel in table.spans) or "-",)
+
+
+def _of(rows: range) -> str:
+    """Return a range of rows as text."""
+    if len(rows) == 1:
+        return str(rows.start)
+    return f"{rows.start}+" if rows.stop >= 1 << 31 else f"{rows.start}-{rows.stop - 1}"
+
+
+def _decode_lines(choice: DecodeChoice, of_window: str, rows: Sequence[int]) -> Iterator[Line]:
+    whole = {"fused": "norms, rotation, KV write, attention"}
+    if not rows:
+        for kernel, spans in choice.ways:
+            where = " or ".join(map(_words_of, spans))
+            yield Line(f"decode{of_window}", whole.get(kernel.name, "attention"), (f"{where}: {kernel.name}",))
+        return
+    for context in _CONTEXTS:
+        cells = tuple(choice.at(count, context).name for count in rows)
+        yield Line(f"decode, {context:,} tokens a row{of_window}", "attention", cells)
+
+
+def _words_of(span: Span) -> str:
+    """Return the batches of a span as text."""
+    tokens = span.tokens
+    most = "" if tokens.stop >= 1 << 31 else f" of up to {tokens.stop - 1:,} tokens together"
+    least = "" if tokens.start <= 1 else f" of {tokens.start:,} tokens or more together"
+    return f"{_of(span.rows)}{most or least}"
+
+
+def _product_refusals(what: str, resolved: Resolved) -> Iterator[Refusal]:
+    """Return why kernels are not used for a product, but for those that do not compute such a thing at all."""
+    for fusion in _STEPS[what]:
+        for name, why in resolved.refused[fusion].items():
+            if why != "does not fuse this":
+                yield Refusal(name, what, f"{why}: {_WORDS[fusion]}" if why.startswith("does not pay") else why)
+
+
+def _together(refusals: Sequence[Refusal]) -> Iterator[Refusal]:
+    """Return one refusal for each kernel and reason."""
+    places: Mapping[tuple[str, str], list[str]] = {(each.kernel, each.why): [] for each in refusals}
+    for each in refusals:
+        places[each.kernel, each.why].append(each.where)
+    for (kernel, why), where in places.items():
+        yield Refusal(kernel, ", ".join(dict.fromkeys(where)), why)

@@ -1,0 +1,93 @@
+"""`cuda_ops`: the operations of a model's layers on a GPU, with the kernels that it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from headrace.adapters.untrusted import refuse
+from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.attention.steps import CudaStep
+from headrace.ops.cuda.block import CudaOps
+from headrace.ops.cuda.hazards import Chain
+from headrace.ops.cuda.kernels import KERNELS, Kernels
+from headrace.ops.cuda.products.linear import LinearScratch
+from headrace.ops.cuda.products.packed import CudaProduct, Products
+from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
+from headrace.ops.paged import KvScales
+
+__all__ = ["CudaDecoder", "cuda_ops", "head_shape"]
+
+CudaDecoder: TypeAlias = Decoder[CudaProduct, CudaStep, Tensor]
+
+
+def head_shape(attention: Attention, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> HeadShape:
+    """Return the shape of the attention that kernels compute."""
+    return HeadShape(
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        scale=attention.scale,
+        window=attention.window,
+    )
+
+
+def cuda_ops(
+    spec: DecoderSpec,
+    *,
+    page_size: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    kv_scales: Mapping[int, KvScales],
+    device: torch.device,
+    arch: Arch,
+    kernels: Kernels = KERNELS,
+) -> dict[MixerSpec, CudaOps]:
+    """Return the operations of each kind of mixer that `spec` has.
+
+    Raises:
+        ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
+            that no kernel computes.
+    """
+    kinds = spec.attention_kinds
+    for attention in kinds:
+        if attention.scores != Attention.scores:
+            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
+    head_dim = kinds[0].head_dim
+    positions, rotations = torch.arange(max_positions, dtype=torch.float32), []
+    for rope in spec.ropes:
+        angles = torch.outer(positions, torch.from_numpy(rope.inverse_frequencies(head_dim))).to(device)
+        rotations.append(torch.cat((angles.cos(), angles.sin()), dim=1))
+    room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
+    products = Products(arch, room, _built(kernels.products, arch, dtype, head_dim))
+    return {
+        attention: CudaOps(
+            head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
+            cos_sin_PD=rotations[attention.rope],
+            products=products,
+            kv_scales=kv_scales,
+        )
+        for attention in kinds
+    }
+
+
+def _built(
+    kernels: Sequence[ProductKernel], arch: Arch, dtype: torch.dtype, head_dim: int
+) -> tuple[ProductKernel, ...]:
+    """Compile the kernels that are compiled ahead; return all that can run, or without these if one cannot be had."""
+    able = [each for each in kernels if each.lacks(arch, dtype, head_dim) is None]
+    builds = [build for each in able for build in each.builds(worn=False)]
+    if compiles(builds, "products are left to Triton and cuBLAS, which are slower"):
+        return tuple(able)
+    return tuple(each for each in able if not each.builds(worn=False))

@@ -1,0 +1,225 @@
+"""`DECODES` and `PREFILLS`: the declarations of all kernels of attention on CUDA, the preferred ones first.
+
+A new kernel is one class here, or anywhere else, that is named in a tuple like these, with a line in the tuning of the
+GPUs that it was measured on (ops/cuda/tuning/). Imports no compiler before a kernel is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import torch
+
+from headrace.ops.cuda.attention.ring import KV_HEADS, shared_bytes
+from headrace.ops.cuda.attention.steps import DecodeStep, WholeStep
+from headrace.ops.cuda.hazards import Launch, Thing
+
+if TYPE_CHECKING:
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.attention.registry import DecodeKernel, DecodeRoom, PrefillKernel
+    from headrace.ops.cuda.attention.shape import HeadShape
+    from headrace.ops.cuda.attention.steps import PrefillAttention
+    from headrace.ops.cuda.fused import DecodeInputs
+
+__all__ = [
+    "DEAL", "DECODES", "PREFILLS", "EvenDecodes", "FlashPrefills", "FusedDecodes", "PlannedDecodes", "TilePrefills",
+    "XqaDecodes",
+]  # fmt: skip
+
+_ACTIVATIONS: Final = frozenset[Thing](("activations",))
+_PLACES: Final = frozenset[Thing](("pages", "lengths", "old keys"))
+DEAL: Final = Launch("the division of pages", overlaps=False, writes=frozenset(("division",)))
+_FUSED_HEADS = (64, 128, 256)
+_EVEN_TILE = 16  # tokens
+_EVEN_PAGE_BYTES = 64 << 10  # keys and values of one layer: a ring has room for three halves of this
+_TILE_HEAD = 128
+_TILE_PAGES = (8, 16, 32, 64, 128)
+
+
+class _Decode:
+    """What most ways to attend in decodes have in common."""
+
+    name: ClassVar[str]
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return None: any GPU that the engine opens on can run the kernel."""
+        return None
+
+    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+        """Return nothing: the kernel is compiled when it first runs."""
+        return ()
+
+
+class FusedDecodes(_Decode):
+    """Norm, rotary, KV write and attention of few rows in one kernel (decode.py)."""
+
+    name = "fused"
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return which heads the kernel takes, if not these."""
+        if shape.head_dim in _FUSED_HEADS:
+            return None
+        return f"heads are of {shape.head_dim}, the kernel takes {_FUSED_HEADS}"
+
+    @staticmethod
+    def launch(*, pdl: bool) -> Launch:
+        """Return what a layer does to memory: with `pdl`, it fetches old keys while the product before it runs."""
+        early, writes = _PLACES | frozenset[Thing](("rotary table",)), frozenset[Thing](("activations", "new keys"))
+        return Launch("attention 'fused'", overlaps=pdl, early=early, writes=writes)
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+        """Allocate for the rows of `inputs`."""
+        from headrace.ops.cuda.attention.decode import FusedDecode
+
+        rows, tuning = len(inputs.tokens_B), room.arch.tuning
+        attention = FusedDecode(shape, room.device, max_rows=rows, tuning=tuning)
+        return WholeStep(inputs, attention, self.launch(pdl=room.pdl))
+
+
+class EvenDecodes(_Decode):
+    """Equal shares of all rows' pages (even.py)."""
+
+    name = "even"
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return which heads, caches and pages the kernel takes, if not these, or what the GPU lacks."""
+        fp8 = shape.kv_dtype == torch.float8_e4m3fn
+        if shape.dtype != torch.bfloat16 or not (fp8 or shape.kv_dtype == shape.dtype):
+            return f"the kernel takes bfloat16 and caches of 16 bits or of 8-bit floats, not {shape.kv_dtype}"
+        if shape.head_dim not in ((128,) if fp8 else (64, 128)):
+            return f"heads are of {shape.head_dim}, the kernel takes 128, and 64 with a cache of 16 bits"
+        group, heads, tile = shape.heads // shape.kv_heads, KV_HEADS, _EVEN_TILE
+        if shape.kv_heads > heads or group > tile:
+            return f"{shape.kv_heads} key heads of {group} query heads each, the kernel takes {heads} of {tile}"
+        if shape.page_size % tile:
+            return f"pages are of {shape.page_size} tokens, the kernel takes multiples of {tile}"
+        if shape.page_bytes > _EVEN_PAGE_BYTES:
+            return f"a page of a layer has {shape.page_bytes} bytes, the kernel takes {_EVEN_PAGE_BYTES}"
+        if (wanted := shared_bytes(shape)) > arch.shared_bytes:
+            return f"a block wants {wanted} bytes of shared memory, {arch.name} has {arch.shared_bytes}"
+        return arch.lacks("bulk_copy")
+
+    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+        """Return the function that compiles the source."""
+        return (partial(_build, "even", "EvenDecode", shape),)
+
+    @staticmethod
+    def launch(*, pdl: bool) -> Launch:
+        """Return what a layer does to memory: with `pdl`, it fetches old keys while the kernel before it runs."""
+        early = _PLACES | frozenset[Thing](("division",))
+        return Launch("attention 'even'", overlaps=pdl, early=early, writes=_ACTIVATIONS)
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+        """Return one for all batch sizes of a window, since no two of them run at once."""
+        from headrace.ops.cuda.attention.even import EvenDecode
+
+        attention = room.keep(
+            self.name,
+            shape.window,
+            lambda: EvenDecode(shape, room.device, max_rows=room.most_rows, arch=room.arch, pdl=room.pdl),
+        )
+        return DecodeStep(inputs, attention, self.launch(pdl=room.pdl), DEAL)
+
+
+class XqaDecodes(_Decode):
+    """FlashInfer's XQA (paged.py), which needs no plan."""
+
+    name = "xqa"
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return what the GPU lacks."""
+        return arch.lacks("xqa")
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+        """Allocate for the rows of `inputs`."""
+        from headrace.ops.cuda.attention.paged import XqaDecode
+
+        return DecodeStep(inputs, XqaDecode(shape, room.device, max_rows=len(inputs.tokens_B), arch=room.arch))
+
+
+class PlannedDecodes(_Decode):
+    """FlashInfer's FA2 (paged.py), whose work the host plans."""
+
+    name = "fa2"
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+        """Plan for the rows of `inputs`; all windows share floats, and all batch sizes of a window integers."""
+        from headrace.ops.cuda.attention.paged import PlannedDecode
+
+        size = PlannedDecode.workspace_bytes(shape, room.most_rows, room.arch)
+        floats = room.keep("fa2 floats", None, lambda: torch.zeros(size, dtype=torch.uint8, device=room.device))
+        integers = room.keep(
+            "fa2 integers",
+            shape.window,
+            lambda: torch.empty(PlannedDecode.INT_WORKSPACE, dtype=torch.uint8, device=room.device),
+        )
+        planned = PlannedDecode(shape, inputs, floats, integers)
+        return DecodeStep(inputs, planned, planned=planned)
+
+
+class TilePrefills:
+    """Tiles of 128 tokens, the longest context first (tile.py)."""
+
+    name = "tile"
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return which heads, caches and pages the kernel takes, if not these, or what the GPU lacks."""
+        if shape.head_dim != _TILE_HEAD:
+            return f"heads are of {shape.head_dim}, the kernel takes {_TILE_HEAD}"
+        if shape.kv_dtype != shape.dtype:
+            return f"the cache is {shape.kv_dtype}, the kernel takes {shape.dtype}"
+        if shape.page_size not in _TILE_PAGES:
+            return f"pages are of {shape.page_size} tokens, the kernel takes {_TILE_PAGES}"
+        if shape.window is not None:
+            return "the kernel has no sliding window"
+        if shape.dtype != torch.bfloat16:
+            return f"the kernel takes bfloat16, not {shape.dtype}"
+        return arch.lacks("wgmma")
+
+    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+        """Return the function that compiles the source."""
+        return (partial(_build, "tile", "TileAttention", shape),)
+
+    def open(self, shape: HeadShape, device: torch.device, *, pdl: bool) -> PrefillAttention:
+        """Return the kernel of csrc/."""
+        from headrace.ops.cuda.attention.tile import TileAttention
+
+        return TileAttention(shape, device, pdl=pdl)
+
+
+class FlashPrefills:
+    """FlashInfer's FA3 or FA2 (paged.py)."""
+
+    def __init__(self, backend: str) -> None:
+        """Attend by "fa2" or "fa3"."""
+        self.name = backend
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return what FA3 lacks; FA2 runs on any GPU that the engine opens on."""
+        if self.name == "fa2":
+            return None
+        if shape.kv_dtype != shape.dtype:
+            return f"the cache is {shape.kv_dtype}, the kernel takes that only with queries of 8 bits"
+        return arch.lacks("wgmma")
+
+    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+        """Return nothing: FlashInfer compiles the kernel when it first runs."""
+        return ()
+
+    def open(self, shape: HeadShape, device: torch.device, *, pdl: bool) -> PrefillAttention:
+        """Return FlashInfer's kernel."""
+        from headrace.ops.cuda.attention.paged import FlashAttention
+
+        return FlashAttention(shape, device, backend=self.name)
+
+
+def _build(module: str, name: str, shape: HeadShape) -> None:
+    from importlib import import_module
+
+    getattr(import_module(f"headrace.ops.cuda.attention.{module}"), name).build(shape)
+
+
+DECODES: Final[tuple[DecodeKernel, ...]] = (FusedDecodes(), EvenDecodes(), XqaDecodes(), PlannedDecodes())
+PREFILLS: Final[tuple[PrefillKernel, ...]] = (TilePrefills(), FlashPrefills("fa3"), FlashPrefills("fa2"))

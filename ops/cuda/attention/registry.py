@@ -1,0 +1,110 @@
+"""The protocols of attention's kernels on CUDA, and the choice between them, made once for each model.
+
+Needs no GPU and imports no compiler: a choice can be made, and explained, for any GPU by its name. The kernels
+themselves are declared in kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.attention.shape import HeadShape
+    from headrace.ops.cuda.attention.steps import DecodeStep, PrefillAttention, WholeStep
+    from headrace.ops.cuda.fused import DecodeInputs
+    from headrace.ops.cuda.tuning.table import Span
+
+__all__ = ["DecodeChoice", "DecodeKernel", "DecodeRoom", "PrefillKernel", "resolve_decode", "resolve_prefill"]
+
+T = TypeVar("T")
+
+
+class DecodeRoom:
+    """What the attention of all decode graphs of one stream shares."""
+
+    def __init__(self, arch: Arch, device: torch.device, *, most_rows: int, pdl: bool) -> None:
+        """Start empty, for batches of up to `most_rows` rows."""
+        self.arch, self.device, self.most_rows, self.pdl = arch, device, most_rows, pdl
+        self._kept: dict[tuple[str, int | None], Any] = {}
+
+    def keep(self, name: str, window: int | None, make: Callable[[], T]) -> T:
+        """Return what was made under a name for an attention window; call `make` the first time."""
+        kept: dict[tuple[str, int | None], T] = self._kept
+        if (name, window) not in kept:
+            kept[name, window] = make()
+        return kept[name, window]
+
+    def close(self) -> None:
+        """Drop all memory; no graph that uses it may be running."""
+        self._kept.clear()
+
+
+class _Kernel(Protocol):
+    @property
+    def name(self) -> str:
+        """Name in options, lists and messages."""
+        ...
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return why a GPU cannot run the kernel for heads of `shape`, in words; None if it can."""
+        ...
+
+    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+        """Return the functions that compile the kernel ahead; none if it is compiled late."""
+        ...
+
+
+class DecodeKernel(_Kernel, Protocol):
+    """Protocol of the declaration of a way to attend in decodes."""
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+        """Make the kernel ready for the rows of `inputs`; imports its compiler."""
+        ...
+
+
+class PrefillKernel(_Kernel, Protocol):
+    """Protocol of the declaration of a way to attend in prefills."""
+
+    def open(self, shape: HeadShape, device: torch.device, *, pdl: bool) -> PrefillAttention:
+        """Make the kernel ready."""
+        ...
+
+
+class DecodeChoice(NamedTuple):
+    """The ways to attend in decodes, each with the batches for which it is preferred to those after it."""
+
+    ways: tuple[tuple[DecodeKernel, tuple[Span, ...]], ...]
+    refused: dict[str, str]
+    """Why each other way is not used, in words, by its name."""
+
+    def at(self, rows: int, context: int) -> DecodeKernel:
+        """Return the way for a batch of `rows` rows with `context` tokens each on the average."""
+        tokens = rows * context
+        for kernel, spans in self.ways:
+            if any(span.has(rows, tokens) for span in spans):
+                return kernel
+        raise LookupError(f"no kernel attends for {rows} rows of {context} tokens")
+
+
+def resolve_decode(kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch) -> DecodeChoice:
+    """Choose the ways to attend in decodes for heads of `shape`; the first of `kernels` are preferred."""
+    spans = arch.tuning.decode if shape.kv_dtype == shape.dtype else arch.tuning.decode_8_bits
+    refused = {each.name: why for each in kernels if (why := each.refuses(shape, arch)) is not None}
+    refused |= {
+        each.name: f"nobody measured it on {arch.tuning.chip}"
+        for each in kernels
+        if each.name not in spans and each.name not in refused
+    }
+    return DecodeChoice(tuple((each, spans[each.name]) for each in kernels if each.name not in refused), refused)
+
+
+def resolve_prefill(
+    kernels: Sequence[PrefillKernel], shape: HeadShape, arch: Arch
+) -> tuple[tuple[PrefillKernel, ...], dict[str, str]]:
+    """Return (the kernels that can attend in prefills, the preferred first; why each other cannot, by its name)."""
+    refused = {each.name: why for each in kernels if (why := each.refuses(shape, arch)) is not None}
+    return tuple(each for each in kernels if each.name not in refused), refused

@@ -1,0 +1,26 @@
+"""`Kernels`: all kernels among which an engine on CUDA chooses; a new one is named in one of three tuples.
+
+Imports no compiler and needs no GPU. The declarations are in products/kernels.py and attention/kernels.py.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from headrace.ops.cuda.attention.kernels import DECODES, PREFILLS
+from headrace.ops.cuda.attention.registry import DecodeKernel, PrefillKernel
+from headrace.ops.cuda.products.kernels import PRODUCTS
+from headrace.ops.cuda.products.registry import ProductKernel
+
+__all__ = ["KERNELS", "Kernels"]
+
+
+class Kernels(NamedTuple):
+    """Declarations of kernels; of each kind the first are preferred."""
+
+    products: tuple[ProductKernel, ...] = PRODUCTS
+    decodes: tuple[DecodeKernel, ...] = DECODES
+    prefills: tuple[PrefillKernel, ...] = PREFILLS
+
+
+KERNELS: Final = Kernels()

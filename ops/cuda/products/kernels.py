@@ -1,0 +1,303 @@
+"""`PRODUCTS`: the declarations of all kernels of products on CUDA, the preferred ones first.
+
+A new kernel is one class here, or anywhere else, that is named in a tuple like `PRODUCTS`. Imports no compiler; the
+kernels run in running.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import torch
+
+from headrace.ops.cuda.hazards import Launch, Thing
+from headrace.ops.cuda.tuning.table import ANY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.products.fusion import Fusion
+    from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
+
+__all__ = [
+    "PRODUCTS", "CublasProducts", "EvenHeadProducts", "EvenProducts", "FewRowsGatedProducts", "FewRowsProducts",
+    "TileProducts", "VectorProducts", "dense",
+]  # fmt: skip
+
+_LINE = 64
+"""Features in one copy of csrc/few_rows.cuh."""
+_PIECE = 8
+"""Features in 16 bytes."""
+_HEAD = 128
+_VECTOR_INPUTS = 4096
+_NOWHERE: Final = range(0)
+_WITH_BIAS: Final = "a bias comes between its product and what follows it"
+
+
+def dense(weight_OI: Tensor) -> Tensor:
+    """Return a weight row by row, contiguous."""
+    return weight_OI.contiguous()
+
+
+class _Kernel:
+    """What most kernels have in common."""
+
+    name: ClassVar[str]
+    has_updates: ClassVar[bool] = False
+    fuses: ClassVar[frozenset[Fusion]]
+    early: ClassVar[frozenset[Thing]] = frozenset()
+    overlaps: ClassVar[bool] = True
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return None: any GPU that the engine opens on can run the kernel."""
+        return None
+
+    def refuses(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> str | None:
+        """Return why the kernel cannot compute `fusion` with a weight on a GPU; None if it can."""
+        if fusion not in self.fuses:
+            return "does not fuse this"
+        return self.lacks(arch, weight.dtype, weight.head_dim) or self._misfit(weight, fusion)
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        """Return what is wrong with a weight."""
+        return None
+
+    @property
+    def layout(self) -> Callable[[Tensor], Tensor]:
+        """Function that packs a weight row by row."""
+        return dense
+
+    def builds(self, *, worn: bool) -> Sequence[Callable[[], object]]:
+        """Return nothing: the kernel is compiled when it first runs, or comes compiled."""
+        return ()
+
+    def launch(self, fusion: Fusion) -> Launch:
+        """Return what a launch reads before it waits, and what it writes."""
+        writes: frozenset[Thing] = frozenset(("activations", "new keys") if fusion == "heads" else ("activations",))
+        return Launch(f"the product {self.name!r}", self.overlaps, self.early, writes)
+
+
+class _Compiled(_Kernel):
+    """Kernels of csrc/ that need Hopper's matrix products."""
+
+    source: ClassVar[str]
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: bfloat16, or Hopper."""
+        if dtype != torch.bfloat16:
+            return f"takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return arch.lacks("wgmma")
+
+
+class _FewRowsOfSource(_Compiled):
+    """Kernels of csrc/few_rows.cuh, which read their weights while the kernel before still runs."""
+
+    has_updates = True
+    early = frozenset(("weights",))
+
+    def builds(self, *, worn: bool) -> Sequence[Callable[[], object]]:
+        """Return the function that compiles the source for each of its numbers of rows."""
+        return (partial(_build_for_rows, self.source, worn),)
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is all the work."""
+        return arch.tuning.even_rows
+
+
+def _build_for_rows(source: str, worn: bool) -> None:
+    from headrace.ops.cuda.compiling.source import build_for_rows
+
+    build_for_rows(source, worn=worn)
+
+
+def _build_tile_linear() -> None:
+    from headrace.ops.cuda.compiling.source import compiled
+
+    compiled("tile_linear")
+
+
+class VectorProducts(_Kernel):
+    """Products of one row without tensor cores (vector.py), with the norm before and the activation after."""
+
+    name = "vector"
+    fuses = frozenset(("plain", "logits", "gated", "norm plain", "norm gated"))
+    early = frozenset(("weights",))
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        if weight.has_bias and fusion in ("gated", "norm gated"):
+            return _WITH_BIAS
+        if fusion.startswith("norm") and weight.size_in > _VECTOR_INPUTS:
+            return f"computes norms of up to {_VECTOR_INPUTS} features, not {weight.size_in}"
+        return None
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return one row; none for the norm of a long input, which every program would compute again."""
+        tuning = arch.tuning
+        is_long = fusion.startswith("norm") and weight.size_in > tuning.vector_norm_inputs
+        return _NOWHERE if is_long else tuning.vector_rows
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the Triton kernel."""
+        from headrace.ops.cuda.products.running import VectorRun
+
+        return VectorRun(room, self)
+
+
+class EvenHeadProducts(_FewRowsOfSource):
+    """Products that become rotated queries and stored keys and values (even_heads.py)."""
+
+    name = "even heads"
+    source = "even_heads"
+    fuses = frozenset(("heads",))
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: heads of its size, bfloat16, or Hopper."""
+        if head_dim != _HEAD:
+            return f"heads are of {head_dim}, the kernel takes {_HEAD}"
+        return super().lacks(arch, dtype, head_dim)
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        if weight.has_bias:
+            return _WITH_BIAS
+        if weight.size_out % _HEAD:
+            return f"{weight.size_out} outputs are no heads of {_HEAD}"
+        return f"{weight.size_in} inputs, the kernel takes multiples of {_LINE}" if weight.size_in % _LINE else None
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the kernel of csrc/."""
+        from headrace.ops.cuda.products.running import EvenHeadsRun
+
+        return EvenHeadsRun(room, self)
+
+
+class EvenProducts(_FewRowsOfSource):
+    """Products of few rows in which all multiprocessors read for the same time (even_linear.py)."""
+
+    name = "even"
+    source = "even_linear"
+    fuses = frozenset(("plain", "gated", "residual", "factors plain", "factors gated"))
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        if weight.has_bias and fusion not in ("plain", "factors plain"):
+            return _WITH_BIAS
+        multiple = 2 * _PIECE if fusion.startswith("factors") else _LINE
+        if weight.size_out % multiple:
+            return f"{weight.size_out} outputs, the kernel takes multiples of {multiple}"
+        return f"{weight.size_in} inputs, the kernel takes multiples of {_LINE}" if weight.size_in % _LINE else None
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is all the work; none for a weight of too many elements."""
+        is_large = weight.size_out * weight.size_in > arch.tuning.even_weights
+        return _NOWHERE if is_large and not fusion.startswith("factors") else arch.tuning.even_rows
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the kernel of csrc/."""
+        from headrace.ops.cuda.products.running import EvenRun
+
+        return EvenRun(room, self)
+
+
+class TileProducts(_Compiled):
+    """Products of gates and ups for many rows, with the activation inside (tile_linear.py)."""
+
+    name = "tile"
+    source = "tile_linear"
+    fuses = frozenset(("gated",))
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        if weight.has_bias:
+            return _WITH_BIAS
+        if weight.size_out % (2 * _PIECE) or weight.size_in % _PIECE:
+            return f"{weight.size_out // 2} gates of {weight.size_in} inputs, the kernel takes multiples of {_PIECE}"
+        return None
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which arithmetic is the limit."""
+        return arch.tuning.tile_rows
+
+    def builds(self, *, worn: bool) -> Sequence[Callable[[], object]]:
+        """Return the function that compiles the source."""
+        return () if worn else (_build_tile_linear,)
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the kernel of csrc/."""
+        from headrace.ops.cuda.products.running import TileRun
+
+        return TileRun(room, self)
+
+
+class _Triton(_Kernel):
+    """Products of few rows in Triton (linear.py)."""
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        if weight.size_in % _LINE:
+            return f"{weight.size_in} inputs, the kernel takes multiples of {_LINE}"
+        return _WITH_BIAS if weight.has_bias and fusion == "gated" else None
+
+
+class FewRowsGatedProducts(_Triton):
+    """Products of gates and ups for few rows, with the activation inside."""
+
+    name = "few rows gated"
+    fuses = frozenset(("gated",))
+    early = frozenset(("weights",))
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return few rows; none for a weight with which the activation inside saves too little traffic."""
+        is_small = weight.size_out // 2 < arch.tuning.few_rows_gated_outputs
+        return _NOWHERE if is_small else arch.tuning.few_rows
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the Triton kernel."""
+        from headrace.ops.cuda.products.running import FewRowsGatedRun
+
+        return FewRowsGatedRun(room, self)
+
+
+class FewRowsProducts(_Triton):
+    """Products of few rows that read their weight once."""
+
+    name = "few rows"
+    fuses = frozenset(("plain", "logits"))
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is all the work."""
+        return arch.tuning.few_rows
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the Triton kernel."""
+        from headrace.ops.cuda.products.running import FewRowsRun
+
+        return FewRowsRun(room, self)
+
+
+class CublasProducts(_Kernel):
+    """Products of any number of rows, by cuBLAS."""
+
+    name = "cuBLAS"
+    fuses = frozenset(("plain", "logits"))
+    overlaps = False
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return any number of rows: what no other kernel takes is left to this one."""
+        return ANY
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return torch's product."""
+        from headrace.ops.cuda.products.running import CublasRun
+
+        return CublasRun(room, self)
+
+
+PRODUCTS: Final[tuple[ProductKernel, ...]] = (
+    VectorProducts(),
+    EvenHeadProducts(),
+    EvenProducts(),
+    TileProducts(),
+    FewRowsGatedProducts(),
+    FewRowsProducts(),
+    CublasProducts(),
+)

@@ -1,0 +1,122 @@
+"""`Products`: packs weights for the kernels of one stream, each chosen once for every fusion and number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.ops.cuda.products.kernels import PRODUCTS, dense
+from headrace.ops.cuda.products.registry import (
+    ByRows,
+    ProductKernel,
+    ProductRoom,
+    ProductRun,
+    Resolved,
+    WeightShape,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.cuda.adapters.rows import WornSite
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.products.fusion import After, Before, Fusion
+
+__all__ = ["Chosen", "CudaProduct", "Products", "Runs"]
+
+
+class Chosen(NamedTuple):
+    """A kernel that is ready to run, and which of a weight's layouts it reads."""
+
+    run: ProductRun
+    layout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The kernel of each fusion by the number of rows; none where a fusion is composed of others."""
+
+    plain: ByRows[Chosen]
+    logits: ByRows[Chosen]
+    gated: ByRows[Chosen]
+    residual: ByRows[Chosen]
+    norm_plain: ByRows[Chosen]
+    norm_gated: ByRows[Chosen]
+    factors_plain: ByRows[Chosen]
+    factors_gated: ByRows[Chosen]
+    heads: ByRows[Chosen]
+
+    def tables(self) -> Iterator[ByRows[Chosen]]:
+        """Return the kernels of all fusions."""
+        return (getattr(self, field.name) for field in fields(self))
+
+
+class CudaProduct(NamedTuple):
+    """A weight [O, I] in the layouts that its kernels read, its bias, and these kernels."""
+
+    weight_OI: Tensor
+    """The weight row by row, contiguous, which the kernels of adapters read."""
+    bias_O: Tensor | None
+    layouts: tuple[Tensor, ...]
+    runs: Runs
+
+    def run(
+        self,
+        chosen: Chosen,
+        x_NI: Tensor,
+        out: Tensor,
+        before: Before = None,
+        after: After = None,
+        worn: WornSite | None = None,
+    ) -> None:
+        """Enqueue the product by one of the kernels of `runs`, with the arguments of `ProductRun.run`."""
+        chosen.run.run(x_NI, self.layouts[chosen.layout], out, before, after, worn)
+
+
+class Products:
+    """The kernels of one stream."""
+
+    def __init__(self, arch: Arch, room: ProductRoom, kernels: Sequence[ProductKernel] = PRODUCTS) -> None:
+        """Choose among `kernels`, of which the first are preferred, for the GPU `arch`."""
+        self.arch, self.room, self._kernels = arch, room, kernels
+        self._layouts = list(dict.fromkeys((dense, *(kernel.layout for kernel in kernels))))
+        self._chosen: dict[str, Chosen] = {}
+        self._runs: dict[WeightShape, Runs] = {}
+
+    def resolved(self, weight: WeightShape) -> Resolved:
+        """Return the choice for a weight."""
+        return resolve(self._kernels, self.arch, weight)
+
+    def pack(self, weight_OI: Tensor, bias_O: Tensor | None, head_dim: int) -> CudaProduct:
+        """Pack a weight of a model whose heads have `head_dim` features, and its bias."""
+        size_out, size_in = weight_OI.shape
+        shape = WeightShape(size_out, size_in, head_dim, bias_O is not None, weight_OI.dtype)
+        runs = self._runs.get(shape)
+        if runs is None:
+            runs = self._runs[shape] = self._ready(self.resolved(shape))
+        used = {chosen.layout for table in runs.tables() for _, chosen in table.spans}
+        rows_OI = dense(weight_OI)
+        layouts = tuple(
+            self._layouts[place](weight_OI) if place in used and place else rows_OI
+            for place in range(len(self._layouts))
+        )
+        return CudaProduct(rows_OI, bias_O, layouts, runs)
+
+    def _ready(self, resolved: Resolved) -> Runs:
+        def ready(fusion: Fusion) -> ByRows[Chosen]:
+            return ByRows([(rows, self._open(kernel)) for rows, kernel in resolved.kernels[fusion].spans])
+
+        return Runs(
+            plain=ready("plain"), logits=ready("logits"), gated=ready("gated"), residual=ready("residual"),
+            norm_plain=ready("norm plain"), norm_gated=ready("norm gated"),
+            factors_plain=ready("factors plain"), factors_gated=ready("factors gated"), heads=ready("heads"),
+        )  # fmt: skip
+
+    def _open(self, kernel: ProductKernel) -> Chosen:
+        """Make a kernel ready, once for all weights."""
+        found = self._chosen.get(kernel.name)
+        if found is None:
+            found = self._chosen[kernel.name] = Chosen(kernel.open(self.room), self._layouts.index(kernel.layout))
+        return found

@@ -1,0 +1,45 @@
+"""`H200`: measured on an NVIDIA H200 in whole chains of a model's layers, where kernels overlap their neighbours."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headrace.ops.cuda.tuning.table import ANY, Span, Splits, Tuning
+
+__all__ = ["H200"]
+
+_FEW_TOKENS: Final = range(4097)
+_MORE_TOKENS: Final = range(4097, ANY.stop)
+_FEW = Span(range(1, 5), _FEW_TOKENS)
+
+H200: Final = Tuning(
+    chip="NVIDIA H200",
+    vector_rows=range(1, 2),
+    vector_norm_inputs=2048,
+    even_rows=range(2, 65),
+    even_weights=128 << 20,  # the output head is read as fast by Triton's kernel
+    even_wide_tiles=2 * 132,
+    even_wide_rows=32,
+    few_rows=range(2, 65),
+    few_rows_gated_outputs=8192,
+    few_rows_early=16,
+    few_rows_deep=32,
+    few_rows_shared_bytes=160 << 10,
+    splits=(Splits(32, 0, 4), Splits(64, 2048, 2)),
+    tile_rows=range(2048, ANY.stop),  # with fewer rows, cuBLAS divides the work better
+    decode={
+        "fused": (_FEW,),
+        "even": (Span(range(4, ANY.stop)),),
+        # Measured alone, XQA looks better than it is: FA2 overlaps with its neighbours, and XQA does not.
+        "xqa": (Span(range(1, 4), _MORE_TOKENS),),
+        "fa2": (Span(ANY),),
+    },
+    decode_8_bits={
+        "fused": (_FEW,),
+        "even": (Span(range(8, ANY.stop)),),
+        "xqa": (Span(range(1, 5), _MORE_TOKENS), Span(range(5, ANY.stop))),
+        "fa2": (Span(ANY),),
+    },
+    fused_programs=256,
+    fused_splits=32,
+)

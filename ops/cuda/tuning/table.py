@@ -1,0 +1,81 @@
+"""`Tuning`: the numbers that choose between kernels on one GPU, and divide their work; never a limit of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["ANY", "Span", "Splits", "Tuning"]
+
+ANY = range(1, 1 << 62)
+
+
+class Span(NamedTuple):
+    """Batches for which attention in decodes pays."""
+
+    rows: range
+    tokens: range = ANY
+    """Tokens of all rows' contexts together."""
+
+    def has(self, rows: int, tokens: int) -> bool:
+        """Return whether a batch of `rows` rows with `tokens` tokens belongs to the span."""
+        return rows in self.rows and tokens in self.tokens
+
+
+class Splits(NamedTuple):
+    """Splits of a product's inner dimension, where its outputs alone do not fill the GPU."""
+
+    most_tiles: int
+    """Most tiles of 64 outputs for these splits."""
+    fewest_inputs: int
+    splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The numbers of one GPU. Rows are those of a step, features those of a product."""
+
+    chip: str
+    """Name of the GPU that the numbers were measured on."""
+    vector_rows: range
+    """Rows for products without tensor cores."""
+    vector_norm_inputs: int
+    """Most inputs for which such a product computes the norm before it: every program computes it again."""
+    even_rows: range
+    """Rows for products whose multiprocessors all read for the same time."""
+    even_weights: int
+    """Most elements of a weight for these products."""
+    even_wide_tiles: int
+    """Fewest tiles of 64 outputs for tiles twice as wide: every multiprocessor must get one."""
+    even_wide_rows: int
+    """Most rows for which tiles twice as wide do not pay."""
+    few_rows: range
+    """Rows for Triton's products, which read each weight once."""
+    few_rows_gated_outputs: int
+    """Fewest gates for which Triton's product with the activation inside saves enough traffic."""
+    few_rows_early: int
+    """Most rows for which Triton's gated product reads its first weights before it waits."""
+    few_rows_deep: int
+    """Most rows for tiles of 256 inputs instead of 128."""
+    few_rows_shared_bytes: int
+    """Shared memory of a block from which tiles of 128 inputs have five stages instead of four."""
+    splits: tuple[Splits, ...]
+    """The first that fits gives the splits of a product of few rows; if none fits, it is not split."""
+    tile_rows: range
+    """Rows for products of gates and ups in which arithmetic is the limit."""
+    decode: Mapping[str, tuple[Span, ...]]
+    """Batches for which each way to attend in decodes pays, with a cache of 16 bits."""
+    decode_8_bits: Mapping[str, tuple[Span, ...]]
+    """The same with a cache of 8 bits."""
+    fused_programs: int
+    """Number of programs of attention in decodes of few rows."""
+    fused_splits: int
+    """Most programs for one row and key head."""
+
+    def splits_of(self, outputs: int, inputs: int) -> int:
+        """Return the splits of the inner dimension for a product of few rows."""
+        tiles = -(-outputs // 64)
+        return next(
+            (each.splits for each in self.splits if tiles <= each.most_tiles and inputs >= each.fewest_inputs), 1
+        )
