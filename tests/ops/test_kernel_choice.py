@@ -1,0 +1,221 @@
+"""The choice between kernels, made here without a GPU or a compiler: what a tuning and the refusals come to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headrace.ops.cuda.arch import NAMES, Arch
+from headrace.ops.cuda.attention.kernels import DEAL, DECODES, PREFILLS, EvenDecodes, FusedDecodes, TilePrefills
+from headrace.ops.cuda.attention.registry import resolve_decode, resolve_prefill
+from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.hazards import Chain, Hazard, Launch
+from headrace.ops.cuda.products.fusion import Fusion
+from headrace.ops.cuda.products.kernels import PRODUCTS, FewRowsProducts, dense
+from headrace.ops.cuda.products.registry import FUSIONS, WeightShape, resolve
+from headrace.ops.cuda.tuning.h200 import H200
+
+HOPPER = Arch.named("sm_90")
+MODELS = {
+    "qwen3-0.6b": (1024, 16, 8, 3072, 151936),
+    "qwen3-1.7b": (2048, 16, 8, 6144, 151936),
+    "llama-3.1-8b": (4096, 32, 8, 14336, 128256),
+    "odd": (1000, 9, 3, 1500, 5000),
+}
+"""Hidden size, query heads, key heads, feed-forward size and vocabulary; heads of 128."""
+ROWS = (1, 2, 3, 16, 17, 33, 63, 64, 65, 256, 2047, 2048, 8192)
+
+
+def weights(name: str, *, bias: bool) -> dict[str, WeightShape]:
+    hidden, heads, keys, ffn, vocabulary = MODELS[name]
+    return {
+        "qkv": WeightShape((heads + 2 * keys) * 128, hidden, 128, bias),
+        "o": WeightShape(hidden, heads * 128, 128, bias),
+        "gate_up": WeightShape(2 * ffn, hidden, 128, bias),
+        "down": WeightShape(hidden, ffn, 128, bias),
+        "head": WeightShape(vocabulary, hidden, 128),
+    }
+
+
+def by_hand(fusion: Fusion, rows: int, weight: WeightShape) -> str | None:
+    """The kernel that an H200 ran before kernels were declared, by the constants that were in the code then."""
+    out, size_in, bias = weight.size_out, weight.size_in, weight.has_bias
+    fits_even = 1 < rows <= 64 and out % 64 == 0 == size_in % 64 and out * size_in <= 128 << 20
+    few = rows <= 64 and size_in % 64 == 0
+    one_by_one = "vector" if rows == 1 else "few rows" if few else "cuBLAS"
+    whole = 1 < rows <= 64 and size_in % 64 == 0 and out % 16 == 0  # squares come from even products of the same size
+    tile = rows >= 2048 and out % 16 == 0 and size_in % 8 == 0
+    gated = "even" if fits_even else "tile" if tile else "few rows gated" if few and out // 2 >= 8192 else None
+    answers: dict[Fusion, Callable[[], str | None]] = {
+        "plain": lambda: "even" if fits_even else one_by_one,
+        "logits": lambda: one_by_one,
+        "gated": lambda: None if bias else "vector" if rows == 1 else gated,
+        "residual": lambda: "even" if fits_even and not bias else None,
+        "norm plain": lambda: "vector" if rows == 1 and size_in <= 2048 else None,
+        "norm gated": lambda: "vector" if rows == 1 and size_in <= 2048 and not bias else None,
+        "factors plain": lambda: "even" if whole else None,
+        "factors gated": lambda: "even" if whole and not bias else None,
+        "heads": lambda: "even heads" if 1 < rows <= 64 and size_in % 64 == 0 and not bias else None,
+    }
+    return answers[fusion]()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_an_h200_multiplies_by_the_kernels_that_its_constants_chose(model: str, bias: bool) -> None:
+    for what, weight in weights(model, bias=bias).items():
+        chosen = resolve(PRODUCTS, HOPPER, weight).kernels
+        for fusion in FUSIONS:
+            if fusion == "heads" and what != "qkv":
+                continue
+            for rows in ROWS:
+                found = chosen[fusion].at(rows)
+                assert (found and found.name) == by_hand(fusion, rows, weight), (what, fusion, rows)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_decodes_attend_by_the_kernels_that_the_constants_chose(
+    arch: str, kv_dtype: torch.dtype | None, head_dim: int
+) -> None:
+    gpu, fp8 = Arch.named(arch), kv_dtype is not None
+    shape = HeadShape(heads=16, kv_heads=8, head_dim=head_dim, kv_dtype=kv_dtype)
+    even = arch == "sm_90" and head_dim in ((128,) if fp8 else (64, 128))
+    xqa = arch == "sm_90"
+
+    def by_hand(rows: int, context: int) -> str:
+        if rows <= 4 and rows * context <= 4096:
+            return "fused" if head_dim in (64, 128, 256) else "fa2"
+        if even and rows >= (8 if fp8 else 4):
+            return "even"
+        return "xqa" if xqa and (fp8 or rows < 4) else "fa2"
+
+    choice = resolve_decode(DECODES, shape, gpu)
+    for rows in (1, 2, 3, 4, 5, 7, 8, 64, 256):
+        for context in (1, 1000, 1024, 1025, 2048, 2049, 4096, 4097, 100_000):
+            assert choice.at(rows, context).name == by_hand(rows, context), (rows, context)
+
+
+def test_prefills_attend_by_tiles_where_they_can() -> None:
+    usual = HeadShape(heads=16, kv_heads=8, head_dim=128)
+    cases = [
+        (usual, "sm_90", "tile"),
+        (usual, "sm_80", "fa2"),
+        (usual, "sm_100", "fa2"),
+        (HeadShape(heads=16, kv_heads=8, head_dim=64), "sm_90", "fa3"),
+        (HeadShape(heads=16, kv_heads=8, head_dim=128, window=100), "sm_90", "fa3"),
+        (HeadShape(heads=16, kv_heads=8, head_dim=128, kv_dtype=torch.float8_e4m3fn), "sm_90", "fa2"),
+    ]
+    for shape, arch, wanted in cases:
+        able, refused = resolve_prefill(PREFILLS, shape, Arch.named(arch))
+        assert able[0].name == wanted
+        assert {each.name for each in able} | set(refused) == {"tile", "fa3", "fa2"}
+
+
+@pytest.mark.parametrize("arch", NAMES)
+def test_every_gpu_has_a_kernel_for_everything_and_a_reason_against_each_other(arch: str) -> None:
+    gpu = Arch.named(arch)
+    for weight in weights("odd", bias=True).values():
+        resolved = resolve(PRODUCTS, gpu, weight)
+        for rows in ROWS:
+            assert resolved.kernels["plain"][rows] and resolved.kernels["logits"][rows]
+        for fusion in FUSIONS:
+            used = {kernel.name for _, kernel in resolved.kernels[fusion].spans}
+            assert used.isdisjoint(resolved.refused[fusion]) and all(resolved.refused[fusion].values())
+    choice = resolve_decode(DECODES, HeadShape(heads=9, kv_heads=3, head_dim=80), gpu)
+    assert choice.at(1, 1) and choice.at(300, 100_000)
+
+
+class Tripled(FewRowsProducts):
+    """A kernel of somebody else's for exactly three rows, which reads a weight in a layout of its own."""
+
+    name = "tripled"
+    fuses = frozenset(("plain",))
+    layout = torch.Tensor.t  # type: ignore[assignment]
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        return range(3, 4)
+
+
+def test_a_new_kernel_is_named_in_one_tuple() -> None:
+    weight = weights("qwen3-0.6b", bias=False)["o"]
+    table = resolve((Tripled(), *PRODUCTS), HOPPER, weight).kernels["plain"]
+    assert [table[rows].name for rows in (2, 3, 4)] == ["even", "tripled", "even"]
+    assert resolve(PRODUCTS, HOPPER, weight).kernels["plain"][3].name == "even"
+    assert {kernel.layout for kernel in PRODUCTS} == {dense}
+
+
+def test_what_kernels_refuse_is_said_in_words() -> None:
+    even = next(kernel for kernel in PRODUCTS if kernel.name == "even")
+    usual = WeightShape(64, 64, 128)
+    assert even.refuses(HOPPER, usual, "plain") is None
+    assert "multiples of 64" in str(even.refuses(HOPPER, usual._replace(size_out=65), "plain"))
+    assert "multiples of 64" in str(even.refuses(HOPPER, usual._replace(size_in=96), "plain"))
+    assert "bfloat16" in str(even.refuses(HOPPER, usual._replace(dtype=torch.float16), "plain"))
+    assert "bias" in str(even.refuses(HOPPER, usual._replace(has_bias=True), "gated"))
+    assert "sm_89 lacks warpgroup" in str(even.refuses(Arch.named("sm_89"), usual, "plain"))
+    assert not even.rows(HOPPER, WeightShape(151936, 1024, 128), "plain")
+    window = HeadShape(heads=8, kv_heads=8, head_dim=128, window=4)
+    assert TilePrefills().refuses(window, HOPPER) == "the kernel has no sliding window"
+    wide = HeadShape(heads=8, kv_heads=1, head_dim=128)
+    assert "wants 131" in str(EvenDecodes().refuses(wide, Arch.named("sm_120")))
+
+
+def test_numbers_of_an_h200_are_not_taken_for_measured_elsewhere() -> None:
+    assert HOPPER.tuning is H200
+    assert "another GPU" in Arch.named("sm_89").tuning.chip
+
+
+def test_declarations_import_no_compiler() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['triton'] = sys.modules['flashinfer'] = None\n"
+        "import headrace.ops.cuda.kernels, headrace.engine.model.cuda.listed\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- hazards of dependent launch ------------------------------------------------------------------------------------
+
+PLAIN = Launch("something", overlaps=False)
+PREPARATION = Launch("the preparation", overlaps=False, writes=frozenset(("pages", "lengths")))
+ROTATION = Launch("the rotation", overlaps=True, writes=frozenset(("new keys", "activations")))
+PRODUCT = next(kernel for kernel in PRODUCTS if kernel.name == "vector").launch("plain")
+UNPACKING = Launch("a copy of weights", overlaps=True, writes=frozenset(("weights",)))
+
+
+def run(*launches: Launch) -> None:
+    chain = Chain()
+    with chain.watched():
+        for launch in launches:
+            chain.note(launch)
+
+
+def test_kernels_that_read_early_what_nobody_writes_may_follow_each_other() -> None:
+    fused, even = FusedDecodes.launch(pdl=True), EvenDecodes.launch(pdl=True)
+    run(PREPARATION, PLAIN, PRODUCT, fused, PRODUCT, PRODUCT, fused)
+    run(PREPARATION, DEAL, PLAIN, PRODUCT, ROTATION, even, PRODUCT, ROTATION, even)
+    run(PREPARATION, FusedDecodes.launch(pdl=False))
+    Chain().note(UNPACKING)  # nobody watches
+
+
+@pytest.mark.parametrize(
+    "launches",
+    [
+        (PREPARATION, FusedDecodes.launch(pdl=True)),
+        (PREPARATION, PRODUCT, ROTATION, FusedDecodes.launch(pdl=True)),
+        (PREPARATION, DEAL, PRODUCT, EvenDecodes.launch(pdl=True)),
+        (PLAIN, UNPACKING, PRODUCT),
+        (PLAIN, UNPACKING, ROTATION, PRODUCT),
+        (Launch("a copy of weights", overlaps=False, writes=frozenset(("weights",))), ROTATION, PRODUCT),
+    ],
+)
+def test_a_kernel_that_may_read_what_is_still_written_is_found(launches: tuple[Launch, ...]) -> None:
+    with pytest.raises(Hazard, match=r"before it waits, and .* may still be writing"):
+        run(*launches)
+    run(*launches[:-1], PLAIN, launches[-1])
