@@ -248,8 +248,8 @@ class Scheduler:
         if asked.has_options:
             plan.options.append(RowOptions.of(request))
         plan.entries += slid_entries(request)
-        pages = enumerate(request.place.pages, request.place.first_page)
-        plan.entries.extend(PageEntry(row, index, page) for index, page in pages)
+        placed = enumerate(request.place.pages, request.place.first_page)
+        plan.entries.extend(PageEntry(row, index, page) for index, page in placed)
 
     @property
     def next_deadline(self) -> float | None:

@@ -22,7 +22,8 @@ from headrace.engine import ModelRejected
 from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Found, Reader, in_parts
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
-from headrace.engine.model.spec import DecoderSpec, from_hf, read_hf_config
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.products import PRODUCTS, explain
 from headrace.ops.formats import PartSpec, Stored

@@ -18,7 +18,7 @@ from headrace.engine import ModelRejected
 from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Found, in_parts
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
-from headrace.engine.model.spec import from_hf, read_hf_config
+from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.formats import Dense, Format, Stacked, Stored
 
 SHAPE = (44, 40)
