@@ -115,8 +115,9 @@ class Int4Groups:
         # One buffer for all blocks: the system would zero the pages of each new one.
         scratch_OGg = torch.empty(most, scale_OG.shape[1], self.group, device=values_OI.device)
         for rows in blocks:
-            block_OGg = scratch_OGg[: len(values_OI[rows])]
-            block_OGg.copy_(values_OI[rows].view(block_OGg.shape))
+            few_OI = values_OI[rows]
+            block_OGg = scratch_OGg[: len(few_OI)]
+            block_OGg.copy_(few_OI.view(block_OGg.shape))
             block_OGg.mul_(scale_OG[rows].unsqueeze(-1)).add_(minimum_OG[rows].unsqueeze(-1))
             dense_OI[rows].copy_(block_OGg.flatten(1))
         return dense_OI.view(shape)
@@ -273,7 +274,7 @@ def joins(format: Format, shape: tuple[int, ...], outputs: Sequence[int]) -> boo
     )
 
 
-def row_blocks(rows: int, columns: int, multiple: int = 1) -> list[slice]:
+def row_blocks(rows: int, columns: int, multiple: int = 64) -> list[slice]:
     """Return slices of a matrix's rows that are small enough to stay in a core's cache while they are worked on.
 
     Each but the last holds a multiple of `multiple` rows.
