@@ -129,7 +129,7 @@ def test_the_documented_format_does_the_same(folders: tuple[Path, Path]) -> None
     document = "docs/extending_formats.md"
     names = run_block(document, "\n".join(source for _, source in blocks(document)))
     spec, weights = load(folders[0], keep_packed=True, readers=names["readers"])
-    assert weights.layers[0].down.format == names["Ternary"]()
+    assert weights.layers[0].feed.matrices["down"].format == names["Ternary"]()
     tested = ModelUnderTest.make(spec, weights, torch.float32, capacity(96), names["products"])
     _, reference = ModelUnderTest.load(folders[1])
     (found,), (expected,) = (model.logits([IDS], 5, prompt=20) for model in (tested, reference))

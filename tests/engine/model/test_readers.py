@@ -147,7 +147,7 @@ def test_a_second_load_fills_the_same_memory(tmp_path: Path) -> None:
     again = loaded()
     assert used == end
     for number, expected in enumerate(dense):
-        qkv = first.layers[number].qkv
+        qkv = first.layers[number].mixer.matrices["qkv"]
         assert torch.equal(qkv.dense(torch.float32), expected) and qkv.format == Blocks()
-        for name, part in again.layers[number].qkv.parts.items():
+        for name, part in again.layers[number].mixer.matrices["qkv"].parts.items():
             assert part.data_ptr() == qkv.parts[name].data_ptr()
