@@ -25,7 +25,7 @@ from headrace.adapters.slots import AdapterVersion, Move, Replacing, Residency, 
 from headrace.engine.concurrency.threads import Poster, Worker
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import AdapterRejected, AdapterUnavailable, EngineStopped, InvalidParams, UnknownAdapter
-from headrace.engine.intake.wearing import find
+from headrace.engine.intake.adapter_names import find
 from headrace.engine.steps.loop import StepLoop
 
 if TYPE_CHECKING:

@@ -21,13 +21,13 @@ from headrace.engine.delivery.collect import collect, streamed_params
 from headrace.engine.delivery.kv_events import KvEvents
 from headrace.engine.errors import DeviceUnavailable, HeadraceError, InvalidParams
 from headrace.engine.events import Completion
+from headrace.engine.intake.adapter_names import version_of
 from headrace.engine.intake.asking import Asking, check_abilities
 from headrace.engine.intake.intake import Intake
 from headrace.engine.intake.messages import Message
 from headrace.engine.intake.prompt_ids import TokenizeOptions, TokenizerInfo, detokenize, tokenize, tokenizer_info
 from headrace.engine.intake.prompts import Prompt
 from headrace.engine.intake.tokenizing import Charge, charge_nobody
-from headrace.engine.intake.wearing import root_of, worn_by
 from headrace.engine.life.lifespan import Lifespan
 from headrace.engine.life.memory import DeviceMemory
 from headrace.engine.life.opened import Opened
@@ -39,6 +39,7 @@ from headrace.engine.many.pooled import PoolingIntake, Text, Who
 from headrace.engine.many.scoring import Scores, score
 from headrace.engine.options import EngineOptions
 from headrace.engine.params import SamplingParams
+from headrace.engine.scheduling.asked import root_of
 from headrace.engine.scheduling.pooling import Pooling, PoolingKind
 from headrace.engine.scheduling.shaping import LogitsProcessor
 from headrace.engine.stats import EngineInfo, EngineStats
@@ -448,7 +449,7 @@ class Engine:
             EngineCrashed: The step loop died.
         """
         parts = self._serving.parts()
-        root = root_of(worn_by(adapter, parts.adapters.versions), tenant if cache_salt is None else cache_salt)
+        root = root_of(version_of(adapter, parts.adapters.versions), tenant if cache_salt is None else cache_salt)
         return parts.loop.scheduler.pool.log.scope(root)
 
     # -- memory -----------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ read it to follow the request:
 - plain values and errors, whose constructors and validators run: engine/{checked,errors,events,options,params}.py;
 - functions that started before the request and only go on, such as `StepLoop.run`.
 
-The aim is 20 files and 3,600 lines. The limits below are what has been reached: parts of the scheduler still run for
-requests that need nothing of them, such as its deadlines, swaps and LoRA slots.
+The aim is 20 files and 3,600 lines. The limits below are what has been reached: most of the files are needed for a few
+functions alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from headrace.engine.testing import ScriptedEngine, no_pages_held
 
 STAND_INS = ("engine/scripted/", "engine/testing.py")
 VALUES = {f"engine/{name}.py" for name in ("checked", "errors", "events", "options", "params")}
-MOST_FILES = 40
-MOST_LINES = 6650
+MOST_FILES = 35
+MOST_LINES = 6250
 
 
 @cache

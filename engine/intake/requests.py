@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 from headrace.adapters.slots import AdapterVersion
 from headrace.engine.errors import InvalidParams
+from headrace.engine.intake.adapter_names import version_of, with_virtual_tokens
 from headrace.engine.intake.asking import Asking, asks_for, check_asking
 from headrace.engine.intake.shaping import make_shaping
-from headrace.engine.intake.wearing import dressed, root_of, worn_by
 from headrace.engine.params import SamplingParams
-from headrace.engine.scheduling.asked import Asked, Sampling
+from headrace.engine.scheduling.asked import Asked, Sampling, root_of
 from headrace.engine.scheduling.beams import BeamSearch
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request
@@ -56,30 +56,32 @@ def make_requests(
     """
     params = asking.params
     check_asking(asking, vocab_size)
-    worn, ids = dressed(asking.adapter, ids, params, adapters)
+    version, ids = (None, ids) if asking.adapter is None else with_virtual_tokens(asking.adapter, ids, params, adapters)
     if params.beam_width is not None:
-        return [_first_beam(ids, asking, begin_search(asking, tokenizer), vocab_size, worn)]
+        return [_first_beam(ids, asking, begin_search(asking, tokenizer), vocab_size, version)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
-    shaping = None
-    if asks_for(params, "shaping"):
-        shaping = make_shaping(params, len(ids), stop_ids, tokenizer, vocab_size)
-    asked = replace(
-        _asked(asking, worn, len(ids) + (_UNLIMITED if params.max_tokens is None else params.max_tokens)),
-        stop_ids=stop_ids,
-        shaping=shaping,
-        grammar=grammar,
-        jumps=grammar is not None and shaping is None and _takes_runs(asking),
-        processor=_processor(asking, worn),
-        alone=params.deterministic,
-        deadline=asking.ends,
-    )
+    shaping = make_shaping(params, len(ids), stop_ids, tokenizer, vocab_size) if asks_for(params, "shaping") else None
+    limit = len(ids) + (_UNLIMITED if params.max_tokens is None else params.max_tokens)
     requests: list[Request] = []
     for choice in range(params.n):
-        sampling = _sampling(params, seed + choice * _GOLDEN)
+        asked = _asked(
+            asking,
+            version,
+            limit,
+            sampling=_sampling(params, seed + choice * _GOLDEN),
+            stop_ids=stop_ids,
+            shaping=shaping,
+            reporting=_reporting(params, choice, len(ids)),
+            grammar=grammar,
+            jumps=grammar is not None and shaping is None and _takes_runs(asking),
+            processor=_processor(asking, version),
+            alone=params.deterministic,
+            deadline=asking.ends,
+        )
         requests.append(
             Request(
-                replace(asked, sampling=sampling, reporting=_reporting(params, choice, len(ids))),
+                asked,
                 list(ids),
                 leader=requests[0] if requests else None,
                 forked=params.n > 1 or asking.before is not None,
@@ -90,8 +92,8 @@ def make_requests(
     return requests
 
 
-def _asked(asking: Asking, version: AdapterVersion | None, limit: int) -> Asked:
-    """Return what every kind of request asks: its limit in tokens, its adapter, and for whom it is."""
+def _asked(asking: Asking, version: AdapterVersion | None, limit: int, **options: Any) -> Asked:
+    """Return what is asked of a request: its limit in tokens, its adapter, for whom it is, and other fields."""
     return Asked(
         limit=limit,
         version=version,
@@ -99,15 +101,16 @@ def _asked(asking: Asking, version: AdapterVersion | None, limit: int) -> Asked:
         priority=asking.priority,
         tenant=asking.tenant,
         adapter=asking.adapter,
+        **options,
     )
 
 
-def _processor(asking: Asking, worn: AdapterVersion | None) -> LogitsProcessor | None:
+def _processor(asking: Asking, version: AdapterVersion | None) -> LogitsProcessor | None:
     """Return the caller's hook, wrapped so that it does not see the ids that stand for virtual tokens."""
     given = asking.logits_processor
-    if given is None or worn is None or not worn.virtual_tokens:
+    if given is None or version is None or not version.virtual_tokens:
         return given
-    virtual = worn.virtual_tokens
+    virtual = version.virtual_tokens
     return lambda tokens, logits_V: given(tokens[virtual:], logits_V)
 
 
@@ -132,12 +135,12 @@ def make_pooling_request(
         UnknownAdapter: No adapter is loaded under the name in `asking`.
     """
     check_asking(asking, vocab_size)
-    worn = worn_by(asking.adapter, adapters)
-    if worn is not None and worn.virtual_tokens:
+    version = version_of(asking.adapter, adapters)
+    if version is not None and version.virtual_tokens:
         raise InvalidParams(
             "adapter: one with virtual tokens cannot be pooled", field="adapter", value=asking.adapter, limit=0
         )
-    return Request(replace(_asked(asking, worn, len(ids) + 1), pooling=pooling), list(ids))
+    return Request(_asked(asking, version, len(ids) + 1, pooling=pooling), list(ids))
 
 
 def _reporting(params: SamplingParams, choice: int, prompt_len: int) -> Reporting | None:
@@ -170,7 +173,7 @@ def begin_search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
 
 
 def _first_beam(
-    ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int, worn: AdapterVersion | None
+    ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int, version: AdapterVersion | None
 ) -> Request:
     """Return the request whose likeliest tokens begin a beam search.
 
@@ -185,7 +188,7 @@ def _first_beam(
             limit=vocab_size,
         )
     reporting = Reporting(completion=search.candidates)
-    return Request(replace(_asked(asking, worn, len(ids) + 1), reporting=reporting, holds=True), list(ids))
+    return Request(_asked(asking, version, len(ids) + 1, reporting=reporting, holds=True), list(ids))
 
 
 def _check_prompt_logprobs(params: SamplingParams, prompt_len: int) -> None:

@@ -49,6 +49,7 @@ class Admission:
         self._spare = self._max_rows // 64  # free rows that may stay free until a step computes prompts
         self.missed: list[Request] = []
         """Requests skipped in the latest pass over the queue because they cannot meet their deadline."""
+        self._has_slots = slots.slots > 0
         self._overtaking = Overtaking(slots, patience=2 * self._max_rows)
 
     def check_deadline(self, request: Request) -> None:
@@ -106,8 +107,9 @@ class Admission:
         if not (self._roster.free_rows or self._roster.paused):
             return
         reserved = 0 if before is None else self._pages_owed()
-        self._overtaking.begin(idle=not self._roster.running)
-        self._reopen()
+        if self._has_slots:
+            self._overtaking.begin(idle=not self._roster.running)
+            self._reopen()
         for request in self._roster.waiting.in_order(now):
             if before is not None and not self._policy.overtakes(request, before, now):
                 return
@@ -118,11 +120,8 @@ class Admission:
             if request.asked.deadline is not None and not self._policy.worthwhile(request, now, self._pace):
                 self.missed.append(request)
                 continue
-            if not self._overtaking.may_start(request):
-                looked_past += 1
-                continue
-            pages = self._prefixes.find(request, step) if self._swaps.is_ready(request) else None
-            if pages is None:  # another request is computing its prefix: waiting is cheaper than computing it twice
+            pages = None if self._is_held_up(request) else self._prefixes.find(request, step)
+            if pages is None:  # or another request is computing its prefix: waiting is cheaper than computing it twice
                 looked_past += 1
                 continue
             if request.asked.alone is not alone:
@@ -130,9 +129,16 @@ class Admission:
             pages = self._find_room(request, pages, step, now, reserved)
             if pages is None:
                 return
-            self._overtaking.starts(request)
+            if request.asked.version is not None:
+                self._overtaking.starts(request)
             beside = True
             yield request, pages
+
+    def _is_held_up(self, request: Request) -> bool:
+        """Return whether `request` waits for the slot of its adapter, or for pages on their way to host memory."""
+        if request.asked.version is not None and not self._overtaking.may_start(request):
+            return True
+        return bool(request.place.host_places) and not self._swaps.is_ready(request)
 
     def _is_left_to_others(self, request: Request) -> bool:
         """Return whether to keep the last rows free, so that `request` alone does not add a prompt to the step."""

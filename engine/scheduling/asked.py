@@ -11,7 +11,7 @@ from headrace.adapters.slots import AdapterVersion
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Reporting, Shaping
 
-__all__ = ["Asked", "Sampling"]
+__all__ = ["Asked", "Sampling", "root_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +76,8 @@ class Asked:
     def slot(self) -> int:
         """LoRA slot that the row uses; -1 for none."""
         return -1 if self.version is None else self.version.slot
+
+
+def root_of(version: AdapterVersion | None, sharing: str | None) -> bytes:
+    """Return the first link of the prefix hash chain: the digest of the adapter, and the value that sharers share."""
+    return repr((None if version is None else version.digest, sharing)).encode()

@@ -63,10 +63,8 @@ class Failures:
     def limit(self, running: list[Request]) -> tuple[list[Request], bool]:
         """Return those of `running` that one step may hold, and whether these are all that can go on.
 
-        If they are not, no request may start.
+        If they are not, no request may start. Called only while `is_cautious`.
         """
-        if not self.is_cautious:
-            return running, True
         able = [request for request in running if request.can_go_on]
         return able[: self.most_rows], len(able) <= self.most_rows
 

@@ -84,7 +84,8 @@ class Roster:
         request.computed = request.planned
         request.ready = request.planned
         request.place.registered = request.planned // self._pool.page_size
-        self._swaps.bring_in(request)
+        if self._swaps.is_on:
+            self._swaps.bring_in(request)
         request.place.registered = request.planned // self._pool.page_size
         self._prefixes.promise(request)
         self._policy.started(request)
@@ -216,7 +217,8 @@ class Roster:
             and not (request.failed or request.leaving or request.place.is_tainted)
         ):
             self._prefixes.keep(request)
-        self._swaps.drop(request)
+        if request.place.host_places:
+            self._swaps.drop(request)
         self._give_back(request)
         self._drop_previous_turn(request)
         request.leader = None  # a chain of continued requests would otherwise keep all earlier ones alive

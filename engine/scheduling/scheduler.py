@@ -116,7 +116,8 @@ class Scheduler:
         """
         asked = request.asked
         room = 1 if asked.pooling is None else 0
-        request.at_commit = at_commit_of(asked)
+        if asked.has_options or asked.holds:
+            request.at_commit = at_commit_of(asked)
         most = self.capacity.check_length(request.prompt_len, room, whole=asked.alone)
         request.limit = min(asked.limit, most + 1 - room)
         self._admission.check_deadline(request)
@@ -124,8 +125,10 @@ class Scheduler:
             request.leader.forked = True  # its next page may be shared from now on
             request.leader.plain_until = 0
         self.roster.add(request)
-        self._alternation.arrived(request)
-        self._deadlines.add(request)
+        if asked.alone:
+            self._alternation.any = True
+        if asked.deadline is not None:
+            self._deadlines.add(request, asked.deadline)
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End `request` now, in any state; return False if it has already ended."""
@@ -155,7 +158,7 @@ class Scheduler:
             now: Seconds, on the clock of `Request.arrived`. Deadlines that have passed end their requests.
         """
         self._now = now
-        while (request := self._deadlines.overdue(now)) is not None:
+        while self._deadlines.any and (request := self._deadlines.overdue(now)) is not None:
             self._lapse(request)
         if self.sleep_level:
             return None
@@ -174,8 +177,10 @@ class Scheduler:
         plan.left_rows = self.roster.left_rows
         self.roster.left_rows = []
         self._policy.served(plan.each_work())
-        self.swaps.host.load(plan)
-        self._alternation.planned(plan, self.roster.requests.values())
+        if self.swaps.is_on:
+            self.swaps.host.load(plan)
+        if self._alternation.any:
+            self._alternation.planned(plan, self.roster.requests.values())
         self._step += 1
         return plan
 
@@ -189,8 +194,12 @@ class Scheduler:
 
     def _plan_together(self, plan: StepPlan) -> None:
         """Plan a step of requests that do not compute alone."""
-        usual, complete = self.failures.limit(self._alternation.together(self.roster.running))
-        prefills = plan_decodes(plan, usual, self._growth, self.capacity.page_size, self._now)
+        running, complete = self.roster.running, True
+        if self._alternation.any:
+            running = self._alternation.together(running)
+        if self.failures.is_cautious:
+            running, complete = self.failures.limit(running)
+        prefills = plan_decodes(plan, running, self._growth, self.capacity.page_size, self._now)
         if prefills or self.roster.waiting:
             self._plan_prefills(plan, prefills, may_start=complete)
 
@@ -254,7 +263,7 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """Time in seconds at which the next request must end; None if no request has a deadline."""
-        first = self._deadlines.first
+        first = self._deadlines.first if self._deadlines.any else None
         return None if first is None else first.asked.deadline
 
     def pop_lapsed(self) -> list[Emission]:
@@ -282,7 +291,8 @@ class Scheduler:
         Raises:
             ValueError: The result does not have one token for each work item, which is a defect of the runner.
         """
-        self.swaps.host.settled(plan)
+        if self.swaps.is_on:
+            self.swaps.host.settled(plan)
         if self.failures.is_cautious:
             self.failures.went_well()
         return self._commits.commit(plan, result)

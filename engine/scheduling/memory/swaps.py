@@ -26,12 +26,14 @@ class Swaps:
         """Move nothing yet; from now on, pages that `pool` evicts are kept in `host`."""
         self._window = window
         self.host = host
+        self.is_on = host.num_places > 0
+        """Whether the host has room for pages. If not, none is ever stored and no plan moves any."""
         self.count = 0
         """Number of requests swapped out so far."""
         self._pool = pool
         self._prefixes = prefixes
         self._pace = pace
-        if host.num_places:
+        if self.is_on:
             pool.on_evict = host.keep
             host.log = pool.log
 
@@ -64,7 +66,7 @@ class Swaps:
             self.host.release(request.place.host_places[: len(pages)])
             request.place.host_places = []
             request.place.stored = 0
-        elif self.host.num_places and request.room(size) == request.planned:
+        elif request.room(size) == request.planned:
             keys, start = self._prefixes.usable(request), request.place.first_page + len(pages)
             end = start + self.host.reach(keys[start:])
             reach = end * size

@@ -32,17 +32,13 @@ class Alternation:
         """
         self._chunk = min(CHUNK, max_batched_tokens)
         self.any = False
-        """Whether some request that has not ended computes alone."""
+        """Whether some request that has not ended computes alone. Only then are the methods called."""
         self.is_due = False
         """Whether the next step is for a request that computes alone, if one can go on."""
 
-    def arrived(self, request: Request) -> None:
-        """Take note of a request."""
-        self.any |= request.asked.alone
-
     def planned(self, plan: StepPlan, requests: Iterable[Request]) -> None:
         """Take note of a planned step, and of the requests that have not ended."""
-        self.any = self.any and any(each.asked.alone for each in requests)
+        self.any = any(each.asked.alone for each in requests)
         self.is_due = self.any and not plan.alone
 
     def plan_first(self, plan: StepPlan, request: Request, growth: Growth, now: float) -> None:
@@ -60,7 +56,7 @@ class Alternation:
 
     def together(self, running: list[Request]) -> list[Request]:
         """Return the requests of `running` that may share a step."""
-        return [each for each in running if not each.asked.alone] if self.any else running
+        return [each for each in running if not each.asked.alone]
 
     def _most(self, request: Request) -> int:
         """Return the number of owed tokens that the next step of `request` computes."""

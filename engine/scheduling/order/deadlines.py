@@ -17,6 +17,8 @@ class DeadlineQueue:
     def __init__(self) -> None:
         """Start empty."""
         self._heap: list[tuple[float, int, Request]] = []
+        self.any = False
+        """Whether there may be a live request in the queue."""
         self._most = _FEW
         """Number of entries at which those of ended requests are removed."""
 
@@ -24,11 +26,10 @@ class DeadlineQueue:
         """Return the number of entries, including some of requests that have ended: at most half, and a few more."""
         return len(self._heap)
 
-    def add(self, request: Request) -> None:
-        """Watch the deadline of `request`, if it has one; its entry is removed some time after it has ended."""
-        if request.asked.deadline is None:
-            return
-        heappush(self._heap, (request.asked.deadline, request.id, request))
+    def add(self, request: Request, deadline: float) -> None:
+        """Watch the deadline of `request`; its entry is removed some time after it has ended."""
+        self.any = True
+        heappush(self._heap, (deadline, request.id, request))
         if len(self._heap) > self._most:
             self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
             heapify(self._heap)
@@ -40,6 +41,7 @@ class DeadlineQueue:
         heap = self._heap
         while heap and heap[0][2].state is State.FINISHED:
             heappop(heap)
+        self.any = bool(heap)
         return heap[0][2] if heap else None
 
     def overdue(self, now: float) -> Request | None:

@@ -1,4 +1,4 @@
-"""Finds a request's adapter, and the tokens and prefix-cache root that follow from it; never loads an adapter."""
+"""Finds the adapter that a request names, and the tokens that it puts before a prompt; never loads an adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.adapters.slots import AdapterVersion
 from headrace.engine.errors import InvalidParams, UnknownAdapter
 from headrace.engine.params import SamplingParams
 
-__all__ = ["dressed", "find", "root_of", "worn_by"]
+__all__ = ["find", "version_of", "with_virtual_tokens"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def find(name: str, adapters: Mapping[str, T]) -> T:
     return adapters[name]
 
 
-def worn_by(name: str | None, adapters: Mapping[str, AdapterVersion]) -> AdapterVersion | None:
+def version_of(name: str | None, adapters: Mapping[str, AdapterVersion]) -> AdapterVersion | None:
     """Return the adapter version of a request that names `name`; None without a name.
 
     Raises:
@@ -34,12 +34,7 @@ def worn_by(name: str | None, adapters: Mapping[str, AdapterVersion]) -> Adapter
     return None if name is None else find(name, adapters)
 
 
-def root_of(worn: AdapterVersion | None, sharing: str | None) -> bytes:
-    """Return the first link of the prefix hash chain: the digest of the weights, and the value that sharers share."""
-    return repr((None if worn is None else worn.digest, sharing)).encode()
-
-
-def dressed(
+def with_virtual_tokens(
     name: str | None, ids: Sequence[int], params: SamplingParams, adapters: Mapping[str, AdapterVersion]
 ) -> tuple[AdapterVersion | None, Sequence[int]]:
     """Return the adapter version of a request that names `name`, and the prompt with its virtual tokens in front.
@@ -50,13 +45,13 @@ def dressed(
         UnknownAdapter: No adapter is loaded under that name.
         InvalidParams: The adapter has virtual tokens, and log-probabilities of the prompt are wanted.
     """
-    worn = worn_by(name, adapters)
-    if worn is None or not worn.virtual_tokens:
-        return worn, ids
+    version = version_of(name, adapters)
+    if version is None or not version.virtual_tokens:
+        return version, ids
     if params.prompt_logprobs is not None:
         raise InvalidParams(
             "prompt_logprobs: cannot go with an adapter that has virtual tokens",
             field="prompt_logprobs",
             value=params.prompt_logprobs,
         )
-    return worn, [ids[0]] * worn.virtual_tokens + list(ids)
+    return version, [ids[0]] * version.virtual_tokens + list(ids)
