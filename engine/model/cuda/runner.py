@@ -97,7 +97,7 @@ class CudaRunner:
             self._results = [Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
             self._turn = 0
             self._ordering = Ordering()
-            """Of what `launch` enqueues itself."""
+            """Order of the decodes that `launch` enqueues itself."""
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, self._kv, self._ids,
                 max_rows=capacity.max_rows, attention=attention, bank=bank, kernels=kernels.decodes,
@@ -228,8 +228,8 @@ class CudaRunner:
         except torch.AcceleratorError:
             # After a device fault, freeing pinned memory ends the process, so it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
-        for name in "_kv _memory _rows _sampler _ids _results _graphs _prefills _bank _weights _moves".split():
-            delattr(self, name)
+        del self._kv, self._memory, self._rows, self._sampler, self._ids, self._results
+        del self._graphs, self._prefills, self._bank, self._weights, self._moves
         return_device_memory()
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ class CudaStep:
     """A launched step; `enqueued` is the event that is set once a step that waits in a queue is enqueued."""
 
     __slots__ = (
-        "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "late", "lines", "places", "pooled",
-        "result",
+        "_has_codes", "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "late", "lines",
+        "places", "pooled", "result",
     )  # fmt: skip
 
     def __init__(self, result: Result) -> None:
@@ -101,6 +101,8 @@ class CudaStep:
         """Indices of the works whose rows were left out."""
         self._reading = threading.Lock()
         self._tokens: list[int] | None = None
+        self._has_codes = False
+        """Whether `_tokens` has codes of `NoToken` among its ids."""
 
     def wait(self) -> StepResult:
         """Return the step's result once it has run.
@@ -117,11 +119,12 @@ class CudaStep:
             with faults_are_fatal():
                 tokens = self._read()
             if not (self.lines or self.pooled or self.choices or self.forced):
-                return step_result(tokens)
+                return step_result(tokens, has_codes=self._has_codes)
             reports, prompt_reports = read_reports(self.result.lines.numpy(), self.lines)
             choices = {work: ready() for work, ready in self.choices.items()}
             return step_result(
                 tokens,
+                has_codes=self._has_codes,
                 reports=reports,
                 prompt_reports=prompt_reports,
                 pooled=self.pooled,
@@ -139,7 +142,9 @@ class CudaStep:
         with self._reading:  # after `wait`, another step may use the result
             if self._tokens is None:
                 self.result.done.synchronize()
-                self._tokens = self.ids[self.places].tolist()
+                found = self.ids[self.places]
+                self._has_codes = len(self.late) > 0 or bool(found.min(initial=0) < 0)
+                self._tokens = found.tolist()
                 for work in self.late:
                     self._tokens[work] = LATE
             return self._tokens

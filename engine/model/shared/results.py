@@ -25,6 +25,7 @@ _MEANING: Final = {what.value: what for what in NoToken}
 def step_result(
     ids: Sequence[int],
     *,
+    has_codes: bool = True,
     reports: Mapping[int, Report] | None = None,
     prompt_reports: Mapping[int, Sequence[Report]] | None = None,
     pooled: Mapping[int, Tensor] | None = None,
@@ -35,6 +36,7 @@ def step_result(
 
     Args:
         ids: One id for each work item, or a code of `NoToken` in its place.
+        has_codes: False if it is known that all of `ids` are ids.
         reports: Reports on new tokens; those of items that have a code are left out.
         prompt_reports: Reports on prompt tokens.
         pooled: Pooled float tensors in host memory, with copies done. Vectors become arrays; the items of those that
@@ -43,7 +45,7 @@ def step_result(
         forced: Tokens that grammars force.
     """
     instead: dict[int, NoToken] = {}
-    if ids and min(ids) < 0:
+    if has_codes and ids and min(ids) < 0:
         instead = {index: _MEANING[code] for index, code in enumerate(ids) if code in _MEANING}
     if not (reports or prompt_reports or pooled or choices or forced):
         return StepResult(ids, instead=instead)
