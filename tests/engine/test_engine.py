@@ -35,6 +35,7 @@ from headrace.engine import (
     Usage,
 )
 from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.result import NoToken
 from headrace.engine.testing import ByteTokenizer, ScriptedEngine, ScriptedRunner, ScriptedStep
 
 pytestmark = pytest.mark.anyio
@@ -294,10 +295,10 @@ async def outcomes(engine: ScriptedEngine, streams: dict[str, Any]) -> dict[str,
 @pytest.mark.parametrize("place", [0, 1, 5])
 @pytest.mark.parametrize(
     ("token", "kind", "words"),
-    [(-1, NonFiniteLogits, "not finite"), (257, RequestFailed, "257"), (-7, RequestFailed, "-7")],
+    [(NoToken.NON_FINITE, NonFiniteLogits, "not finite"), (257, RequestFailed, "257"), (-7, RequestFailed, "-7")],
 )
 async def test_a_token_that_cannot_be_fails_one_request_only(
-    place: int, token: int, kind: type[RequestFailed], words: str
+    place: int, token: int | NoToken, kind: type[RequestFailed], words: str
 ) -> None:
     gate = Gate()
     async with serving(gate=gate, faults={place: token}) as engine:
@@ -354,7 +355,7 @@ async def test_a_step_that_raises_fails_its_requests_only_and_none_if_it_found_n
 @pytest.mark.parametrize("n", [2, 6])
 @pytest.mark.parametrize("place", [0, 3])
 async def test_a_failing_choice_ends_its_whole_stream(n: int, place: int) -> None:
-    async with serving(faults={place: -1}) as engine:
+    async with serving(faults={place: NoToken.NON_FINITE}) as engine:
         stream = engine.stream("with several choices", greedy(30, n=n))
         with pytest.raises(NonFiniteLogits):
             await read(stream)
