@@ -287,7 +287,7 @@ def branch(request: Request, count: int, seed: int) -> Request:
     asked, reporting = request.asked, request.asked.reporting
     reports = None if reporting is None or reporting.completion is None else Reporting(reporting.completion)
     return Request(
-        replace(asked, sampling=replace(asked.sampling, seed=seed), reporting=reports, deadline=None),
+        replace(asked, sampling=replace(asked.sampling, seed=seed), reporting=reports),
         request.tokens[:count],
         prompt_len=request.prompt_len,
         leader=request,

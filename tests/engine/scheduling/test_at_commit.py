@@ -120,7 +120,7 @@ def test_reports_on_a_prompt_survive_a_late_mask() -> None:
 
 def test_what_was_asked_is_shared_by_what_goes_on_and_progress_is_not() -> None:
     rig = Rig(capacity(), depth=1)
-    (held,) = rig.submit(PROMPT, 1, holds=True, tenant="a", priority=3)
+    (held,) = rig.submit(PROMPT, 1, holds=True, tenant="a", priority=3, deadline=50.0)
     rig.run()
     following = goes_on(held, 5)
     assert following.tokens == [*held.tokens[:-1], 5] and following.order == (3, held.id, -1)
@@ -128,4 +128,5 @@ def test_what_was_asked_is_shared_by_what_goes_on_and_progress_is_not() -> None:
     assert (following.limit, following.computed, following.place.pages) == (len(held.tokens) + 1, 0, [])
     other = branch(held, 4, seed=9)
     assert (other.tokens, other.prompt_len) == (PROMPT[:4], len(PROMPT))
+    assert other.asked.deadline == following.asked.deadline == held.asked.deadline == 50.0
     assert other.asked.sampling.seed == 9 and other.asked.tenant == "a" and other.place is not held.place
