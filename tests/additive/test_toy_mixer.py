@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.checkpoint.weights import SublayerWeights, load_weights
+from headrace.engine.model.checkpoint.weights import SublayerWeights, Weight, load_weights
 from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.layers import FEEDS, MIXERS
@@ -93,10 +93,12 @@ def test_norms_behind_mixer_and_feed(tmp_path: Path) -> None:
     check(tmp_path, spec, parts, unlike, mixers=ALL_MIXERS, feeds=feeds)
 
 
+PLAIN = LayerSpec(Attention(heads=4, kv_heads=2, head_dim=8), Dense(40), Norms(EPSILON))
+MIXED = [PLAIN, LayerSpec(MIXER, PostDense(40), POST), PLAIN]
+
+
 def test_layers_may_be_of_different_kinds(tmp_path: Path) -> None:
-    """The product before a norm may compute it in part, and must not where the next layer begins with none."""
-    plain = LayerSpec(Attention(heads=4, kv_heads=2, head_dim=8), Dense(40), Norms(EPSILON))
-    spec = toy_spec([plain, LayerSpec(MIXER, PostDense(40), POST), plain])
+    spec = toy_spec(MIXED)
 
     def mixer(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
         return (post_mixer if layer == 1 else plain_mixer)(reference, x_NE, layer)
@@ -106,6 +108,55 @@ def test_layers_may_be_of_different_kinds(tmp_path: Path) -> None:
 
     feeds = {**FEEDS, PostDense: PostNormFeed}
     check(tmp_path, spec, (mixer, feed), (plain_mixer, feed), mixers=ALL_MIXERS, feeds=feeds)
+
+
+class Told:
+    """A device's operations that compute nothing and keep the norms that products are told of."""
+
+    def __init__(self) -> None:
+        self.norms: list[Tensor | None] = []
+        self._x_NE = torch.ones(1, 32)
+
+    def pack(self, weight: Weight, bias_O: Tensor | None) -> None:
+        """Keep nothing."""
+
+    def pack_head(self, weight_VE: Weight) -> None:
+        """Keep nothing."""
+
+    def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
+        return x_NE
+
+    def attend(self, *_: object) -> tuple[Tensor, Tensor]:
+        return self._x_NE, self._x_NE
+
+    def attend_with(self, *_: object) -> Tensor:
+        return self._x_NE
+
+    def linear(self, *_: object) -> Tensor:
+        return self._x_NE
+
+    feed = normed = summed = attend
+
+    def add(self, x_NI: Tensor, packed: None, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str) -> Stream:
+        self.norms.append(norm_E)
+        return Stream(x_NI, total_NE)
+
+    def logits(self, x_SE: Tensor, head: None) -> Tensor:
+        return x_SE
+
+
+def test_a_product_is_told_the_norm_that_follows_and_none_where_none_does() -> None:
+    """A GPU computes a part of that norm in the product, which would spoil the stream for one that reads it bare."""
+    spec = toy_spec(MIXED)
+    weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
+    told = Told()
+    ops = dict.fromkeys(spec.mixer_kinds, told)
+    feeds = {**FEEDS, PostDense: PostNormFeed}
+    decoder = Decoder(spec, weights, ops, mixers=ALL_MIXERS, feeds=feeds)
+    decoder.hidden(torch.tensor([1]), dict.fromkeys(spec.mixer_kinds), None)
+    first, last = weights.layers[0].feed.vectors["norm_E"], weights.layers[2].feed.vectors["norm_E"]
+    # The first layer's two products, then the last one's: the layer between adds without a product.
+    assert [id(norm) for norm in told.norms] == [id(first), id(None), id(last), id(None)]
 
 
 def test_the_packages_own_layers_refuse_norms_that_they_do_not_compute() -> None:
