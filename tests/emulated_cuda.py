@@ -1,7 +1,9 @@
 """A GPU that is not there: everything on the host side of the CUDA path runs for real, above slow kernels; no tests.
 
-`emulated()` replaces what lies below: torch's streams, events, graphs and pinned memory, and the modules `triton` and
-`flashinfer`, whose kernels are those of emulated_kernels.py. It is stricter than a GPU where a GPU is merely unlucky:
+`emulated()` replaces what lies below: torch's streams, events, graphs and pinned memory, the modules `triton` and
+`flashinfer`, and by way of their declarations the kernels of products and attention (emulated_products.py,
+emulated_attention.py); those that are not declared are in emulated_kernels.py. It is stricter than a GPU where a GPU is
+merely unlucky:
 
 - Copies from and to pinned memory are as late as they may be: they happen when somebody waits for an event or stream
   behind them. Pinned memory that changes before that is a fault, and whoever reads a result too early reads nonsense.
@@ -27,14 +29,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from emulated_kernels import KERNELS, Misuse, attend, norm_rope
+from emulated_attention import emulated_decodes, emulated_prefills
+from emulated_kernels import KERNELS, Misuse, attend
+from emulated_products import EmulatedProduct
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace.engine.model.checkpoint import parameters as weight_files
 
-__all__ = ["Gpu", "emulated", "built_anew"]
+__all__ = ["Gpu", "built_anew", "emulated", "kernels_on"]
 
 NONSENSE = -0x5A5A5A5A
 PROCESSORS = 132
@@ -210,19 +214,6 @@ def emulated_empty(gpu: Gpu, empty: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 # -- streams, events and graphs -------------------------------------------------------------------------------------
-
-
-def emulated_mm(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.mm`, which on a GPU alone has outputs of another dtype."""
-
-    def multiply(x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor) -> Tensor:
-        if out_dtype is None:
-            return mm(x, y, out=out)
-        if out.dtype is not out_dtype:
-            raise Misuse("a product of another dtype")
-        return out.copy_(mm(x.to(out_dtype), y.to(out_dtype)))
-
-    return multiply
 
 
 class Stream:
@@ -501,7 +492,7 @@ class DecodeWrapper:
                     scale=self._scale * k_scale, window=self._window, v_scale=v_scale,
                 )[0]  # fmt: skip
 
-        Kernel.gpu.launch("fa2 decode", work)
+        Kernel.gpu.launch("decode: fa2", work)
 
 
 class PrefillWrapper:
@@ -539,181 +530,12 @@ class PrefillWrapper:
                 )  # fmt: skip
                 start += count
 
-        Kernel.gpu.launch("prefill", work)
+        Kernel.gpu.launch("prefill: FlashInfer", work)
 
 
-def xqa(
-    q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, out: Tensor, scratch: Tensor,
-    semaphores: Tensor, kv_heads: int, page_size: int, *, q_scale: float, kv_scale: float, sliding_win_size: int,
-    sm_count: int,
-) -> None:  # fmt: skip
-    """As `flashinfer.xqa.xqa`."""
-    if Kernel.gpu.capability[0] not in (9, 10, 12):
-        raise RuntimeError("XQA is only supported on SM90, SM100, SM120/SM121 GPUs")
-
-    def work() -> None:
-        for row, length in enumerate(lengths.view(torch.int32)[:, 0].tolist()):
-            used = pages[row, : -(-length // page_size)].long()
-            kv = torch.stack([part.view(torch.uint8)[used] for part in (keys, values)], 1).view(keys.dtype)
-            out[row] = attend(
-                q[row], kv, torch.arange(len(used)), length,
-                scale=q_scale * kv_scale / q.shape[-1] ** 0.5, window=sliding_win_size or None, v_scale=kv_scale,
-            )  # fmt: skip
-
-    Kernel.gpu.launch("xqa", work)
-
-
-class EvenModule:
-    """The compiled csrc/even_decode.cu: a plan here is where each row's pages begin among those of all."""
-
-    @staticmethod
-    def _starts(lengths: Tensor, window: int, size: int) -> Tensor:
-        oldest = (lengths - window).clamp(min=0) // size if window else torch.zeros_like(lengths)
-        return torch.cumsum((lengths + size - 1) // size - oldest, 0)
-
-    def __init__(self, page_size: int) -> None:
-        self._size = page_size
-
-    def plan_words(self, blocks: int, rows: int) -> int:
-        return rows + 1
-
-    def most_parts(self, blocks: int, rows: int) -> int:
-        return rows + blocks
-
-    def plan(self, lengths: Tensor, plan: Tensor, window: int, blocks: int) -> None:
-        def work() -> None:
-            plan[: len(lengths)] = self._starts(lengths, window, self._size)
-
-        Kernel.gpu.launch("even deal", work)
-
-    def run(
-        self, q: Tensor, kv: Tensor, out: Tensor, pages: Tensor, lengths: Tensor, plan: Tensor, partial: Tensor,
-        stats: Tensor, counters: Tensor, window: int, blocks: int, scale: float, out_scale: float, pdl: bool,
-    ) -> None:  # fmt: skip
-        def work() -> None:
-            if not len(lengths) == len(pages) == len(q) or not (q.is_contiguous() and pages.is_contiguous()):
-                raise Misuse("rows that the kernel cannot attend for")
-            if not torch.equal(plan[: len(lengths)], self._starts(lengths, window, self._size).int()):
-                raise Misuse("a step under the division of another")
-            for row, length in enumerate(lengths.tolist()):
-                out[row] = attend(
-                    q[row : row + 1], kv, pages[row], length,
-                    scale=scale, window=window or None, v_scale=out_scale,
-                )[0]  # fmt: skip
-
-        Kernel.gpu.launch("even decode", work)
-
-
-def worn_update(x: Tensor, sizes: Sequence[int], arena: Tensor, modules: Tensor, slots: Tensor) -> Tensor:
-    """(x A^T) B of the one adapter that rows wear, all modules side by side."""
-    parts = []
-    for size, (a, b, rank, before) in zip(sizes, modules.tolist(), strict=True):
-        if rank > 16 or rank % 8 or 8 * (a - modules[0, 0]) != before * x.shape[1]:
-            raise Misuse("an update that the kernel cannot add")
-        a_RI = arena[8 * a : 8 * a + rank * x.shape[1]].view(rank, x.shape[1])
-        parts.append((x.float() @ a_RI.float().T) @ arena[8 * b : 8 * b + rank * size].view(rank, size).float())
-    return torch.cat(parts, 1) * (slots >= 0)[:, None]
-
-
-class EvenLinearModule:
-    """The compiled csrc/even_linear.cu."""
-
-    def __init__(self, rows: int, *, worn: bool) -> None:
-        self._rows, self._worn = rows, worn
-
-    def run(
-        self, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor, norm: Tensor, squares_out: Tensor,
-        squares_in: Tensor, planes: Tensor, counters: Tensor, kind: int, scaled: bool, eps: float, splits: int,
-        wide: bool, pdl: bool, *worn: Tensor,
-    ) -> None:  # fmt: skip
-        def work() -> None:
-            if len(x) > self._rows or len(weight) % (8, 16, 64)[kind] or x.shape[1] % 64:
-                raise Misuse("a product that the kernel cannot compute")
-            if out.data_ptr() == x.data_ptr() or (kind == 2 and not residual.is_contiguous()):
-                raise Misuse("a product that goes where the kernel cannot write it")
-            y = x.float() @ weight.float().T
-            if self._worn:
-                y += worn_update(x, [out.shape[1]] * (1 + (kind == 1)), *worn)
-            if scaled:
-                y = y * torch.rsqrt(squares_in.sum(0) / x.shape[1] + eps)[:, None]
-            if kind == 1:
-                gate, up = y.chunk(2, 1)
-                y = gate * torch.sigmoid(gate) * up
-            if kind == 2:
-                y = y + residual.float()
-                residual.copy_(y)
-                squares_out.copy_((y * y).view(len(y), -1, 64).sum(2).T)
-                y = y * norm.float()
-            out.copy_(y)
-
-        Kernel.gpu.launch("worn linear" if self._worn else "even linear", work)
-
-
-class EvenHeadsModule:
-    """The compiled csrc/even_heads.cu."""
-
-    def __init__(self, rows: int, *, worn: bool) -> None:
-        self._rows, self._worn = rows, worn
-
-    def run(
-        self, x: Tensor, weight: Tensor, squares_in: Tensor, scaled: bool, q: Tensor, kv: Tensor, q_norm: Tensor,
-        k_norm: Tensor, has_norms: bool, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_scale: float,
-        v_scale: float, eps: float, pdl: bool, *worn: Tensor,
-    ) -> None:  # fmt: skip
-        def work() -> None:
-            heads, kv_heads = q.shape[1] // 128, kv.shape[3]
-            if (
-                len(x) > self._rows
-                or x.shape[1] % 64
-                or len(weight) != 128 * (heads + 2 * kv_heads)
-                or kv.stride(3) != 128
-            ):
-                raise Misuse("a product that the kernel cannot compute")
-            factors = torch.rsqrt(squares_in.sum(0) / x.shape[1] + eps)[:, None] if scaled else 1.0
-            y = x.float() @ weight.float().T
-            if self._worn:
-                y += worn_update(x, [q.shape[1], kv_heads * 128, kv_heads * 128], *worn)
-            norm_rope(SimpleNamespace(
-                qkv=y * factors, q_out=q, HALF=64, HEADS=heads, KV_HEADS=kv_heads,
-                q_norm=q_norm if has_norms else None, k_norm=k_norm if has_norms else None, cos_sin=cos_sin,
-                positions=positions, slots=slots, kv=kv, eps=eps, k_scale=k_scale, v_scale=v_scale,
-            ))  # fmt: skip
-
-        Kernel.gpu.launch("worn heads" if self._worn else "even heads", work)
-
-
-class TileAttentionModule:
-    """The compiled csrc/tile_attention.cu."""
-
-    def __init__(self, page_size: int) -> None:
-        self._size = page_size
-
-    def run(
-        self, q: Tensor, kv: Tensor, out: Tensor, jobs: Tensor, pages: Tensor, scale: float, pdl: bool
-    ) -> None:  # fmt: skip
-        def work() -> None:
-            out.fill_(float("nan"))
-            for token, count, position, page in jobs.tolist():
-                length = position + count
-                mine = pages[page : page - (-length // self._size)]
-                out[token : token + count] = attend(
-                    q[token : token + count], kv, mine, length, scale=scale, window=None
-                )  # fmt: skip
-
-        Kernel.gpu.launch("tile attention", work)
-
-
-class TileLinearModule:
-    """The compiled csrc/tile_linear.cu."""
-
-    def run(self, x: Tensor, weight: Tensor, out: Tensor, pdl: bool) -> None:
-        def work() -> None:
-            if weight.shape[0] % 16 or x.shape[1] % 8 or out.data_ptr() == x.data_ptr():
-                raise Misuse("a product that the kernel cannot compute")
-            gate, up = (x.float() @ weight.float().T).chunk(2, 1)
-            out.copy_(gate * torch.sigmoid(gate) * up)
-
-        Kernel.gpu.launch("tile linear", work)
+def xqa(*values: Any, **named: Any) -> None:
+    """As `flashinfer.xqa.xqa`, which emulated_attention.py stands in front of."""
+    raise Misuse("XQA is launched past its declaration")
 
 
 def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) -> SimpleNamespace:
@@ -721,15 +543,7 @@ def gen_jit_spec(name: str, sources: list[Any], extra_cuda_cflags: list[str]) ->
     major = Kernel.gpu.capability[0]
     if major < 9 or (major > 9 and sources[0].name != "even_decode.cu"):
         raise Misuse(f"{sources[0].name} cannot be compiled for a GPU of {Kernel.gpu.capability}")
-    defines = dict(flag.removeprefix("-D").split("=") for flag in extra_cuda_cflags)
-    makes: dict[str, Callable[[], Any]] = {
-        "even_decode.cu": lambda: EvenModule(int(defines["PAGE"])),
-        "even_heads.cu": lambda: EvenHeadsModule(int(defines["ROWS"]), worn=defines["RANKS"] != "0"),
-        "even_linear.cu": lambda: EvenLinearModule(int(defines["ROWS"]), worn=defines["RANKS"] != "0"),
-        "tile_attention.cu": lambda: TileAttentionModule(int(defines["PAGE"])),
-        "tile_linear.cu": TileLinearModule,
-    }
-    return SimpleNamespace(build_and_load=makes[sources[0].name])
+    return SimpleNamespace(build_and_load=lambda: None)
 
 
 class CompilationContext:
@@ -787,13 +601,19 @@ def modules() -> dict[str, ModuleType]:
     return made
 
 
+def kernels_on(gpu: Gpu) -> Any:
+    """The kernels of products and attention, as an engine is handed them."""
+    real = importlib.import_module("headrace.ops.cuda.kernels").KERNELS
+    products = tuple(EmulatedProduct(gpu, kernel) for kernel in real.products)
+    return type(real)(products, emulated_decodes(gpu, real.decodes), emulated_prefills(gpu, real.prefills))
+
+
 def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """Put the emulation into the places of torch's."""
     for kind in (Pinned, Stream, Event, Graph, Kernel):
         patch.setattr(kind, "gpu", gpu, raising=False)
     patch.setattr(torch, "zeros", emulated_empty(gpu, torch.zeros))
     patch.setattr(torch, "empty", emulated_empty(gpu, torch.empty))
-    patch.setattr(torch, "mm", emulated_mm(torch.mm))
     default = Stream()
     replaced: dict[str, Any] = {
         "Stream": Stream,
@@ -875,6 +695,7 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
         patch.setattr("headrace.engine.life.build.find_gpu", lambda name: torch.device("cpu"))
         open_cuda = importlib.import_module("headrace.engine.model.cuda.opening")
         patch.setattr(open_cuda, "check_compilers", lambda: None)  # nothing is compiled here
+        patch.setattr(open_cuda, "open_cuda", partial(open_cuda.open_cuda, kernels=kernels_on(gpu)))
         patch.setattr(weight_files, "_Staging", Staging)
         yield gpu
         assert gpu.lost or not gpu.addresses.backed, "pages outlive their engine"

@@ -1,4 +1,4 @@
-"""The GPU kernels of `ops/cuda/` in slow, obvious torch, by their names; never fast, and never used outside tests.
+"""The GPU kernels of `ops/cuda/` but those of products and attention, in slow, obvious torch, by their names.
 
 Each function takes what its kernel's launch passes, by the kernel's own parameter names, and does what the docstring of
 the launching function promises. What a GPU would answer with an illegal access or an undefined order raises `Misuse`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from torch import Tensor
 from headrace.ops.cpu.logprobs import logprobs
 from headrace.ops.cpu.sample import Choosing, sample
 
-__all__ = ["KERNELS", "Misuse", "attend", "norm_rope"]
+__all__ = [
+    "KERNELS", "Misuse", "attend", "demand", "gated", "normed", "rotate_and_store", "store", "turned", "unpack",
+]  # fmt: skip
 
 LARGEST = 3.38e38
-LOG2_E = 1.4426950408889634
 _ASKED: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 """The filters that a search was launched with, by the address of its result, for the choice that reads it."""
 
@@ -98,26 +100,6 @@ def gated(both: Tensor) -> Tensor:
 
 def silu_mul(at: SimpleNamespace) -> None:
     at.out.copy_(gated(at.gate_up))
-
-
-def product(x: Tensor, at: SimpleNamespace) -> None:
-    demand(at.out.data_ptr() != at.x.data_ptr(), "a product over its own input")
-    y = x.float() @ at.weight.float().T
-    at.out.copy_(gated(y) if at.GATED else y)
-
-
-def linear(at: SimpleNamespace) -> None:
-    demand(at.rows == len(at.x) and at.size_in % 64 == 0, "a product of another shape")
-    product(at.x, at)
-
-
-def vector(at: SimpleNamespace) -> None:
-    value = at.x.float()
-    if at.ADD:
-        demand(at.residual_out.data_ptr() != at.residual.data_ptr(), "a sum over the residual that others read")
-        value = value + at.residual.float()
-        at.residual_out.copy_(value)
-    product(normed(value, at.norm, at.eps).to(at.x.dtype) if at.NORM else value, at)
 
 
 # -- adapters -------------------------------------------------------------------------------------------------------
@@ -305,6 +287,16 @@ def store(kv: Tensor, slots_N: Tensor, part: int, x_NKD: Tensor, scale: float) -
     kv.view(torch.uint8)[slots // kv.shape[2], part, slots % kv.shape[2]] = x.view(torch.uint8)
 
 
+def rotate_and_store(y: Tensor, q_out: Tensor, to: Any, eps: float) -> None:
+    """Make rotated queries of packed `y`, and store its keys and values at `to`, a `HeadTargets`."""
+    demand(len(y[0]) == q_out.shape[1] + 2 * to.kv_layer.shape[3] * 128, "another number of heads")
+    norm_rope(SimpleNamespace(
+        qkv=y, q_out=q_out, HALF=64, HEADS=q_out.shape[1] // 128, KV_HEADS=to.kv_layer.shape[3], q_norm=to.q_norm_D,
+        k_norm=to.k_norm_D, cos_sin=to.cos_sin_PD, positions=to.positions_N, slots=to.slots_N, kv=to.kv_layer, eps=eps,
+        k_scale=to.scales.k, v_scale=to.scales.v,
+    ))  # fmt: skip
+
+
 def norm_rope(at: SimpleNamespace) -> None:
     dim, heads, kv_heads = 2 * at.HALF, at.HEADS, at.KV_HEADS
     qkv_NAD = at.qkv.reshape(len(at.qkv), -1, dim)
@@ -332,26 +324,6 @@ def attend(
     hidden = (seen > at) | (seen <= at - window if window is not None else False)
     weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -math.inf), -1)
     return torch.einsum("nkgs,skd->nkgd", weights, values).flatten(1, 2) * v_scale
-
-
-def fused_decode(at: SimpleNamespace) -> None:
-    group, kv_heads, dim = at.GROUP, at.KV_HEADS, at.DIM
-    heads = kv_heads * group
-    qkv_BAD = at.qkv.view(len(at.qkv), -1, dim)
-    lengths = at.seq_lens.tolist()
-    positions_B = at.seq_lens.long() - 1
-    page_B = at.pages.gather(1, (positions_B // at.PAGE)[:, None])[:, 0].long()
-    slots_B = page_B * at.PAGE + positions_B % at.PAGE
-    k_BKD = turned(qkv_BAD[:, heads : heads + kv_heads], at.k_norm, at.cos_sin, positions_B, at.eps)
-    store(at.kv, slots_B, 0, k_BKD, at.k_scale)
-    store(at.kv, slots_B, 1, qkv_BAD[:, heads + kv_heads :].float(), at.v_scale)
-    q_BHD = turned(qkv_BAD[:, :heads], at.q_norm, at.cos_sin, positions_B, at.eps).to(at.qkv.dtype)
-    for row, length in enumerate(lengths):
-        o_1HD = attend(
-            q_BHD[row : row + 1], at.kv, at.pages[row], length,
-            scale=at.scale / LOG2_E, window=at.WINDOW or None, v_scale=at.v_scale,
-        )  # fmt: skip
-        at.out[row].copy_(o_1HD.flatten())
 
 
 # -- sampling -------------------------------------------------------------------------------------------------------
@@ -466,9 +438,6 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_norm_rope_kernel": norm_rope,
     "_rms_norm_kernel": rms_norm,
     "_silu_mul_kernel": silu_mul,
-    "_linear_kernel": linear,
-    "_vector_kernel": vector,
-    "_fused_decode_kernel": fused_decode,
     "_group_kernel": group,
     "_enter_kernel": enter,
     "_unpack_kernel": unpack,

@@ -106,7 +106,7 @@ def list_of(
     """
     import torch
 
-    from headrace.engine.bench.shapes import located, spec_of
+    from headrace.engine.bench.shapes import SHAPES, located, spec_of
     from headrace.engine.model.cuda.listed import list_kernels
     from headrace.ops.cuda.arch import Arch
 
@@ -116,7 +116,12 @@ def list_of(
         gpu = Arch.of("cuda") if found else Arch.named(arch or "sm_90")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--arch") from None
-    with located(str(Path(model).expanduser())) as (path, _):
+    chosen = Path(model).expanduser()
+    if model not in SHAPES and not chosen.exists():
+        raise typer.BadParameter(
+            f"{model}: neither a file, a folder nor one of {', '.join(SHAPES)}", param_hint="MODEL"
+        )
+    with located(model if model in SHAPES else str(chosen)) as (path, _):
         listed = list_kernels(spec_of(path), gpu, rows=sizes, fp8=kv_dtype == "fp8")
     print_kernels(listed, sizes, f"{model} on {gpu.name}, tuned for {gpu.tuning.chip}")
     if (why := gpu.lacks("bf16")) is not None:

@@ -19,7 +19,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from emulated_cuda import Gpu, emulated
+from emulated_cuda import Gpu, emulated, kernels_on
 from gpu.checkpoints import SCALED, exact_logits, kv_bytes
 from gpu.choosing import choose, random_sampling
 from gpu.conftest import Zoo
@@ -148,8 +148,8 @@ def test_greedy_tokens_are_transformers_best(
 
     judges(name).check(anyio.run(roomy), f"{name}, room for all")
     judges(name).check(anyio.run(cramped), f"{name}, chunked and preempted")
-    assert gpu.launches[{"xqa": "xqa", "fa2": "fa2 decode", "even": "even decode"}[attention]] and gpu.replays
-    assert gpu.launches["even linear"]
+    assert gpu.launches[{"xqa": "decode: xqa", "fa2": "decode: fa2", "even": "decode: even"}[attention]] and gpu.replays
+    assert gpu.launches["product: even"]
 
 
 def test_long_prefills_take_the_activation_into_the_product(
@@ -163,7 +163,7 @@ def test_long_prefills_take_the_activation_into_the_product(
             return await together(engine, prompts(*LENGTHS), greedy(4))
 
     judges("qwen3").check(anyio.run(run), "products of many rows")
-    assert gpu.launches["tile linear"] and gpu.launches["tile attention"] and "prefill" not in gpu.launches
+    assert gpu.launches["product: tile"] and gpu.launches["prefill: tile"] and "prefill: FlashInfer" not in gpu.launches
 
 
 def test_choices_of_one_prompt_copy_the_page_that_they_share(
@@ -266,7 +266,7 @@ def test_sampled_tokens_are_those_of_the_cpu(
         return outputs
 
     assert [list(output.tokens) for output in anyio.run(run)] == expected(asked, 24)
-    assert gpu.launches["fa2 decode"] and gpu.launches["_fused_decode_kernel"]
+    assert gpu.launches["decode: fa2"] and gpu.launches["decode: fused"]
 
 
 @pytest.mark.parametrize("launch_ahead", [1, 3])
@@ -462,7 +462,9 @@ def test_logits_leave_the_head_in_float32(gpu: Gpu, rows: int) -> None:
     hopper = arch.Arch.named("sm_90")
     room = registry.ProductRoom(linear.LinearScratch("cpu", hopper), 1e-5, pdl=True, chain=hazards.Chain())
     heads = shape.HeadShape(heads=2, kv_heads=1, head_dim=64)
-    ops = cuda.CudaOps(heads, cos_sin_PD=torch.ones(8, 64), products=packed.Products(hopper, room))
+    ops = cuda.CudaOps(
+        heads, cos_sin_PD=torch.ones(8, 64), products=packed.Products(hopper, room, kernels_on(gpu).products)
+    )
     weight_VE = torch.ones(128, 64)
     weight_VE[100, 0] += 1 / 128
     logits_SV = ops.logits(torch.ones(rows, 64).bfloat16(), ops.pack_head(Stored.from_dense(weight_VE.bfloat16())))
@@ -747,7 +749,7 @@ def check_outcomes(
 TOP = Sampling(temperature=1.0, top_k=5, seed=9)
 
 
-@pytest.mark.parametrize("kernel", ["prefill", "_choose_kernel", "_prepare_kernel"])
+@pytest.mark.parametrize("kernel", ["prefill: FlashInfer", "_choose_kernel", "_prepare_kernel"])
 @pytest.mark.parametrize(("skip", "launch_ahead"), [(0, 1), (1, 4)])
 def test_a_step_without_memory_is_tried_again(zoo: Zoo, gpu: Gpu, kernel: str, launch_ahead: int, skip: int) -> None:
     """In the launcher's thread: in a prefill, at its end, or while a graph is captured for filters that appear late."""
@@ -784,10 +786,8 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without(
             return await together(engine, prompts(*LENGTHS), greedy(8))
 
     judges("qwen3").check(anyio.run(run), "without the kernels of our own")
-    assert (
-        not {"even decode", "even heads", "even linear", "tile attention", "tile linear"} & set(gpu.launches)
-        and "fa2 decode" in gpu.launches
-    )
+    ours = {"decode: even", "product: even heads", "product: even", "prefill: tile", "product: tile"}
+    assert ours.isdisjoint(gpu.launches) and "decode: fa2" in gpu.launches
     assert "nvcc" in caplog.text
 
 
@@ -826,7 +826,7 @@ def test_a_plan_that_was_made_for_nothing_serves_no_batch(
 
 
 FAULTS = {
-    "prefill": ("prefill", torch.AcceleratorError("CUDA error: device-side assert triggered")),
+    "prefill": ("prefill: FlashInfer", torch.AcceleratorError("CUDA error: device-side assert triggered")),
     "prefill, by Triton": ("_rms_norm_kernel", RuntimeError("Triton Error [CUDA]: device-side assert triggered")),
     "capture": ("_prepare_kernel", torch.AcceleratorError("CUDA error: an illegal memory access was encountered")),
     "capture, by Triton": ("_prepare_kernel", RuntimeError("Triton Error [CUDA]: an illegal memory access")),
