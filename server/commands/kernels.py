@@ -83,8 +83,9 @@ def list_of(
     model: Annotated[
         str,
         typer.Argument(
+            metavar="MODEL",
             help="Model folder (config.json is enough), .gguf file, or a name that `headrace bench` knows, such as "
-            "qwen3-0.6b."
+            "qwen3-0.6b.",
         ),
     ],
     arch: Annotated[
