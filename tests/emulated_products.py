@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ class EmulatedRun:
     ) -> None:
         """As `ProductRun.run`."""
         name = f"product: {self._kernel.name}" + (", updated" if worn else "")
-        self._room.chain.note(self._kernel.launch("heads" if isinstance(after, self._fusions.HeadTargets) else "plain"))
+        fusion = "heads" if isinstance(after, self._fusions.HeadTargets) else "plain"
+        launch = self._kernel.launch(fusion, worn=worn is not None)
+        self._room.chain.note(replace(launch, overlaps=launch.overlaps and self._room.pdl))
         self._gpu.launch(name, self._work(x, weight, out, before, after, worn))
 
     def _work(self, x: Tensor, weight: Tensor, out: Tensor, before: Any, after: Any, worn: Any) -> Callable[[], None]:

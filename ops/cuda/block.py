@@ -59,7 +59,9 @@ class CudaOps:
         self.shape, self.products = shape, products
         self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
-        self._cos_sin_PD, self._note = cos_sin_PD, products.room.chain.note
+        self._cos_sin_PD = cos_sin_PD
+        self.note = products.room.chain.note
+        """Notes a launch, for the check of hazards."""
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
         self._norm = Launch("a norm", self.pdl, writes=frozenset(("activations",)))
         self._rotation = Launch("the rotation", self.pdl, writes=frozenset(("activations", "new keys")))
@@ -105,7 +107,7 @@ class CudaOps:
 
     def embed(self, x_NE: Tensor, _tokens_N: Tensor) -> Tensor:
         """Return the embeddings, which torch has just looked up, unchanged."""
-        self._note(_EMBEDDING)
+        self.note(_EMBEDDING)
         return x_NE
 
     def attend(
@@ -172,13 +174,14 @@ class CudaOps:
     def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return (RMS norm of the sum, the sum)."""
         x_NE, total_NE, pending = stream
-        self._note(self._norm)
         if total_NE is None:
             normed_NE = torch.empty_like(x_NE)
+            self.note(self._norm)
             fused.rms_norm(x_NE, norm_E, self.eps, normed_NE, pdl=self.pdl)
             return normed_NE, x_NE
         if pending is not None:
             return pending.normed(x_NE, total_NE, norm_E, self.eps), total_NE
+        self.note(self._norm)
         fused.add_rms_norm(x_NE, total_NE, norm_E, self.eps, pdl=self.pdl)
         return x_NE, total_NE
 
@@ -229,10 +232,10 @@ class CudaOps:
                 still_M = torch.zeros_like(slots_M)  # position 0 is not rotated
                 self._rope_and_write(kv_MX, None, None, still_M, slots_M, kv_layer, scales, kv_MX, heads=0)
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
-            self._note(ATTENTION)
+            self.note(ATTENTION)
             step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
         elif isinstance(step, WholeStep):
-            self._note(step.launch)
+            self.note(step.launch)
             step.attention.run(
                 qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX, scales,
                 eps=self.eps, pdl=self.pdl,
@@ -282,7 +285,7 @@ class CudaOps:
         """Return silu(gate) * up of gates and ups that a product has left in memory."""
         rows, size = gate_up_N2F.shape
         out_NF = torch.empty(rows, size // 2, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)
-        self._note(self._norm)
+        self.note(self._norm)
         fused.silu_mul(gate_up_N2F, out_NF, pdl=self.pdl)
         return out_NF
 
@@ -298,7 +301,7 @@ class CudaOps:
         """Attend with rotated queries, whose keys and values are already stored."""
         out_NX = torch.empty_like(q_NX)
         head = (len(q_NX), self.shape.heads, self.shape.head_dim)
-        self._note(step.launch)
+        self.note(step.launch)
         step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NX.view(head), scales)
         return out_NX
 
@@ -316,7 +319,7 @@ class CudaOps:
     ) -> None:
         """Call `norm_rope_write` for the model's heads, or for fewer queries."""
         shape = self.shape
-        self._note(self._rotation)
+        self.note(self._rotation)
         fused.norm_rope_write(
             qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
             heads=shape.heads if heads is None else heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,

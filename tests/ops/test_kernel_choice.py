@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,6 +165,15 @@ def test_what_kernels_refuse_is_said_in_words() -> None:
     assert TilePrefills().refuses(window, HOPPER) == "the kernel has no sliding window"
     wide = HeadShape(heads=8, kv_heads=1, head_dim=128)
     assert "wants 131" in str(EvenDecodes().refuses(wide, Arch.named("sm_120")))
+
+
+def test_a_tuning_cannot_ask_a_kernel_for_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = range(1, 1 << 20)
+    asked = replace(H200, vector_rows=everything, even_rows=everything, few_rows=everything)
+    monkeypatch.setattr(Arch, "tuning", asked)
+    chosen = resolve(PRODUCTS, HOPPER, weights("qwen3-0.6b", bias=False)["o"]).kernels
+    assert [chosen["plain"][rows].name for rows in (8, 9, 64, 65)] == ["vector", "even", "even", "cuBLAS"]
+    assert chosen["residual"].at(64) and not chosen["residual"].at(65)
 
 
 def test_numbers_of_an_h200_are_not_taken_for_measured_elsewhere() -> None:

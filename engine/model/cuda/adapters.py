@@ -28,6 +28,7 @@ from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, SEGMENT, UNIT, LoraBat
 from headrace.ops.cuda.attention.steps import GivenRows
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.compiling.source import WORN_RANK
+from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.memory.unpack import Unpacker
 from headrace.ops.cuda.products.fusion import Fusion
 from headrace.ops.cuda.products.linear import MAX_ROWS
@@ -41,6 +42,7 @@ _MANY_ROWS = 128
 _SHARED = 16
 _RANKS = (16, 64, 256)
 _FEED = MODULES.index("gate")
+_PLACING: Final = Launch("the order of adapters", overlaps=False, writes=frozenset(("adapters",)))
 
 
 Adapted: TypeAlias = Mapping[MixerSpec, CudaAdapterOps] | Mapping[MixerSpec, CudaWornOps]
@@ -97,6 +99,7 @@ class CudaBank:
         any_ops = next(iter(ops.values()))
         dtype, device = any_ops.shape.dtype, any_ops.device
         self._ops, self._device, self._shared_bytes = ops, device, any_ops.arch.shared_bytes
+        self._note = any_ops.note
         self._elements = self.granule_bytes // dtype.itemsize
         self._stream: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None
@@ -192,9 +195,11 @@ class CudaBank:
         entries = self._entries[:rows]
         batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group, worn.rank)
         group_rows(slots_R, batch_B, batch)
+        self._note(_PLACING)
         inside = rotated and worn.group == ALIKE and worn.rank <= WORN_RANK and 1 < rows <= MAX_ROWS
         if inside and self._has_inside:
             pick(batch, self._own)
+            self._note(_PLACING)
             return {
                 mixer: CudaWornOps(ops, batch, self._own, self._sites, feeds=worn.feeds)
                 for mixer, ops in self._ops.items()

@@ -8,7 +8,7 @@ rows.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from headrace.ops.cuda.adapters.rows import ALIKE, SEGMENT, LoraBatch, LoraSite
 from headrace.ops.cuda.adapters.shrink import look_up, shrink
 from headrace.ops.cuda.adapters.vector_expand import Waiting, norm_shrink, vector_linear_expand
 from headrace.ops.cuda.adapters.vector_shrink import vector_linear_shrink
+from headrace.ops.cuda.hazards import Launch, Thing
 from headrace.ops.cuda.products.linear import MAX_ROWS
 from headrace.ops.stream import Stream
 
@@ -35,6 +36,10 @@ __all__ = ["CudaAdapterOps", "VirtualRows"]
 _NORM_ROWS = 128
 
 
+_EARLY: Final = frozenset[Thing](("adapters", "weights"))
+"""What every kernel here reads before it waits: adapters with their places, and weights, those of norms included."""
+
+
 class VirtualRows(NamedTuple):
     """Embeddings that replace those of a step's tokens from `first` on (prompt tuning, Lester et al., 2021)."""
 
@@ -47,12 +52,14 @@ class LateUpdate(NamedTuple):
 
     waiting: Waiting
     batch: LoraBatch
-    pdl: bool
+    ops: CudaOps
+    launch: Launch
 
     def normed(self, x_NE: Tensor, total_NE: Tensor, norm_E: Tensor, eps: float) -> Tensor:
         """Add x and its update to `total_NE`, and write the norm of the sum into `x_NE`."""
         low, site = self.waiting
-        expand_add_norm(low, x_NE, total_NE, norm_E, eps, self.batch, site, pdl=self.pdl)
+        self.ops.note(self.launch)
+        expand_add_norm(low, x_NE, total_NE, norm_E, eps, self.batch, site, pdl=self.ops.pdl)
         return x_NE
 
 
@@ -85,6 +92,7 @@ class CudaAdapterOps:
         self._feeds, self._ends, self._virtual = feeds, ends, virtual
         self._side = side
         self._alike = batch.rows == ALIKE
+        self._update = Launch("an adapter's update", ops.pdl, _EARLY, frozenset(("activations",)))
         self._waits = len(batch.slots_N) <= _NORM_ROWS and batch.rows != SEGMENT
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
@@ -130,6 +138,7 @@ class CudaAdapterOps:
             return self._ops.gated(normed_NE, gate_up), total_NE
         place = self._sites[layer, "gate_up"]
         gate_up_N2F, low = self._with_low(normed_NE, gate_up, place)
+        self._ops.note(self._update)
         rows, size = gate_up_N2F.shape
         out_NF = torch.empty(rows, size // 2, dtype=x_NE.dtype, device=x_NE.device)
         if self._alike:
@@ -147,7 +156,7 @@ class CudaAdapterOps:
         place = self._sites[layer, site]
         y_NO, low = self._with_low(x_NI, packed, place)
         if self._waits and norm_E is not None:
-            return Stream(y_NO, total_NE, LateUpdate(Waiting(low, place), self._batch, self._ops.pdl))
+            return Stream(y_NO, total_NE, LateUpdate(Waiting(low, place), self._batch, self._ops, self._update))
         self._expand(low, y_NO, place)
         return Stream(y_NO, total_NE)
 
@@ -184,6 +193,7 @@ class CudaAdapterOps:
         logits_SV = self._ops.logits(x_SE, head)
         if self._ends:
             place = self._sites[-1, "head"]
+            self._ops.note(self._update)
             low = shrink(x_SE, self._batch, place, pdl=self._ops.pdl)
             expand(low, logits_SV, self._batch, place, pdl=self._ops.pdl)
         return logits_SV
@@ -198,6 +208,7 @@ class CudaAdapterOps:
         """Return (product of one row's norm of the sum with the site's updates, gated or not, the sum)."""
         ops, (x_1E, total_1E, pending) = self._ops, stream
         waiting = pending.waiting if isinstance(pending, LateUpdate) else None
+        ops.note(self._update)
         row = norm_shrink(x_1E, total_1E, norm_E, self._batch, site, waiting, pdl=ops.pdl)
         size_out = packed.weight_OI.shape[0] // 2 if gated else packed.weight_OI.shape[0]
         out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
@@ -208,9 +219,11 @@ class CudaAdapterOps:
         """Return (x W^T + b, x A^T)."""
         if self._is_one(x_NI):
             y_1O = torch.empty(1, packed.weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
+            self._ops.note(self._update)
             low = vector_linear_shrink(x_NI, packed.weight_OI, y_1O, self._batch, site, pdl=self._ops.pdl)
             return y_1O if packed.bias_O is None else y_1O.add_(packed.bias_O), low
         if self._side is None or len(x_NI) > MAX_ROWS:
+            self._ops.note(self._update)
             low = shrink(x_NI, self._batch, site, pdl=self._ops.pdl)
             return self._ops.product(x_NI, packed), low
         stream = torch.cuda.current_stream()
@@ -223,6 +236,7 @@ class CudaAdapterOps:
 
     def _expand(self, low: Tensor, y_NO: Tensor, site: LoraSite) -> None:
         """Compute `y += t B` in place."""
+        self._ops.note(self._update)
         if self._alike:
             expand_alike(low, y_NO, y_NO, self._batch, site, pdl=self._ops.pdl)
         else:

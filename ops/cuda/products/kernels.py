@@ -33,6 +33,8 @@ _PIECE = 8
 """Features in 16 bytes."""
 _HEAD = 128
 _VECTOR_INPUTS = 4096
+_VECTOR_ROWS, _TRITON_ROWS, _SOURCE_ROWS = 8, 64, 64
+"""Most rows of vector.py, linear.py and csrc/few_rows.cuh, whatever a tuning says."""
 _NOWHERE: Final = range(0)
 _WITH_BIAS: Final = "a bias comes between its product and what follows it"
 
@@ -40,6 +42,11 @@ _WITH_BIAS: Final = "a bias comes between its product and what follows it"
 def dense(weight_OI: Tensor) -> Tensor:
     """Return a weight row by row, contiguous."""
     return weight_OI.contiguous()
+
+
+def _up_to(most: int, rows: range) -> range:
+    """Return the rows that a kernel of at most `most` rows can compute."""
+    return range(rows.start, min(rows.stop, most + 1))
 
 
 class _Kernel:
@@ -74,10 +81,11 @@ class _Kernel:
         """Return nothing: the kernel is compiled when it first runs, or comes compiled."""
         return ()
 
-    def launch(self, fusion: Fusion) -> Launch:
-        """Return what a launch reads before it waits, and what it writes."""
+    def launch(self, fusion: Fusion, *, worn: bool = False) -> Launch:
+        """Return what a launch reads before it waits, and what it writes; `worn` is with updates inside."""
+        early = self.early | frozenset[Thing](("adapters",)) if worn else self.early
         writes: frozenset[Thing] = frozenset(("activations", "new keys") if fusion == "heads" else ("activations",))
-        return Launch(f"the product {self.name!r}", self.overlaps, self.early, writes)
+        return Launch(f"the product {self.name!r}", self.overlaps, early, writes)
 
 
 class _Compiled(_Kernel):
@@ -104,7 +112,7 @@ class _FewRowsOfSource(_Compiled):
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""
-        return arch.tuning.even_rows
+        return _up_to(_SOURCE_ROWS, arch.tuning.even_rows)
 
 
 def _build_for_rows(source: str, worn: bool) -> None:
@@ -137,7 +145,7 @@ class VectorProducts(_Kernel):
         """Return one row; none for the norm of a long input, which every program would compute again."""
         tuning = arch.tuning
         is_long = fusion.startswith("norm") and weight.size_in > tuning.vector_norm_inputs
-        return _NOWHERE if is_long else tuning.vector_rows
+        return _NOWHERE if is_long else _up_to(_VECTOR_ROWS, tuning.vector_rows)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the Triton kernel."""
@@ -191,7 +199,7 @@ class EvenProducts(_FewRowsOfSource):
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work; none for a weight of too many elements."""
         is_large = weight.size_out * weight.size_in > arch.tuning.even_weights
-        return _NOWHERE if is_large and not fusion.startswith("factors") else arch.tuning.even_rows
+        return _NOWHERE if is_large and not fusion.startswith("factors") else super().rows(arch, weight, fusion)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the kernel of csrc/."""
@@ -248,7 +256,7 @@ class FewRowsGatedProducts(_Triton):
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return few rows; none for a weight with which the activation inside saves too little traffic."""
         is_small = weight.size_out // 2 < arch.tuning.few_rows_gated_outputs
-        return _NOWHERE if is_small else arch.tuning.few_rows
+        return _NOWHERE if is_small else _up_to(_TRITON_ROWS, arch.tuning.few_rows)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the Triton kernel."""
@@ -265,7 +273,7 @@ class FewRowsProducts(_Triton):
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""
-        return arch.tuning.few_rows
+        return _up_to(_TRITON_ROWS, arch.tuning.few_rows)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the Triton kernel."""

@@ -114,8 +114,8 @@ class ProductKernel(Protocol):
         """Return the functions that compile the kernel ahead, with updates or without; none if it is compiled late."""
         ...
 
-    def launch(self, fusion: Fusion) -> Launch:
-        """Return what a launch reads before it waits, and what it writes."""
+    def launch(self, fusion: Fusion, *, worn: bool = False) -> Launch:
+        """Return what a launch reads before it waits, and what it writes; `worn` is with updates inside."""
         ...
 
     def open(self, room: ProductRoom) -> ProductRun:

@@ -30,8 +30,10 @@ class _Run:
     def __init__(self, room: ProductRoom, kernel: ProductKernel, fusion: Fusion = "plain") -> None:
         """Launch on the stream of `room`."""
         self._pdl, self._scratch, self._note = room.pdl, room.scratch, room.chain.note
-        launch = kernel.launch(fusion)
-        self._launch = launch if room.pdl else replace(launch, overlaps=False)
+        self._launch, self._worn_launch = (
+            replace(launch, overlaps=launch.overlaps and room.pdl)
+            for launch in (kernel.launch(fusion), kernel.launch(fusion, worn=True))
+        )
 
 
 class VectorRun(_Run):
@@ -105,7 +107,7 @@ class EvenRun(_Run):
     ) -> None:
         """Enqueue the kernel of csrc/."""
         assert not isinstance(before, AddNorm) and not isinstance(after, HeadTargets)
-        self._note(self._launch)
+        self._note(self._launch if worn is None else self._worn_launch)
         if after is None:
             self._even.product(x_NI, weight_OI, out, before, worn)
         elif isinstance(after, Residual):
@@ -133,7 +135,7 @@ class EvenHeadsRun(_Run):
     ) -> None:
         """Enqueue the kernel of csrc/."""
         assert not isinstance(before, AddNorm) and isinstance(after, HeadTargets)
-        self._note(self._launch)
+        self._note(self._launch if worn is None else self._worn_launch)
         self._heads.run(x_NI, weight_OI, before, after, worn, out)
 
 

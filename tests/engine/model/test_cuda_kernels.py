@@ -10,6 +10,7 @@ import json
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,22 @@ def test_a_kernel_that_fails_while_an_engine_opens_is_a_typed_error(
     with pytest.raises(DeviceUnavailable) as caught:
         open_engine(config(folder))
     assert str(caught.value) == f"device: {message}"
+
+
+def test_a_chain_in_which_a_kernel_may_read_what_is_still_written_is_refused(
+    gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: products of one row write weights, which the next of them reads before it waits."""
+    vector = importlib.import_module("headrace.ops.cuda.products.kernels").VectorProducts
+    launch = vector.launch
+
+    def planted(self: Any, *given: Any, **named: Any) -> Any:
+        honest = launch(self, *given, **named)
+        return replace(honest, writes=honest.writes | {"weights"})
+
+    monkeypatch.setattr(vector, "launch", planted)
+    with pytest.raises(DeviceUnavailable, match="the product 'vector' reads weights before it waits, and the product"):
+        open_engine(config(folder))
 
 
 def test_kernels_of_several_models_become_one_wheel(
