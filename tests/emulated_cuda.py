@@ -351,7 +351,7 @@ class Addresses:
     @property
     def backed(self) -> int:
         """Bytes of memory behind all ranges."""
-        return sum(len(part) for part in self._parts.values())
+        return sum(len(part) for part in list(self._parts.values()))
 
     def grain(self, device: torch.device) -> int:
         return self.GRAIN
@@ -367,10 +367,11 @@ class Addresses:
     def back(self, address: int, size: int, device: torch.device) -> None:
         self._gpu.check()
         assert address % self.GRAIN == 0 == size % self.GRAIN and size > 0
-        assert not any(start < address + size and address < start + len(part) for start, part in self._parts.items())
+        parts = list(self._parts.items())  # which other threads may change meanwhile
+        assert not any(start < address + size and address < start + len(part) for start, part in parts)
         if self.backed + size > 2 * self._gpu.free_bytes:
             raise torch.OutOfMemoryError("cuMemCreate: the device has not so much memory left")
-        start, whole = next((at, each) for at, each in self._ranges.items() if at <= address < at + len(each))
+        start, whole = next((at, each) for at, each in list(self._ranges.items()) if at <= address < at + len(each))
         part = self._parts[address] = whole[address - start : address - start + size]
         assert len(part) == size
         part[:] = 0xFF

@@ -37,9 +37,6 @@ from headrace.ops.host_memory import PiecePool
 
 __all__ = ["BARE", "Adapted", "CudaBank", "Worn", "sites_of", "table_lines"]
 
-# Measured on an H200: reading an adapter once for several rows pays where many rows use few adapters, or all use one.
-_MANY_ROWS = 128
-_SHARED = 16
 _RANKS = (16, 64, 256)
 _FEED = MODULES.index("gate")
 _PLACING: Final = Launch("the order of adapters", overlaps=False, writes=frozenset(("adapters",)))
@@ -99,7 +96,7 @@ class CudaBank:
         any_ops = next(iter(ops.values()))
         dtype, device = any_ops.shape.dtype, any_ops.device
         self._ops, self._device, self._shared_bytes = ops, device, any_ops.arch.shared_bytes
-        self._note = any_ops.note
+        self._note, self._tuning = any_ops.note, any_ops.arch.tuning
         self._elements = self.granule_bytes // dtype.itemsize
         self._stream: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None
@@ -172,7 +169,7 @@ class CudaBank:
         inside = self._has_inside and rank <= WORN_RANK
         if 1 < len(slots_B) <= MAX_ROWS and len(different) == 1 and (feeds or inside) and not ends:
             group = ALIKE
-        elif len(worn) >= max(_MANY_ROWS, _SHARED * len(different)):
+        elif len(worn) >= max(self._tuning.adapter_rows, self._tuning.adapter_share * len(different)):
             group = GROUP
         return Worn(group, rank, feeds, ends)
 

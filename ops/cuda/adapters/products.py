@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaAdapterOps", "VirtualRows"]
 
-# Measured on an H200: a program for each row adds its update and takes the norm, fastest while all run in one wave.
-_NORM_ROWS = 128
-
 
 _EARLY: Final = frozenset[Thing](("adapters", "weights"))
 """What every kernel here reads before it waits: adapters with their places, and weights, those of norms included."""
@@ -93,7 +90,7 @@ class CudaAdapterOps:
         self._side = side
         self._alike = batch.rows == ALIKE
         self._update = Launch("an adapter's update", ops.pdl, _EARLY, frozenset(("activations",)))
-        self._waits = len(batch.slots_N) <= _NORM_ROWS and batch.rows != SEGMENT
+        self._waits = len(batch.slots_N) <= ops.arch.tuning.update_norm_rows and batch.rows != SEGMENT
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
         """Add the embeddings' updates to `x_NE`, put in the embeddings of virtual tokens, and return it."""

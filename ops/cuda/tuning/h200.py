@@ -42,4 +42,7 @@ H200: Final = Tuning(
     },
     fused_programs=256,
     fused_splits=32,
+    update_norm_rows=128,
+    adapter_rows=128,
+    adapter_share=16,
 )

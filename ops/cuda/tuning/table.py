@@ -72,6 +72,12 @@ class Tuning:
     """Number of programs of attention in decodes of few rows."""
     fused_splits: int
     """Most programs for one row and key head."""
+    update_norm_rows: int
+    """Most rows for which the norm adds an adapter's update: a program for each row, while all run in one wave."""
+    adapter_rows: int
+    """Fewest rows with adapters for which reading an adapter once for several rows pays."""
+    adapter_share: int
+    """Fewest rows for each adapter for which that pays."""
 
     def splits_of(self, outputs: int, inputs: int) -> int:
         """Return the splits of the inner dimension for a product of few rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -21,8 +22,9 @@ def test_each_of_a_batch_says_what_it_wears(tmp_path: Path, monkeypatch: pytest.
     base = Zoo(tmp_path, "cuda").folder(BASE)
     with emulated() as gpu:
         bank = importlib.import_module("headrace.engine.model.cuda.adapters")
-        for name in ("_MANY_ROWS", "_SHARED"):  # few rows share, too
-            monkeypatch.setattr(bank, name, 3)
+        arch = importlib.import_module("headrace.ops.cuda.arch").Arch
+        tuning = replace(arch.named("sm_90").tuning, adapter_rows=3, adapter_share=3)  # few rows share, too
+        monkeypatch.setattr(arch, "tuning", tuning)
         for module in (bank, importlib.import_module("headrace.ops.cuda.adapters.products")):  # and few are many
             monkeypatch.setattr(module, "MAX_ROWS", 8)
         check_batches(base, "cuda", "cpu", tmp_path)
