@@ -124,7 +124,9 @@ def list_of(
         )
     with located(model if model in SHAPES else str(chosen)) as (path, _):
         listed = list_kernels(spec_of(path), gpu, rows=sizes, fp8=kv_dtype == "fp8")
-    print_kernels(listed, sizes, f"{model} on {gpu.name}, tuned for {gpu.tuning.chip}")
+    tuning = gpu.tuning
+    measured = "measured" if tuning.is_measured else "nobody has measured it"
+    print_kernels(listed, sizes, f"{model} on {gpu.name} ({measured}: numbers of {tuning.chip})")
     if (why := gpu.lacks("bf16")) is not None:
         Console().print(f"The engine does not open on such a GPU: {why}.")
 

@@ -33,7 +33,7 @@ def rows_of(text: str, operation: str) -> list[list[str]]:
 def test_each_product_has_its_kernel_by_rows() -> None:
     code, text = listed("qwen3-0.6b", "--arch", "sm_90", "--rows", "1,16,64,256")
     assert not code and max(map(len, text.splitlines())) <= 100
-    assert "tuned for NVIDIA H200" in text
+    assert "on sm_90 (measured: numbers of NVIDIA H200)" in text
     assert [cells[-4:] for cells in rows_of(text, "head")] == [["vector", "few rows", "few rows", "cuBLAS"]]
     assert ["vector", "even", "even", "cuBLAS"] in [cells[-4:] for cells in rows_of(text, "down")]
     assert rows_of(text, "prefill")[0][-4:] == ["tile"] * 4
@@ -50,6 +50,7 @@ def test_ranges_of_rows_are_listed_where_no_rows_are_named() -> None:
 def test_another_gpu_is_told_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
     code, text = listed(str(tmp_path), "--arch", "sm_89", columns=200)
+    assert "nobody has measured it" in text
     assert not code and "even" not in "".join(cells[-1] for cells in rows_of(text, "down"))
     assert "sm_89 lacks warpgroup matrix products" in text and "sm_89 lacks FlashInfer's XQA kernels" in text
     code, text = listed(str(tmp_path), "--arch", "sm_75", columns=200)

@@ -95,7 +95,7 @@ def resolve_decode(kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch
     spans = arch.tuning.decode if shape.kv_dtype == shape.dtype else arch.tuning.decode_8_bits
     refused = {each.name: why for each in kernels if (why := each.refuses(shape, arch)) is not None}
     refused |= {
-        each.name: f"nobody measured it on {arch.tuning.chip}"
+        each.name: f"has no numbers of {arch.tuning.chip}"
         for each in kernels
         if each.name not in spans and each.name not in refused
     }

@@ -164,7 +164,7 @@ def resolve(kernels: Sequence[ProductKernel], arch: Arch, weight: WeightShape) -
     for fusion in FUSIONS:
         why = {each.name: reason for each in kernels if (reason := each.refuses(arch, weight, fusion)) is not None}
         able = [(each.rows(arch, weight, fusion), each) for each in kernels if each.name not in why]
-        why |= {each.name: f"does not pay on {arch.tuning.chip}" for rows, each in able if not rows}
+        why |= {each.name: f"does not pay by the numbers of {arch.tuning.chip}" for rows, each in able if not rows}
         chosen[fusion], refused[fusion] = ByRows(_spans(able)), why
     return Resolved(chosen, refused)
 

@@ -14,6 +14,7 @@ _FEW = Span(range(1, 5), _FEW_TOKENS)
 
 H200: Final = Tuning(
     chip="NVIDIA H200",
+    is_measured=True,
     vector_rows=range(1, 2),
     vector_norm_inputs=2048,
     even_rows=range(2, 65),

@@ -38,6 +38,8 @@ class Tuning:
 
     chip: str
     """Name of the GPU that the numbers were measured on."""
+    is_measured: bool
+    """Whether that is the GPU at hand, rather than the one that stands for all that nobody measured."""
     vector_rows: range
     """Rows for products without tensor cores."""
     vector_norm_inputs: int
