@@ -25,7 +25,7 @@ __all__ = [
     "LIMITS",
     "Attention",
     "DecoderSpec",
-    "Dense",
+    "DenseFeed",
     "FeedSpec",
     "LayerSpec",
     "MixerSpec",
@@ -171,7 +171,7 @@ class Attention(MixerSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class Dense(FeedSpec):
+class DenseFeed(FeedSpec):
     """Gated feed-forward network down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
     size: int
@@ -292,7 +292,7 @@ class DecoderSpec:
         return self.attention_kinds[0]
 
     @property
-    def uniform_feed(self) -> Dense:
+    def uniform_feed(self) -> DenseFeed:
         """Feed of the first layer, which is that of every layer.
 
         Raises:
@@ -300,9 +300,9 @@ class DecoderSpec:
         """
         first = self.layers[0].feed
         for layer in self.layers:
-            if not isinstance(first, Dense) or layer.feed != first:
+            if not isinstance(first, DenseFeed) or layer.feed != first:
                 refuse(self.architecture, "the feed of a layer", layer.feed, "the same dense feed in all layers")
-        assert isinstance(first, Dense)
+        assert isinstance(first, DenseFeed)
         return first
 
     @property

@@ -21,7 +21,7 @@ from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.registry import FAMILIES, from_hf
 from headrace.engine.model.network.layers import MIXERS
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
-from headrace.engine.model.spec import Attention, DecoderSpec, Dense, LayerSpec, Norms
+from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
 from headrace.ops.cpu.block import Weigh
 
 CAP = 1.5
@@ -55,7 +55,7 @@ def capped_mixer(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
 
 def spec_of(*windows: int | None) -> DecoderSpec:
     first = Softcapped(heads=4, kv_heads=2, head_dim=8, cap=CAP)
-    layer = LayerSpec(first, Dense(40), Norms(EPSILON))
+    layer = LayerSpec(first, DenseFeed(40), Norms(EPSILON))
     return toy_spec([replace(layer, mixer=replace(first, window=window)) for window in windows])
 
 

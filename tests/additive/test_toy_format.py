@@ -139,9 +139,10 @@ def test_the_documented_format_does_the_same(folders: tuple[Path, Path]) -> None
 def test_each_product_keeps_the_formats_of_its_tensors(folders: tuple[Path, Path]) -> None:
     _, weights = load(folders[0], keep_packed=True)
     layer = weights.layers[1]
-    assert layer.gate_up.format == layer.o.format == layer.down.format == Ternary()
-    assert layer.gate_up.shape == (96, 32) and layer.gate_up.nbytes == 96 * 32 + 96 * 4
-    assert layer.qkv.format.name == "ternary + ternary + float32"
+    matrices = {**layer.mixer.matrices, **layer.feed.matrices}
+    assert {matrices[name].format for name in ("gate_up", "o", "down")} == {Ternary()}
+    assert matrices["gate_up"].shape == (96, 32) and matrices["gate_up"].nbytes == 96 * 32 + 96 * 4
+    assert matrices["qkv"].format.name == "ternary + ternary + float32"
     assert weights.head.format.name == "float32"
 
 
@@ -149,9 +150,9 @@ def test_the_choice_is_explained(folders: tuple[Path, Path]) -> None:
     _, weights = load(folders[0], keep_packed=True)
     layer = weights.layers[0]
     products = (TernaryKernel(), *PRODUCTS)
-    (few, name), (many, other) = explain(layer.down, torch.bfloat16, products).kernels
+    (few, name), (many, other) = explain(layer.feed.matrices["down"], torch.bfloat16, products).kernels
     assert (few.start, few.stop, name) == (1, 9, "ternary sums") and many.start == 9 and other in ("onednn", "torch")
-    refusals = explain(layer.qkv, torch.bfloat16, products).refusals
+    refusals = explain(layer.mixer.matrices["qkv"], torch.bfloat16, products).refusals
     assert refusals["ternary sums"] == "adds ternary weights, not ternary + ternary + float32"
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.checkpoint.weights import SublayerWeights, Weight, load_weights
+from headrace.engine.model.checkpoint.weights import SublayerWeights, load_weights
 from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.layers import FEEDS, MIXERS
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.spec import Attention, Dense, LayerSpec, Norms
+from headrace.engine.model.spec import Attention, DenseFeed, LayerSpec, Norms
+from headrace.ops.formats import Stored
 from headrace.ops.stream import Stream
 
 POST = Norms(EPSILON, placement="post")
@@ -33,8 +34,8 @@ class PostAttention(Attention):
 
 
 @dataclass(frozen=True, slots=True)
-class PostDense(Dense):
-    """Dense feed behind which its result is normed."""
+class PostDense(DenseFeed):
+    """DenseFeed feed behind which its result is normed."""
 
 
 class PostNormAttention(Generic[Packed, Step, Kv]):
@@ -93,7 +94,7 @@ def test_norms_behind_mixer_and_feed(tmp_path: Path) -> None:
     check(tmp_path, spec, parts, unlike, mixers=ALL_MIXERS, feeds=feeds)
 
 
-PLAIN = LayerSpec(Attention(heads=4, kv_heads=2, head_dim=8), Dense(40), Norms(EPSILON))
+PLAIN = LayerSpec(Attention(heads=4, kv_heads=2, head_dim=8), DenseFeed(40), Norms(EPSILON))
 MIXED = [PLAIN, LayerSpec(MIXER, PostDense(40), POST), PLAIN]
 
 
@@ -117,10 +118,10 @@ class Told:
         self.norms: list[Tensor | None] = []
         self._x_NE = torch.ones(1, 32)
 
-    def pack(self, weight: Weight, bias_O: Tensor | None) -> None:
+    def pack(self, weight: Stored, bias_O: Tensor | None) -> None:
         """Keep nothing."""
 
-    def pack_head(self, weight_VE: Weight) -> None:
+    def pack_head(self, weight_VE: Stored) -> None:
         """Keep nothing."""
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ def test_a_product_is_told_the_norm_that_follows_and_none_where_none_does() -> N
 
 
 def test_the_packages_own_layers_refuse_norms_that_they_do_not_compute() -> None:
-    for layer in (LayerSpec(Attention(4, 2, 8), Dense(40), POST), LayerSpec(MIXER, Dense(40), POST)):
+    for layer in (LayerSpec(Attention(4, 2, 8), DenseFeed(40), POST), LayerSpec(MIXER, DenseFeed(40), POST)):
         spec = toy_spec([layer])
         ops = cpu_ops(spec, page_size=4, max_positions=8, dtype=torch.float32)
         weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
@@ -169,7 +170,7 @@ def test_the_packages_own_layers_refuse_norms_that_they_do_not_compute() -> None
 
 
 def test_a_mixer_that_nothing_computes_is_refused_by_name() -> None:
-    spec = toy_spec([LayerSpec(MIXER, Dense(40), POST)])
+    spec = toy_spec([LayerSpec(MIXER, DenseFeed(40), POST)])
     ops = cpu_ops(spec, page_size=4, max_positions=8, dtype=torch.float32)
     weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
     with pytest.raises(ModelRejected, match="the mixer of a layer is PostAttention") as caught:

@@ -14,7 +14,7 @@ from typing import Final
 from headrace.adapters.untrusted import Fields, refuse
 from headrace.engine.model.families.sizes import check_heads, head_size
 from headrace.engine.model.roles import Names
-from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, Dense, LayerSpec, Norms, Rope
+from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms, Rope
 
 __all__ = ["GGUF_NAMES", "GgufHeader"]
 
@@ -143,10 +143,10 @@ class GgufHeader(Fields):
             refuse(self.origin, "the length of rope_freqs.weight", len(self.rope_divisors), pairs)
         return check_heads(attention, self.origin, kv_field, head_field)
 
-    def dense(self) -> Dense:
+    def dense(self) -> DenseFeed:
         """Return a gated feed, with the biases for which the file has tensors."""
         size = self.size(self.key("feed_forward_length"), LIMITS["ffn_size"])
-        return Dense(size, bias="blk.0.ffn_gate.bias" in self.shapes)
+        return DenseFeed(size, bias="blk.0.ffn_gate.bias" in self.shapes)
 
     def norms(self) -> Norms:
         """Return RMS norms before each part of a layer."""

@@ -10,7 +10,7 @@ from typing import Final
 from headrace.adapters.untrusted import Fields, refuse
 from headrace.engine.model.families.sizes import check_heads, head_size
 from headrace.engine.model.roles import Names
-from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, Dense, LayerSpec, Norms, Rope
+from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms, Rope
 
 __all__ = ["HF_NAMES", "HfConfig"]
 
@@ -123,11 +123,11 @@ class HfConfig(Fields):
         )
         return check_heads(attention, self.origin, "num_key_value_heads", "head_dim")
 
-    def dense(self) -> Dense:
+    def dense(self) -> DenseFeed:
         """Return a gated feed without biases."""
         if self.data.get("hidden_act", "silu") not in ("silu", "swish"):
             self.refuse("hidden_act", "silu")
-        return Dense(self.size("intermediate_size", LIMITS["ffn_size"]))
+        return DenseFeed(self.size("intermediate_size", LIMITS["ffn_size"]))
 
     def norms(self) -> Norms:
         """Return RMS norms before each part of a layer."""

@@ -12,9 +12,9 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.plan import all_parts, layer_plan
 from headrace.engine.model.families.registry import FAMILIES, from_hf
 from headrace.engine.model.roles import Fused
-from headrace.engine.model.spec import Attention, DecoderSpec, Dense, LayerSpec, MixerSpec, Norms, Paged, PerRow
+from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, MixerSpec, Norms, Paged, PerRow
 
-FIRST = LayerSpec(Attention(4, 2, 16), Dense(48), Norms(1e-6))
+FIRST = LayerSpec(Attention(4, 2, 16), DenseFeed(48), Norms(1e-6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def test_layers_may_differ_in_their_windows() -> None:
     late = replace(FIRST, mixer=replace(FIRST.mixer, window=8))
     mixed = spec(FIRST, late, late)
     assert mixed.windows == (None, 8, 8) and mixed.num_layers == 3
-    assert mixed.uniform_attention == FIRST.mixer and mixed.uniform_feed == Dense(48)
+    assert mixed.uniform_attention == FIRST.mixer and mixed.uniform_feed == DenseFeed(48)
     assert late.mixer.state == Paged(2 * 2 * 16, 8)
 
 
@@ -50,8 +50,8 @@ def test_layers_may_differ_in_their_windows() -> None:
         ("uniform_attention", replace(FIRST, mixer=Attention(4, 2, 32)), "the heads of a layer"),
         ("uniform_attention", replace(FIRST, mixer=Recurrence(9)), "the mixer of a layer"),
         ("windows", replace(FIRST, mixer=Recurrence(9)), "the mixer of a layer"),
-        ("uniform_feed", replace(FIRST, feed=Dense(49)), "the feed of a layer"),
-        ("uniform_feed", replace(FIRST, feed=Dense(48, bias=True)), "the feed of a layer"),
+        ("uniform_feed", replace(FIRST, feed=DenseFeed(49)), "the feed of a layer"),
+        ("uniform_feed", replace(FIRST, feed=DenseFeed(48, bias=True)), "the feed of a layer"),
         ("uniform_epsilon", replace(FIRST, norms=Norms(1e-5)), "the epsilon of a norm"),
     ],
 )
@@ -64,7 +64,7 @@ def test_mixed_layers_are_refused_by_name_where_one_value_serves_all(name: str, 
 
 
 def test_every_layer_has_the_parameters_of_its_own_sizes() -> None:
-    wide = LayerSpec(Attention(8, 4, 16, qk_norm=True, o_bias=True), Dense(96, bias=True), Norms(1e-6))
+    wide = LayerSpec(Attention(8, 4, 16, qk_norm=True, o_bias=True), DenseFeed(96, bias=True), Norms(1e-6))
     mixed = spec(FIRST, wide)
     assert layer_plan(mixed, 0).mixer["qkv"].shape == ((4 + 2 + 2) * 16, 64)
     assert layer_plan(mixed, 1).mixer["qkv"].shape == ((8 + 4 + 4) * 16, 64)

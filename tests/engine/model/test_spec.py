@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.families.registry import from_gguf, from_hf
-from headrace.engine.model.spec import Attention, DecoderSpec, Dense, LayerSpec, Norms, Rope
+from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, Norms, Rope
 
 SIZES = {
     "vocab_size": 96,
@@ -70,7 +70,7 @@ def test_every_family_reads_as_transformers_saved_it(architecture: str, tied: bo
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
     )
-    assert spec.layers == (LayerSpec(attention, Dense(112), Norms(3e-5)),) * 4
+    assert spec.layers == (LayerSpec(attention, DenseFeed(112), Norms(3e-5)),) * 4
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
