@@ -130,7 +130,7 @@ class SlotTable:
 
     def hold(self, version: AdapterVersion) -> int:
         """Note that a row begins to use a ready `version`; return its slot."""
-        assert version.residency is Residency.RESIDENT, "a row cannot wear what is not there"
+        assert version.residency is Residency.RESIDENT, "a row cannot use what is not there"
         version.holders += 1
         self._placed.move_to_end(version)
         return version.slot
@@ -226,6 +226,6 @@ class SlotTable:
             assert version.start >= end, "two adapters share a granule"
             end = version.start + version.granules
             assert version.residency is not Residency.ABSENT, "an absent adapter has a slot"
-            assert 0 <= version.holders <= version.users, "more rows than requests wear an adapter"
+            assert 0 <= version.holders <= version.users, "more rows than requests use an adapter"
         assert end <= self.granules, "an adapter lies past the end of the memory"
         assert len(self.active) <= self.most_active, "too many adapters are active"

@@ -61,7 +61,7 @@ class CpuBank:
         for slot in np.unique(slots_N[slots_N >= 0]).tolist():
             tokens_M = np.flatnonzero(slots_N == slot)
             updates = self._updates[slot]
-            assert updates is not None, f"a row wears slot {slot}, which is empty"
+            assert updates is not None, f"a row uses slot {slot}, which is empty"
             first, last = int(tokens_M[0]), int(tokens_M[-1]) + 1
             side_by_side = last - first == len(tokens_M)
             tokens = slice(first, last) if side_by_side else torch.from_numpy(tokens_M)

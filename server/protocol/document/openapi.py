@@ -177,7 +177,7 @@ def _admin_operations() -> list[Operation]:
         Operation(
             "delete",
             f"{adapters}/{{name}}",
-            "Unload an adapter; requests that wear it finish. For admin keys.",
+            "Unload an adapter; requests that use it finish. For admin keys.",
             AdapterGone,
             errors=(404, 503),
         ),
