@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib
 
 from headrace.engine.bench.host import policies
-from headrace.engine.bench.host.policies import DEVICE, TENANTS, Outcome, Simulation, simulate
+from headrace.engine.bench.host.policies import DEVICE, TENANTS, ArrivalOutcome, Simulation, simulate
 
 matplotlib.use("svg")
 matplotlib.rcParams.update({"svg.hashsalt": "headrace", "svg.fonttype": "none", "figure.constrained_layout.use": True})
@@ -102,7 +102,7 @@ def sizes(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def of(made: Simulation, tenant: str) -> list[Outcome]:
+def of(made: Simulation, tenant: str) -> list[ArrivalOutcome]:
     """What became of the requests of one tenant."""
     return [outcome for outcome in made.outcomes.values() if outcome.arrival.tenant == tenant]
 

@@ -24,7 +24,8 @@ def print_kernels(listed: KernelList, rows: Sequence[int], title: str) -> None:
         title: Title above the tables.
     """
     console = Console()
-    table = Table("operation", "computed at once", title=title, title_justify="left", pad_edge=False)
+    console.print(title, soft_wrap=True)  # it may be a long path
+    table = Table("operation", "computed at once", pad_edge=False)
     for heading in [f"{count:,} rows" if count > 1 else "1 row" for count in rows] or ["rows: kernel"]:
         table.add_column(heading)
     for what, lines in groupby(listed.lines, key=lambda line: line.what):

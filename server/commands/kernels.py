@@ -101,7 +101,7 @@ def list_of(
     ] = None,
     kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="Keys and values in 16 bits or in 8.")] = "auto",
 ) -> None:
-    """Print which kernel computes what for a model, and why each other kernel does not.
+    """Print which kernel computes what for a model, and why.
 
     The choice is made by number of rows: tokens that a step computes at once. Needs no GPU.
     """

@@ -372,7 +372,7 @@ async def engine_generate_again(engine: ScriptedEngine, n: int) -> None:
     assert engine._life.opened is not None
     runner = engine._life.opened.runner
     assert isinstance(runner, ScriptedRunner)
-    runner._faults = {runner.launched + 2: -1}
+    runner._faults = {runner.launched + 2: NoToken.NON_FINITE}
     await engine.generate("again", greedy(30, n=n))
 
 

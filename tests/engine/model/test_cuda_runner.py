@@ -142,7 +142,8 @@ def test_greedy_tokens_are_transformers_best(
         options = {"max_batched_tokens": 24, "kv_memory": kv_bytes(zoo.folder(name), 30)}
         async with engine_on(zoo, name, decode_attention=attention, **options) as engine:
             outputs = await together(engine, prompts(60, 50, 40, 35, 30, 25, 20, 55, seed=3), greedy(36))
-            assert engine.stats().preemptions
+            # Rows give back as many pages as they take where every layer has a window.
+            assert engine.stats().preemptions or name == "mistral"
             await at_rest(engine)
         return outputs
 

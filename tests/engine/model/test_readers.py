@@ -99,9 +99,9 @@ def test_fused_weights_keep_one_format_where_its_blocks_join(outputs: int, keep_
     weights = load(tmp_path, format, keep_packed=keep_packed)
     for number, layer in enumerate(weights.layers):
         parts = [dense[f"model.layers.{number}.self_attn.{role}_proj.weight"] for role in "qkv"]
-        assert torch.equal(layer.qkv.dense(torch.float32), torch.cat(parts))
+        assert torch.equal(layer.mixer.matrices["qkv"].dense(torch.float32), torch.cat(parts))
         kept = format if outputs == 8 else Stacked(((format, 32), (format, 16), (format, 16)))
-        assert layer.qkv.format == (kept if keep_packed else Dense(torch.float32))
+        assert layer.mixer.matrices["qkv"].format == (kept if keep_packed else Dense(torch.float32))
 
 
 @pytest.mark.parametrize("keep_packed", [True, False])
@@ -142,7 +142,7 @@ def test_a_second_load_fills_the_same_memory(tmp_path: Path) -> None:
         )
 
     first = loaded()
-    end, dense = used, [layer.qkv.dense(torch.float32) for layer in first.layers]
+    end, dense = used, [layer.mixer.matrices["qkv"].dense(torch.float32) for layer in first.layers]
     arena.zero_()
     again = loaded()
     assert used == end
