@@ -474,14 +474,16 @@ def what_a_grammar_forces_is_not_given_to_the_device(world: EngineWorld) -> None
 def who_wants_a_grammar_loses_it_with_the_one_that_asked_before(world: EngineWorld) -> None:
     """Nothing is compiled if the first of them has gone."""
     jobs = world.engine._life.grammars._jobs
-    claim = jobs.claim
 
-    def claims(job: GrammarJob, tenant: str | None, now: float) -> Claim:
-        if job.waiters and not job.waiters[0].still_wanted():
-            return Claim(False, jobs.end(job), [])
-        return claim(job, tenant, now)
+    def make(claim: Callable[[GrammarJob, str | None, float], Claim]) -> Callable[..., Claim]:
+        def claims(job: GrammarJob, tenant: str | None, now: float) -> Claim:
+            if job.waiters and not job.waiters[0].still_wanted():
+                return Claim(False, jobs.end(job), [])
+            return claim(job, tenant, now)
 
-    replace(jobs, "claim", claims)
+        return claims
+
+    replace(jobs, "claim", make)
 
 
 @planted
