@@ -105,6 +105,14 @@ class Placement:
     is_tainted: bool = False
     """Whether some of the pages were written by a failed step, or computed from such pages."""
 
+    def slide_to(self, first: int) -> list[int]:
+        """Drop the pages before the one with index `first` in the sequence, and return them for release."""
+        count = max(0, first - self.first_page)
+        dropped = self.pages[:count]
+        del self.pages[:count]
+        self.first_page += count
+        return dropped
+
 
 @dataclass(slots=True, eq=False)
 class Request:

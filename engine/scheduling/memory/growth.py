@@ -73,12 +73,9 @@ class Growth:
     def _slide(self, request: Request) -> None:
         """Give back the pages that no further step of `request` reads, and none in flight."""
         first = self._window.first_page(request.computed)
-        count = first - request.place.first_page
-        if count > 0:
+        if first > request.place.first_page:
             self._prefixes.offer(request)
-            self._pool.release(request.place.pages[:count])
-            del request.place.pages[:count]
-            request.place.first_page = first
+            self._pool.release(request.place.slide_to(first))
 
     def _obtain(self, request: Request, now: float) -> int | None:
         """Return a page for `request`, preempting requests after it in order; None if it must wait for one."""

@@ -70,7 +70,8 @@ class Swaps:
             keys, start = self._prefixes.usable(request), request.place.first_page + len(pages)
             end = start + self.host.reach(keys[start:])
             reach = end * size
-            self._slide(request, self._window.first_page(reach))
+            # None of the fetched pages may be given back in the plan that fetches it: spills come before fetches.
+            self._pool.release(request.place.slide_to(self._window.first_page(reach)))
             wanted = self.host.claim(keys[max(start, request.place.first_page) : end])
         else:
             return
@@ -82,16 +83,6 @@ class Swaps:
         first = max(request.place.registered, request.place.first_page)
         for index in range(first, min(request.planned // size, len(request.place.keys))):
             self._prefixes.remember(request, index)
-
-    def _slide(self, request: Request, first: int) -> None:
-        """Give back the pages before the one with index `first`, which nothing reads once all fetched pages are there.
-
-        None of the fetched pages may be given back in the plan that fetches it, since spills come before fetches.
-        """
-        if first > request.place.first_page:
-            self._pool.release(request.place.pages[: first - request.place.first_page])
-            del request.place.pages[: first - request.place.first_page]
-            request.place.first_page = first
 
     def drop(self, request: Request) -> None:
         """Drop the stored pages of `request`."""
