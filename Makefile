@@ -59,6 +59,10 @@ soak: $(TEST_READY) ## every planted bug, many simulated lives, an hour of simul
 	@HEADRACE_MUTATIONS=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 -rP tests/simulation/test_mutations.py
 	$(say) 'every kernel and tiling for every kind of GPU, compiled without one'
 	@HEADRACE_MATRIX=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/ops/test_matrix.py
+	$(say) 'SmolLM2 in transformers, beside what the tests keep of it'
+	@HEADRACE_PARITY=all $(BIN)/python -m pytest -q tests/parity/test_smollm2.py
+	$(say) 'requests drawn from the OpenAPI document, a hundred of each operation and kind'
+	@HEADRACE_EXAMPLES=100 $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/server/test_openapi.py
 	$(say) 'simulation: $(SEEDS) seeds of schedulers, and as many of engines'
 	@HEADRACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -x -n logical --maxprocesses=8 \
 		tests/simulation/test_simulation.py tests/simulation/test_engine_simulation.py

@@ -26,7 +26,7 @@ def build_wheel(folder: Path) -> Path:
     """Build the wheel of a copy of the sources, so that no stale `build/` folder leaks into it."""
     sources = folder / "sources"
     shutil.copytree(ROOT / ".src", sources / ".src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(sources))
     (wheel,) = folder.glob("headrace-*.whl")

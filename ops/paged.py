@@ -76,3 +76,16 @@ class PagedBatch:
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillRow, ...]
     given: tuple[GivenKv, ...] = ()
+
+    def check_cover(self) -> None:
+        """Raise `ValueError` unless the rows cover the step's tokens once."""
+        tokens = self.positions_N.shape[0]
+        spans = [(group.start, group.lengths_R.shape[0]) for group in self.decodes]
+        spans += [(row.start, row.count) for row in self.prefills]
+        end = 0
+        for start, count in sorted(spans):
+            if start != end or count < 1:
+                raise ValueError(f"a row starts at token {start} with {count} tokens where token {end} is next")
+            end += count
+        if end != tokens:
+            raise ValueError(f"rows cover {end} of {tokens} tokens")

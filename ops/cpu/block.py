@@ -20,7 +20,7 @@ from torch.nn import functional
 from headrace.ops.cpu.head import CpuHead
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel, pack_product
-from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece
+from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece, TorchStep
 from headrace.ops.formats import Stored
 from headrace.ops.sizes import padded_size
 from headrace.ops.stream import Stream
@@ -106,6 +106,17 @@ class CpuOps:
         # A page's rows are its K key heads, then its K value heads.
         self._planes_s1K1 = torch.arange(2 * kv_heads).view(2, 1, kv_heads, 1)
 
+    @property
+    def rows_are_alike(self) -> bool:
+        """Whether a row has the same bits however many rows are computed with it; short products of bfloat16 differ."""
+        return self.dtype is not torch.bfloat16
+
+    def rest(self) -> None:
+        """Let helper threads sleep: no step runs. Torch's own threads take care of themselves."""
+
+    def close(self) -> None:
+        """Release what the operations hold beside tensors; idempotent."""
+
     # --- pages
 
     def page_bytes(self, num_layers: int) -> int:
@@ -137,21 +148,13 @@ class CpuOps:
 
     def prepare(self, batch: PagedBatch) -> CpuStep:
         """Return the values that a step's layers share; raise `ValueError` unless its rows cover its tokens once."""
-        tokens = batch.positions_N.shape[0]
-        spans = [(group.start, group.lengths_R.shape[0]) for group in batch.decodes]
-        spans += [(row.start, row.count) for row in batch.prefills]
-        end = 0
-        for start, count in sorted(spans):
-            if start != end or count < 1:
-                raise ValueError(f"a row starts at token {start} with {count} tokens where token {end} is next")
-            end += count
-        if end != tokens:
-            raise ValueError(f"rows cover {end} of {tokens} tokens")
+        batch.check_cover()
         pieces: list[DecodePiece | PrefillPiece] = [block for row in batch.prefills for block in self._blocks(row)]
         for group in batch.decodes:
             pieces += self._decodes(group)
         pieces.sort(key=lambda piece: piece.start)
-        return CpuStep(
+        return TorchStep(
+            len(batch.positions_N),
             self._cos_1D.index_select(0, batch.positions_N),
             self._sin_1D.index_select(0, batch.positions_N),
             self._write_index(batch.slots_N),
@@ -185,6 +188,7 @@ class CpuOps:
         Norm weights, where given, apply to each head of q and k before the rotation. Values that are not finite are
         stored as 0, so that a failed request cannot affect a later one that uses the same page.
         """
+        assert isinstance(step, TorchStep)
         qkv_NAD = qkv_NX.view(qkv_NX.shape[0], -1, self.head_dim)
         q_end, k_end = self.heads, self.heads + self.kv_heads
         qk_NBD = qkv_NAD[:, :k_end]
@@ -201,6 +205,7 @@ class CpuOps:
 
     def attention(self, q_NHD: Tensor, step: CpuStep, kv: CpuKv, layer: int) -> Tensor:
         """Attend from the step's queries to the pages of their rows, which already hold new keys; return `o_NX`."""
+        assert isinstance(step, TorchStep)
         rows = kv.rows[layer]
         parts = []
         for piece in step.pieces:
@@ -217,7 +222,7 @@ class CpuOps:
         """Pack a weight and its bias for `product`."""
         return pack_product(weight, bias_O, dtype=self.dtype, products=self._products)
 
-    def pack_head(self, weight_VE: Stored) -> CpuHead:
+    def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""
         return CpuHead(weight_VE, dtype=self.dtype, products=self._products)
 
@@ -272,7 +277,7 @@ class CpuOps:
 
     def attend_with(self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CpuStep, kv: CpuKv, layer: int) -> Tensor:
         """Rotate, store and attend: `rope_and_write`, then `attention`; rows behind the step's tokens give zeros."""
-        tokens = len(step.cos_N1D)
+        tokens = step.tokens
         q_NHD = self.rope_and_write(qkv_NX[:tokens], step, kv, layer, *(head_norms or (None, None)))
         o_NX = self.attention(q_NHD, step, kv, layer)
         return o_NX if len(qkv_NX) == tokens else functional.pad(o_NX, (0, 0, 0, len(qkv_NX) - tokens))

@@ -11,9 +11,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch.nn import functional
 
 from headrace.ops.formats import Int4Groups, row_blocks
+from headrace.ops.gguf_formats import GgufBlocks, as_int4_groups
 from headrace.ops.sizes import padded_size
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from headrace.ops.formats import Stored
 
-__all__ = ["ANY_ROWS", "CpuLinear", "Int4Kernel", "OneDnnKernel", "TorchKernel"]
+__all__ = ["ANY_ROWS", "CpuLinear", "Int4Kernel", "OneDnnKernel", "TorchKernel", "not_a_matrix"]
 
 ANY_ROWS = range(1, sys.maxsize)
 """Numbers of rows where a kernel pays that pays for all of them."""
@@ -48,7 +50,7 @@ class OneDnnKernel:
     def refuses(self, weight: Stored, dtype: torch.dtype) -> str | None:
         """Return why oneDNN cannot multiply in `dtype` here, None if it can."""
         if len(weight.shape) != 2:
-            return _not_a_matrix(weight)
+            return not_a_matrix(weight)
         if not torch.backends.mkldnn.is_available():
             return "this build of torch has no oneDNN"
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -71,7 +73,7 @@ class TorchKernel:
 
     def refuses(self, weight: Stored, _dtype: torch.dtype) -> str | None:
         """Return None for every matrix."""
-        return None if len(weight.shape) == 2 else _not_a_matrix(weight)
+        return None if len(weight.shape) == 2 else not_a_matrix(weight)
 
     def rows(self, _weight: Stored) -> range:
         """Return all numbers of rows."""
@@ -92,14 +94,15 @@ class Int4Kernel:
 
     def refuses(self, weight: Stored, dtype: torch.dtype) -> str | None:
         """Return why the 4-bit product cannot take a weight, None if it can."""
-        if not isinstance(weight.format, Int4Groups):
+        group = _group_of(weight)
+        if group is None:
             return f"multiplies by 4-bit groups, not by {weight.format.name}"
         if len(weight.shape) != 2:
-            return _not_a_matrix(weight)
+            return not_a_matrix(weight)
         if dtype is not torch.bfloat16:
             return f"multiplies in bfloat16, not in {str(dtype).removeprefix('torch.')}"
-        if weight.format.group not in _INT4_GROUPS:
-            return f"takes groups of {', '.join(map(str, _INT4_GROUPS))} inputs, not of {weight.format.group}"
+        if group not in _INT4_GROUPS:
+            return f"takes groups of {', '.join(map(str, _INT4_GROUPS))} inputs, not of {group}"
         if weight.shape[0] % _INT4_OUT_MULTIPLE:
             return f"takes outputs in a multiple of {_INT4_OUT_MULTIPLE}, not {weight.shape[0]}"
         return None
@@ -110,10 +113,18 @@ class Int4Kernel:
 
     def pack(self, weight: Stored, bias_O: Tensor | None, _dtype: torch.dtype) -> CpuLinear:
         """Copy values, scales and minima into the layout of torch's product."""
-        return _Int4(weight, bias_O)
+        return _Int4(as_int4_groups(weight), bias_O)
 
 
-def _not_a_matrix(weight: Stored) -> str:
+def _group_of(weight: Stored) -> int | None:
+    """Return the size of a weight's groups of 4-bit values; None if it has none."""
+    if isinstance(weight.format, Int4Groups):
+        return weight.format.group
+    return 32 if weight.format in (GgufBlocks(Kind.Q4_0), GgufBlocks(Kind.Q4_1)) else None
+
+
+def not_a_matrix(weight: Stored) -> str:
+    """Return in words that a kernel takes matrices, and what `weight` is."""
     return f"multiplies by a matrix, not by a weight of shape {list(weight.shape)}"
 
 

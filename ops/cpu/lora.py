@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.ops.cpu.step import CpuStep
     from headrace.ops.stream import HeadNorms
 
-__all__ = ["CpuAdapterOps", "CpuUpdates", "Place", "SiteUpdate", "UpdatePart", "Wearers", "add_update"]
+__all__ = ["CpuAdapterOps", "CpuUpdates", "Place", "SiteUpdate", "UpdatePart", "AdapterUsers", "add_update"]
 
 Place: TypeAlias = tuple[int, str]
 """(layer, site) of a product; (-1, "head") for the output head."""
@@ -53,7 +53,7 @@ class CpuUpdates:
     """Embeddings of the virtual tokens at positions 0 .. P - 1."""
 
 
-class Wearers(NamedTuple):
+class AdapterUsers(NamedTuple):
     """The tokens of a step that use one adapter."""
 
     updates: CpuUpdates
@@ -85,13 +85,13 @@ def add_update(y_NO: Tensor, x_NI: Tensor, tokens: slice | Tensor, update: SiteU
 class CpuAdapterOps:
     """The products of one step in which tokens use adapters."""
 
-    def __init__(self, ops: CpuOps, wearers: Sequence[Wearers]) -> None:
-        """Compute with `ops` for the adapter users of a step; each token is in at most one entry of `wearers`."""
-        self._ops, self._wearers = ops, wearers
+    def __init__(self, ops: CpuOps, users: Sequence[AdapterUsers]) -> None:
+        """Compute with `ops` for the adapter users of a step; each token is in at most one entry of `users`."""
+        self._ops, self._users = ops, users
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
         """Add the embeddings' updates to `x_NE`, put in the embeddings of virtual tokens, and return it."""
-        for updates, tokens, positions_M in self._wearers:
+        for updates, tokens, positions_M in self._users:
             if updates.embedding is not None:
                 a_VR, b_RE = updates.embedding
                 x_NE[tokens] += (a_VR[tokens_N[tokens]] @ b_RE).to(x_NE.dtype)
@@ -134,8 +134,8 @@ class CpuAdapterOps:
 
     def linear(self, x_NI: Tensor, packed: CpuLinear, layer: int, site: str) -> Tensor:
         """Return the product with the site's updates."""
-        y_NO = packed(x_NI)
-        for updates, tokens, _ in self._wearers:
+        y_NO = self._ops.linear(x_NI, packed, layer, site)
+        for updates, tokens, _ in self._users:
             update = updates.sites.get((layer, site))
             if update is not None:
                 add_update(y_NO, x_NI, tokens, update)
@@ -150,5 +150,5 @@ class CpuAdapterOps:
         return self._ops.normed(stream, norm_E)
 
     def logits(self, x_SE: Tensor, head: CpuLinear) -> Tensor:
-        """Return the head's product with its updates, float32; the tokens of the wearers must index these S rows."""
+        """Return the head's product with its updates, float32; the tokens of the users must index these S rows."""
         return self.linear(x_SE, head, -1, "head")

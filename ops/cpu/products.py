@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from headrace.ops.cpu.linear import ANY_ROWS, Int4Kernel, OneDnnKernel, TorchKernel
+from headrace.ops.cpu.native.linear import NativeKernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ class CpuKernel(Protocol):
         ...
 
 
-PRODUCTS: tuple[CpuKernel, ...] = (Int4Kernel(), OneDnnKernel(), TorchKernel())
+PRODUCTS: tuple[CpuKernel, ...] = (NativeKernel(), Int4Kernel(), OneDnnKernel(), TorchKernel())
 """The kernels of a device that is given no others, in order of preference."""
 
 

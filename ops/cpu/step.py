@@ -1,4 +1,7 @@
-"""`CpuStep`: the values that all layers of one step share on the CPU; `CpuOps` makes and reads them."""
+"""`CpuStep`: the values that all layers of one step share on the CPU.
+
+`TorchStep` is that of `CpuOps`, `NativeStep` that of `NativeOps`; each is made and read there alone.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.cpu.native.library import StepStruct
     from headrace.ops.paged import GivenKv
 
-__all__ = ["CpuStep", "DecodePiece", "PrefillPiece"]
+__all__ = ["CpuStep", "DecodePiece", "NativeStep", "PrefillPiece", "TorchStep"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,10 +51,28 @@ class PrefillPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuStep:
-    """The values that all layers of one step share. Only `CpuOps` looks inside."""
+    """The values that all layers of one step share. Only what made them looks inside."""
+
+    tokens: int
+    """Number of the step's tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchStep(CpuStep):
+    """The step of torch's operations."""
 
     cos_N1D: Tensor
     sin_N1D: Tensor
     write: Tensor
     pieces: tuple[DecodePiece | PrefillPiece, ...]
     given: tuple[GivenKv, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeStep(CpuStep):
+    """The step of the kernels in C."""
+
+    struct: StepStruct
+    """The step as the C interface takes it."""
+    kept: tuple[object, ...]
+    """The arrays that `struct` points into."""

@@ -18,6 +18,7 @@ from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.memory.pages import PageMemory
+from headrace.ops.cuda.products.codes import CodeLayout, codes_of
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
 from headrace.ops.paged import UNSCALED, KvScales
@@ -26,7 +27,7 @@ from headrace.ops.stream import Stream
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.adapters.rows import WornSite
+    from headrace.ops.cuda.adapters.rows import UpdateSite
     from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.products.fusion import Before
     from headrace.ops.formats import Stored
@@ -90,7 +91,9 @@ class CudaOps:
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> CudaProduct:
         """Pack a weight and its bias, and choose the kernels; values in the dtype of activations keep their address."""
-        return self.products.pack(weight.dense(self.shape.dtype), bias_O, self.shape.head_dim)
+        dtype = self.shape.dtype
+        packed = codes_of(weight) if isinstance(weight.format, CodeLayout) else weight.dense(dtype)
+        return self.products.pack(packed, bias_O, self.shape.head_dim, dtype)
 
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
@@ -101,7 +104,7 @@ class CudaOps:
 
         From 16 on, bfloat16 has steps of 0.125, so that near ties would depend on the shape of the step.
         """
-        out_SV = torch.empty(len(x_SE), len(head.weight_OI), dtype=torch.float32, device=x_SE.device)
+        out_SV = torch.empty(len(x_SE), head.size_out, dtype=torch.float32, device=x_SE.device)
         head.run(head.runs.logits[len(x_SE)], x_SE, out_SV)
         return out_SV
 
@@ -203,13 +206,13 @@ class CudaOps:
         packed: CudaProduct,
         total_NE: Tensor,
         norm_E: Tensor,
-        worn: WornSite | None = None,
+        updates: UpdateSite | None = None,
     ) -> Stream:
         """Return the stream with the product added, times the norm's weight, by a kernel that does all at once."""
         out_NE = torch.empty_like(total_NE)
         shape = total_NE.shape[1] // SQUARED, len(x_NI)
         squares = Squares(torch.empty(shape, dtype=torch.float32, device=x_NI.device))
-        packed.run(chosen, x_NI, out_NE, None, Residual(total_NE, norm_E, squares), worn)
+        packed.run(chosen, x_NI, out_NE, None, Residual(total_NE, norm_E, squares), updates)
         return Stream(out_NE, total_NE, squares)
 
     def attend_with(
@@ -256,7 +259,7 @@ class CudaOps:
         step: DecodeStep,
         kv: Tensor,
         layer: int,
-        worn: WornSite | None = None,
+        updates: UpdateSite | None = None,
     ) -> Tensor:
         """Attend with a product that norms and rotates q and k, stores k and v, and adds updates itself."""
         kv_layer, scales = kv[layer], self._kv_scales.get(layer, UNSCALED)
@@ -264,20 +267,20 @@ class CudaOps:
         at, slots_B = step.inputs.positions_B, step.inputs.slots_B
         to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
         q_NX = torch.empty(len(x_NE), self.shape.heads * self.shape.head_dim, dtype=x_NE.dtype, device=x_NE.device)
-        qkv.run(chosen, x_NE, q_NX, squares, to, worn)
+        qkv.run(chosen, x_NE, q_NX, squares, to, updates)
         return self._decode(q_NX, step, kv_layer, scales)
 
     # --- inside
 
     def _plain(self, chosen: Chosen, x_NI: Tensor, packed: CudaProduct, before: Before = None) -> Tensor:
         """Return x W^T + b by a kernel, of the norm or with the factors in `before`."""
-        out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
+        out_NO = torch.empty(len(x_NI), packed.size_out, dtype=x_NI.dtype, device=x_NI.device)
         packed.run(chosen, x_NI, out_NO, before)
         return out_NO if packed.bias_O is None else out_NO.add_(packed.bias_O)
 
     def _gated(self, chosen: Chosen, x_NE: Tensor, packed: CudaProduct, before: Before = None) -> Tensor:
         """Return silu(gate) * up by a kernel, of the norm or with the factors in `before`."""
-        out_NF = torch.empty(len(x_NE), len(packed.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
+        out_NF = torch.empty(len(x_NE), packed.size_out // 2, dtype=x_NE.dtype, device=x_NE.device)
         packed.run(chosen, x_NE, out_NF, before, GATED)
         return out_NF
 

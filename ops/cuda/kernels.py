@@ -5,10 +5,13 @@ Imports no compiler and needs no GPU. The declarations are in products/kernels.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from headrace.ops.cuda.attention.kernels import DECODES, PREFILLS
 from headrace.ops.cuda.attention.registry import DecodeKernel, PrefillKernel
+from headrace.ops.cuda.products.coded import coded
+from headrace.ops.cuda.products.codes import Kind
 from headrace.ops.cuda.products.kernels import PRODUCTS
 from headrace.ops.cuda.products.registry import ProductKernel
 
@@ -19,6 +22,8 @@ class Kernels(NamedTuple):
     """Declarations of kernels; of each kind the first are preferred."""
 
     products: tuple[ProductKernel, ...] = PRODUCTS
+    coded: Callable[[Kind], tuple[ProductKernel, ...]] = coded
+    """Function that returns the kernels of products for a kind of codes."""
     decodes: tuple[DecodeKernel, ...] = DECODES
     prefills: tuple[PrefillKernel, ...] = PREFILLS
 

@@ -1,4 +1,4 @@
-"""Low-rank updates of up to 64 rows that use one adapter or none, on CUDA (Triton); never of two adapters.
+"""Low-rank updates of up to 64 rows that use one adapter or none, on CUDA (Triton); never serves two adapters.
 
 The adapter is read once, and multiplied with all rows on tensor cores; for rows without it, t counts as zeros. So
 nothing is gathered or sorted, and a program of `expand_alike` loads all but t and y while the product before it still
@@ -70,10 +70,10 @@ def _shrink_alike_kernel(
 
 
 @triton.jit
-def _add(total, b, module, planes, row, wears, rank, ranks, split_stride, PLANE: tl.constexpr, SPLITS: tl.constexpr):
+def _add(total, b, module, planes, row, uses, rank, ranks, split_stride, PLANE: tl.constexpr, SPLITS: tl.constexpr):
     """Return `total` plus t B of some ranks of one module."""
     at = planes + tl.load(module + 3) + row[:, None] * PLANE + rank[None, :]
-    mask = wears[:, None] & (rank < ranks)[None, :]
+    mask = uses[:, None] & (rank < ranks)[None, :]
     t = tl.load(at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         t += tl.load(at + split * split_stride, mask=mask, other=0.0)
@@ -113,7 +113,7 @@ def _expand_alike_kernel(
     inside = (feature < size)[None, :]
     mask = (row < rows)[:, None] & inside
     slot = tl.load(entries)
-    wears = (tl.load(slots + row, mask=row < rows, other=-1) == slot) & (slot >= 0)
+    uses = (tl.load(slots + row, mask=row < rows, other=-1) == slot) & (slot >= 0)
     module = table + (tl.maximum(slot, 0) * modules + index + place) * 4
     ranks = tl.where(slot < 0, 0, tl.load(module + 2))
     line = arena + tl.load(module + 1).to(tl.int64) * 8 + rank.to(tl.int64)[:, None] * size + feature[None, :]
@@ -129,18 +129,18 @@ def _expand_alike_kernel(
     total = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         total_up = tl.load(source + size, mask=mask, other=0.0).to(tl.float32)
-    total = _add(total, b, module, planes, row, wears, rank, ranks, split_stride, PLANE, SPLITS)
+    total = _add(total, b, module, planes, row, uses, rank, ranks, split_stride, PLANE, SPLITS)
     for first in range(16, ranks, 16):
         at = first + rank
         b = tl.load(line + first * size.to(tl.int64), mask=(at < ranks)[:, None] & inside, other=0.0)
-        total = _add(total, b, module, planes, row, wears, at, ranks, split_stride, PLANE, SPLITS)
+        total = _add(total, b, module, planes, row, uses, at, ranks, split_stride, PLANE, SPLITS)
     if GATED:
-        total_up = _add(total_up, b_up, module + 4, planes, row, wears, rank, ranks_up, split_stride, PLANE, SPLITS)
+        total_up = _add(total_up, b_up, module + 4, planes, row, uses, rank, ranks_up, split_stride, PLANE, SPLITS)
         for first in range(16, ranks_up, 16):
             at = first + rank
             more = line + upper + first * size.to(tl.int64)
             b_up = tl.load(more, mask=(at < ranks_up)[:, None] & inside, other=0.0)
-            total_up = _add(total_up, b_up, module + 4, planes, row, wears, at, ranks_up, split_stride, PLANE, SPLITS)
+            total_up = _add(total_up, b_up, module + 4, planes, row, uses, at, ranks_up, split_stride, PLANE, SPLITS)
     if GATED:
         total = total * tl.sigmoid(total) * total_up
     target = out + row.to(tl.int64)[:, None] * out_stride + before + feature[None, :]

@@ -1,7 +1,7 @@
-"""`CudaWornOps`: a decode step's products for rows that use one low-rank adapter or none, with its updates inside.
+"""`CudaInsideOps`: a decode step's products for rows that use one low-rank adapter or none, with its updates inside.
 
-Owns the assignment of updates to products (csrc/worn.cuh), so that a layer takes as many launches as without adapters;
-never serves several adapters, biases, ranks over `WORN_RANK`, or more rows than the products with updates inside.
+Owns the assignment of updates to products (csrc/updates.cuh), so that a layer takes as many launches as without
+adapters; never serves several adapters, biases, ranks over `INSIDE_RANK`, or more rows than such products take.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.ops.cuda.adapters.rows import LoraBatch, LoraSite, WornSite
+from headrace.ops.cuda.adapters.rows import LoraBatch, LoraSite, UpdateSite
 from headrace.ops.cuda.attention.steps import DecodeStep
 from headrace.ops.cuda.products.fusion import GATED, Squares
 from headrace.ops.stream import Stream
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.products.packed import CudaProduct
     from headrace.ops.stream import HeadNorms
 
-__all__ = ["CudaWornOps"]
+__all__ = ["CudaInsideOps"]
 
 
-class CudaWornOps:
+class CudaInsideOps:
     """The operations of one step of 2 to 64 rows that use one adapter or none."""
 
     def __init__(
@@ -68,26 +68,26 @@ class CudaWornOps:
         """Do what `CudaOps.attend` does, with the updates of queries, keys and values."""
         x_NE, squares, total_NE = self._scaled(stream, norm_E)
         assert isinstance(step, DecodeStep)
-        heads, worn = qkv.runs.heads[len(x_NE)], self._worn(layer, "qkv")
-        return self._ops.attend_inside(heads, x_NE, squares, qkv, head_norms, step, kv, layer, worn), total_NE
+        heads, updates = qkv.runs.heads[len(x_NE)], self._updates(layer, "qkv")
+        return self._ops.attend_inside(heads, x_NE, squares, qkv, head_norms, step, kv, layer, updates), total_NE
 
     def feed(self, stream: Stream, norm_E: Tensor, gate_up: CudaProduct, layer: int) -> tuple[Tensor, Tensor]:
         """Do what `CudaOps.feed` does, with the updates of gate and up."""
         x_NE, squares, total_NE = self._scaled(stream, norm_E)
-        out_NF = torch.empty(len(x_NE), len(gate_up.weight_OI) // 2, dtype=x_NE.dtype, device=x_NE.device)
+        out_NF = torch.empty(len(x_NE), gate_up.size_out // 2, dtype=x_NE.dtype, device=x_NE.device)
         chosen = (gate_up.runs.gated if squares is None else gate_up.runs.factors_gated)[len(x_NE)]
-        gate_up.run(chosen, x_NE, out_NF, squares, GATED, self._worn(layer, "gate_up"))
+        gate_up.run(chosen, x_NE, out_NF, squares, GATED, self._updates(layer, "gate_up"))
         return out_NF, total_NE
 
     def add(
         self, x_NI: Tensor, packed: CudaProduct, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
     ) -> Stream:
         """Do what `CudaOps.add` does, with the site's update."""
-        worn, rows = self._worn(layer, site), len(x_NI)
+        updates, rows = self._updates(layer, site), len(x_NI)
         if norm_E is not None:
-            return self._ops.add_inside(packed.runs.residual[rows], x_NI, packed, total_NE, norm_E, worn)
+            return self._ops.add_inside(packed.runs.residual[rows], x_NI, packed, total_NE, norm_E, updates)
         out_NE = torch.empty_like(total_NE)
-        packed.run(packed.runs.plain[rows], x_NI, out_NE, worn=worn)
+        packed.run(packed.runs.plain[rows], x_NI, out_NE, updates=updates)
         return Stream(out_NE, total_NE)
 
     def attend_with(
@@ -105,8 +105,8 @@ class CudaWornOps:
         """Return x W^T, with the site's update if the adapter has such a site."""
         if (layer, site) not in self._sites:
             return self._ops.product(x_NI, packed)
-        out_NO = torch.empty(len(x_NI), len(packed.weight_OI), dtype=x_NI.dtype, device=x_NI.device)
-        packed.run(packed.runs.plain[len(x_NI)], x_NI, out_NO, worn=self._worn(layer, site))
+        out_NO = torch.empty(len(x_NI), packed.size_out, dtype=x_NI.dtype, device=x_NI.device)
+        packed.run(packed.runs.plain[len(x_NI)], x_NI, out_NO, updates=self._updates(layer, site))
         return out_NO
 
     def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:
@@ -121,12 +121,12 @@ class CudaWornOps:
         """Do what `CudaOps.logits` does: no adapter here updates the head."""
         return self._ops.logits(x_SE, head)
 
-    def _worn(self, layer: int, site: str) -> WornSite | None:
+    def _updates(self, layer: int, site: str) -> UpdateSite | None:
         if site in ("gate_up", "down") and not self._feeds:
             return None
         place = self._sites[layer, site]
         own_M4 = self._own_M4[place.line : place.line + len(place.sizes_out)]
-        return WornSite(self._batch.arena, own_M4, self._batch.slots_N)
+        return UpdateSite(self._batch.arena, own_M4, self._batch.slots_N)
 
     def _scaled(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Squares | None, Tensor]:
         """Return (the input of a product, the squares whose factors it lacks or None, the sum)."""

@@ -114,7 +114,7 @@ class CudaAdapterOps:
     ) -> tuple[Tensor, Tensor]:
         """Do what `CudaOps.attend` does, with the updates of queries, keys and values."""
         place = self._sites[layer, "qkv"]
-        if self._is_one(stream.x_NE):
+        if self._is_one(stream.x_NE, qkv):
             qkv_NX, total_NE = self._one(stream, norm_E, qkv, place, gated=False)
             qkv_NX = qkv_NX if qkv.bias_O is None else qkv_NX.add_(qkv.bias_O)
         else:
@@ -128,7 +128,7 @@ class CudaAdapterOps:
         x_NE = stream.x_NE
         if stream.pending is None and not self._feeds:
             return self._ops.feed(stream, norm_E, gate_up, layer)
-        if self._feeds and gate_up.bias_O is None and self._is_one(x_NE):
+        if self._feeds and gate_up.bias_O is None and self._is_one(x_NE, gate_up):
             return self._one(stream, norm_E, gate_up, self._sites[layer, "gate_up"], gated=True)
         normed_NE, total_NE = self.normed(stream, norm_E)
         if not self._feeds:
@@ -195,27 +195,29 @@ class CudaAdapterOps:
             expand(low, logits_SV, self._batch, place, pdl=self._ops.pdl)
         return logits_SV
 
-    def _is_one(self, x_NI: Tensor) -> bool:
+    def _is_one(self, x_NI: Tensor, packed: CudaProduct) -> bool:
         """Return whether the kernels for one row can compute the product."""
-        return len(x_NI) == 1 and self._batch.rows == 1
+        return len(x_NI) == 1 and self._batch.rows == 1 and packed.weight_OI is not None
 
     def _one(
         self, stream: Stream, norm_E: Tensor, packed: CudaProduct, site: LoraSite, *, gated: bool
     ) -> tuple[Tensor, Tensor]:
         """Return (product of one row's norm of the sum with the site's updates, gated or not, the sum)."""
         ops, (x_1E, total_1E, pending) = self._ops, stream
+        assert packed.weight_OI is not None
         waiting = pending.waiting if isinstance(pending, LateUpdate) else None
         ops.note(self._update)
         row = norm_shrink(x_1E, total_1E, norm_E, self._batch, site, waiting, pdl=ops.pdl)
-        size_out = packed.weight_OI.shape[0] // 2 if gated else packed.weight_OI.shape[0]
+        size_out = packed.size_out // 2 if gated else packed.size_out
         out_1O = torch.empty(1, size_out, dtype=x_1E.dtype, device=x_1E.device)
         vector_linear_expand(row, packed.weight_OI, out_1O, ops.eps, self._batch, site, gated=gated, pdl=ops.pdl)
         return out_1O, row.total_1E
 
     def _with_low(self, x_NI: Tensor, packed: CudaProduct, site: LoraSite) -> tuple[Tensor, Tensor]:
         """Return (x W^T + b, x A^T)."""
-        if self._is_one(x_NI):
-            y_1O = torch.empty(1, packed.weight_OI.shape[0], dtype=x_NI.dtype, device=x_NI.device)
+        if self._is_one(x_NI, packed):
+            assert packed.weight_OI is not None
+            y_1O = torch.empty(1, packed.size_out, dtype=x_NI.dtype, device=x_NI.device)
             self._ops.note(self._update)
             low = vector_linear_shrink(x_NI, packed.weight_OI, y_1O, self._batch, site, pdl=self._ops.pdl)
             return y_1O if packed.bias_O is None else y_1O.add_(packed.bias_O), low

@@ -26,7 +26,7 @@ __all__ = [
     "LoraBatch",
     "LoraSite",
     "UpdateTiling",
-    "WornSite",
+    "UpdateSite",
     "group_rows",
     "module_of",
     "pick",
@@ -89,12 +89,12 @@ class LoraBatch:
     """Most dynamic shared memory that one block may have on this GPU, in bytes."""
 
 
-class WornSite(NamedTuple):
+class UpdateSite(NamedTuple):
     """One site's modules of the one adapter that rows of a step use, in a batch whose `rows` is `ALIKE`."""
 
     arena: Tensor
     own_M4: Tensor
-    """Lines of the table, int32, contiguous, with ranks up to compiling/source.py's `WORN_RANK`."""
+    """Lines of the table, int32, contiguous, with ranks up to compiling/source.py's `INSIDE_RANK`."""
     slots_N: Tensor
     """Slot of each row, or -1, int32."""
 

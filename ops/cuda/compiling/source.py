@@ -12,13 +12,13 @@ from flashinfer.jit.core import gen_jit_spec
 
 from headrace.ops.cuda.compiling.cache import cache
 
-__all__ = ["MOST_ROWS", "WORN_RANK", "build_for_rows", "compiled", "compiled_for"]
+__all__ = ["MOST_ROWS", "INSIDE_RANK", "build_for_rows", "compiled", "compiled_for"]
 
 _FOLDER = Path(__file__).parents[1] / "csrc"
 _ROWS = (16, 32, 64)
 """Numbers of rows that few_rows.cuh is compiled for."""
 MOST_ROWS = _ROWS[-1]
-WORN_RANK = 16
+INSIDE_RANK = 16
 """Largest rank of a module's update that a product with an update inside takes."""
 
 
@@ -43,13 +43,16 @@ def compiled(name: str, **sizes: int) -> Any:
     return gen_jit_spec(f"headrace_{name}{variant}_{version}", [source], extra_cuda_cflags=flags).build_and_load()
 
 
-def compiled_for(rows: int, name: str, *, worn: bool = False) -> Any:
-    """Return the kernels of a source with worn.cuh for `rows` rows, at most `MOST_ROWS`; `worn` is with updates."""
+def compiled_for(rows: int, name: str, *, updates: bool = False, **sizes: int) -> Any:
+    """Return the kernels of a source with updates.cuh for `rows` rows, at most `MOST_ROWS`.
+
+    `updates` is whether an adapter's are inside; `sizes` are the values of the source's other macros.
+    """
     most = next((most for most in _ROWS if rows <= most), MOST_ROWS)
-    return compiled(name, ROWS=most, RANKS=WORN_RANK if worn else 0)
+    return compiled(name, ROWS=most, RANKS=INSIDE_RANK if updates else 0, **sizes)
 
 
-def build_for_rows(name: str, *, worn: bool = False) -> None:
+def build_for_rows(name: str, *, updates: bool = False, **sizes: int) -> None:
     """Compile all kernels that `compiled_for` returns for a source; raise the errors of `compiled`."""
     with ThreadPoolExecutor(len(_ROWS)) as pool:
-        list(pool.map(lambda rows: compiled_for(rows, name, worn=worn), _ROWS))
+        list(pool.map(lambda rows: compiled_for(rows, name, updates=updates, **sizes), _ROWS))

@@ -2,12 +2,12 @@
 // norms of heads, rotation, and keys and values in their pages.
 //
 // Owns one launch and its division of the work; never chooses where it pays. Compiled once for each padded number of
-// rows: ROWS (16, 32 or 64), and RANKS (worn.cuh).
+// rows: ROWS (16, 32 or 64), and RANKS (updates.cuh).
 //
 // A tile of few_rows.cuh is one head: a row's sums of all 128 features meet in one block, as norms and rotation need them.
 
 #define SOURCE "even_heads"
-#include "worn.cuh"
+#include "updates.cuh"
 
 #include <cuda_fp8.h>
 
@@ -18,7 +18,7 @@ namespace {
 constexpr int kHead = 128;          // features of a head
 constexpr int kBytes = 190 * 1024;  // as much as 64 rows leave room for
 
-using S = Shape<2, kHead / kBlock, 1, RANKS, kBytes>;  // clusters of four blocks took longer
+using S = Shape<2, kHead / kBlock, kCoded ? 4 / kAcross : 1, RANKS, kBytes>;  // clusters of four blocks took longer
 
 constexpr int kItems = S::kOwn * (kHead / 16);                      // of eight dimensions of a row and their partners
 constexpr int kTurns = (kItems + kMultipliers - 1) / kMultipliers;  // items of a thread
@@ -135,9 +135,9 @@ struct HeadModule {
   int a = 0, b = 0, rank = 0, feature = 0, features = 0;  // feature: the head's first in its module
 
   __device__ HeadModule(const Arguments& with, int head) {
-    if (!kWorn) return;
+    if (!kUpdates) return;
     const int number = head < with.queries ? 0 : head < with.queries + with.keys ? 1 : 2;
-    const int4 own = __ldg(with.worn.modules + number);
+    const int4 own = __ldg(with.adapter.modules + number);
     a = own.x, b = own.y, rank = own.z;
     feature = (head - (number > 0 ? with.queries : 0) - (number > 1 ? with.keys : 0)) * kHead;
     features = (number > 0 ? with.keys : with.queries) * kHead;
@@ -149,8 +149,8 @@ __device__ void fetch_head(const Arguments& with, uint8_t* high, int head, int t
   const HeadModule module(with, head);
 #pragma unroll
   for (int block = 0; block < S::kBlocks; ++block) {
-    const Element* first = with.worn.arena + static_cast<int64_t>(module.b) * 8 + module.feature + block * kBlock;
-    fetch_high<S::kLow>(high + block * S::kLow * 128, with.worn, thread, [&](int rank, int part) {
+    const Element* first = with.adapter.arena + static_cast<int64_t>(module.b) * 8 + module.feature + block * kBlock;
+    fetch_high<S::kLow>(high + block * S::kLow * 128, with.adapter, thread, [&](int rank, int part) {
       return rank < module.rank ? first + static_cast<int64_t>(rank) * module.features + part * 8 : nullptr;
     });
   }
@@ -174,9 +174,11 @@ __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S
     slot[i] = item.inside ? with.slots_of[item.row] : -1;
   }
   for (int head = own.tile; head < with.tiles; head += own.step, ++round) {
-    float sums[S::kBlocks][kSums];
+    float sums[S::kTeamBlocks][kSums];
     update.begin(own.last - own.first, HeadModule(with, head).rank);
+    const LineScales<S> scales(with.scales, with.tiles * kHead, head, thread);
     update.sum_up(sums, ring, own.last - own.first, thread);
+    scales.multiply(sums);
     update.add_to(sums, round, thread);
     if (round == 0 && with.squares_in != nullptr) wait_for_factors();
     exchange.send(sums, round, thread);
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant_
   extern __shared__ __align__(1024) uint8_t slots[];
   __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken, high_filled, high_emptied;
   __shared__ float factors[kRows];
-  __shared__ __align__(16) float staged[kRows * S::kPitch];
+  __shared__ __align__(16) float staged[S::kParts * S::kOwn * S::kPitch];
   const int thread = threadIdx.x;
   let_next_kernel_start();
   const Chunks<S> ring(slots, filled, emptied);
@@ -221,8 +223,13 @@ __global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant_
         return Low{module.a, module.rank};
       };
       stream(with, ring, [&](uint8_t* slot, int head, int chunk, uint64_t* filled) {
-        fetch_lines(slot, &with.weight, chunk * kLine, head * kHead, filled, kReadOnce);
-      }, LowLines<S, decltype(find)>(with.worn, find, INT_MAX));
+        fetch_scales<S>(with.scales, slot, 0, head, chunk, filled);
+#pragma unroll
+        for (int line = 0; line < S::kLines; ++line) {
+          fetch_lines(slot + line * S::kBlocks * kBlockBytes, &with.weight, (chunk * S::kLines + line) * kLineUnits,
+                      head * kHead, filled, kReadOnce);
+        }
+      }, LowLines<S, decltype(find)>(with.adapter, find, INT_MAX));
     }
     __syncwarp();
   } else {
@@ -233,12 +240,12 @@ __global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant_
 
 // --- what Python calls
 
-void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool scaled, TensorView q, TensorView kv,
+void run_even_heads(TensorView x, TensorView weight, TensorView scales, TensorView zeros, TensorView squares_in, bool scaled, TensorView q, TensorView kv,
                     TensorView q_norm, TensorView k_norm, bool normed, TensorView cos_sin, TensorView positions,
                     TensorView slots_of, double k_scale, double v_scale, double eps, bool pdl,
                     TensorView arena, TensorView modules, TensorView adapters_of) {
   Arguments with{};
-  with.weight = lines_of(weight, kHead);
+  with.weight = weights_of(weight, kHead);
   with.x = lines_of(x, kRows);
   with.squares_in = scaled ? static_cast<const float*>(squares_in.data_ptr()) : nullptr;
   with.q = static_cast<Element*>(q.data_ptr());
@@ -252,7 +259,7 @@ void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool
   with.page_stride = kv.stride(0), with.part_stride = kv.stride(1), with.token_stride = kv.stride(2);
   with.rows = static_cast<int>(x.size(0));
   with.size_in = static_cast<int>(x.size(1));
-  with.chunks = with.size_in / kLine;
+  with.chunks = (with.size_in / kLine + S::kInputs - 1) / S::kInputs;
   with.tiles = static_cast<int>(weight.size(0)) / kHead;
   with.queries = static_cast<int>(q.size(1)) / kHead;
   with.keys = static_cast<int>(kv.size(3));
@@ -260,9 +267,10 @@ void run_even_heads(TensorView x, TensorView weight, TensorView squares_in, bool
   with.fp8 = kv.dtype().bits == 8;
   with.k_scale = static_cast<float>(k_scale), with.v_scale = static_cast<float>(v_scale);
   with.eps = static_cast<float>(eps);
-  with.worn = worn_of<S>(arena, modules, adapters_of, with);
+  with.adapter = adapter_of<S>(arena, modules, adapters_of, with);
+  with.scales = scales_of(scales, zeros, weight.size(0), with.chunks, S::kGroups, weight.size(0));
   require(with.rows <= kRows, "too many rows");
-  require(with.size_in % kLine == 0 && weight.size(1) == with.size_in, "a weight of another shape");
+  require(with.size_in % kLine == 0 && weight.size(1) == with.size_in / kLine * kLineUnits / kAcross, "a weight of another shape");
   require(kv.size(4) == kHead && lies(kv, 3, kHead) && lies(q, 0, q.size(1)), "heads of another shape");
   require(weight.size(0) == kHead * (with.queries + 2 * with.keys), "another number of heads");
   require(positions.size(0) >= with.rows && slots_of.size(0) >= with.rows, "too few positions");

@@ -1,7 +1,7 @@
 // Products of up to 64 rows, as fast as their weights are read (sm_90).
 //
 // Owns one launch and its division of the work; never chooses where it pays. Compiled once for each padded number of
-// rows: ROWS (16, 32 or 64), and RANKS (worn.cuh).
+// rows: ROWS (16, 32 or 64), and RANKS (updates.cuh).
 //
 // The blocks of a cluster share the inner dimension of one tile after another (few_rows.cuh): a tile is 64 features, or 32
 // gates and their ups. Clusters of one block take equal numbers of chunks instead of whole tiles: who has a tile's first
@@ -9,7 +9,7 @@
 // added in the order of the inner dimension: results do not vary from run to run.
 
 #define SOURCE "even_linear"
-#include "worn.cuh"
+#include "updates.cuh"
 
 namespace {
 
@@ -31,7 +31,7 @@ struct Arguments : Inputs {
 
 // Two blocks: inputs, and A, are fetched for twice the weights, where there are tiles enough for all multiprocessors.
 template <int kSplits, bool kGatedOf, int kBlocks = 1>
-struct LinearShape : Shape<kSplits, kBlocks, 2 / kBlocks, (kGatedOf ? 2 : 1) * RANKS, kBytes[kBlocks - 1]> {
+struct LinearShape : Shape<kSplits, kBlocks, kCoded ? 4 / kAcross : 2 / kBlocks, (kGatedOf ? 2 : 1) * RANKS, kBytes[kBlocks - 1]> {
   static constexpr bool kGated = kGatedOf;
   static constexpr int kWide = kBlocks * (kGated ? 32 : 64);  // features of a tile
   static constexpr int kItems = LinearShape::kOwn * (kWide / 8);  // of eight features of a row
@@ -75,9 +75,10 @@ __device__ void fetch_gated(void* target, const CUtensorMap* map, int inner, int
 
 template <class S>
 __device__ void fetch_weights(const Arguments& with, uint8_t* slot, int tile, int chunk, uint64_t* filled) {
+  fetch_scales<S>(with.scales, slot, with.size_out, tile, chunk, filled);
 #pragma unroll
   for (int line = 0; line < S::kLines; ++line) {
-    const int inner = (chunk * S::kLines + line) * kLine;
+    const int inner = (chunk * S::kLines + line) * kLineUnits;
     if constexpr (S::kGated) {
       fetch_gated(slot + line * S::kBlocks * kBlockBytes, &with.weight, inner, tile * S::kWide, filled);
     } else {
@@ -91,23 +92,23 @@ __device__ void fetch_weights(const Arguments& with, uint8_t* slot, int tile, in
 // Those of all tiles are the same.
 template <class S>
 __device__ Low find_low(const Inputs& with) {
-  if (!kWorn) return {};
-  const int4 last = __ldg(with.worn.modules + S::kGated);
-  return {S::kGated ? __ldg(&with.worn.modules->x) : last.x, last.w + last.z};
+  if (!kUpdates) return {};
+  const int4 last = __ldg(with.adapter.modules + S::kGated);
+  return {S::kGated ? __ldg(&with.adapter.modules->x) : last.x, last.w + last.z};
 }
 
 // Begins to fetch B of a tile: of gates and ups by turns, or of one module.
 template <class S>
 __device__ void fetch_tile(const Arguments& with, uint8_t* high, int tile, int thread) {
-  const int4 first = __ldg(with.worn.modules), last = __ldg(with.worn.modules + S::kGated);
+  const int4 first = __ldg(with.adapter.modules), last = __ldg(with.adapter.modules + S::kGated);
 #pragma unroll
   for (int block = 0; block < S::kBlocks; ++block) {
-    fetch_high<S::kLow>(high + block * S::kLow * 128, with.worn, thread, [&](int line, int part) -> const Element* {
+    fetch_high<S::kLow>(high + block * S::kLow * 128, with.adapter, thread, [&](int line, int part) -> const Element* {
       const bool is_up = S::kGated && line >= first.z;
       const int4 own = is_up ? last : first;
       const int eight = tile * (S::kWide / 8) + (block * 8 + part) / (S::kGated ? 2 : 1), rank = line - own.w;
       if (rank >= own.z || eight * 8 >= with.size_out || (S::kGated && part % 2 != is_up)) return nullptr;
-      return with.worn.arena + static_cast<int64_t>(own.y) * 8 + static_cast<int64_t>(rank) * with.size_out + eight * 8;
+      return with.adapter.arena + static_cast<int64_t>(own.y) * 8 + static_cast<int64_t>(rank) * with.size_out + eight * 8;
     });
   }
 }
@@ -117,14 +118,14 @@ __device__ void fetch_tile(const Arguments& with, uint8_t* high, int tile, int t
 // Where a block hands in sums of one of a tile's blocks of lines.
 template <class S>
 __device__ float4* plane_of(const Arguments& with, int rank, int block, int thread) {
-  return reinterpret_cast<float4*>(with.planes) + (rank * S::kBlocks + block) * (kSums / 4 * kMultipliers) + thread;
+  return reinterpret_cast<float4*>(with.planes) + (rank * S::kTeamBlocks + block) * (kSums / 4 * kMultipliers) + thread;
 }
 
 // Gives the sums of the last chunks of a tile to the block that has its first.
 template <class S>
-__device__ void hand_in(const Arguments& with, const float (&sums)[S::kBlocks][kSums], int tile, int rank, int thread) {
+__device__ void hand_in(const Arguments& with, const float (&sums)[S::kTeamBlocks][kSums], int tile, int rank, int thread) {
 #pragma unroll
-  for (int block = 0; block < S::kBlocks; ++block) {
+  for (int block = 0; block < S::kTeamBlocks; ++block) {
     float4* plane = plane_of<S>(with, rank, block, thread);
     const auto& own = sums[block];
 #pragma unroll
@@ -138,7 +139,7 @@ __device__ void hand_in(const Arguments& with, const float (&sums)[S::kBlocks][k
 
 // Adds what ranks [first, last) handed in.
 template <class S>
-__device__ void take_parts(const Arguments& with, float (&sums)[S::kBlocks][kSums], int tile, int first, int last,
+__device__ void take_parts(const Arguments& with, float (&sums)[S::kTeamBlocks][kSums], int tile, int first, int last,
                            int thread) {
   if (thread == 0) {
     int arrived;
@@ -150,7 +151,7 @@ __device__ void take_parts(const Arguments& with, float (&sums)[S::kBlocks][kSum
   multipliers_meet();
   for (int rank = first; rank < last; ++rank) {
 #pragma unroll
-    for (int block = 0; block < S::kBlocks; ++block) {
+    for (int block = 0; block < S::kTeamBlocks; ++block) {
       const float4* plane = plane_of<S>(with, rank, block, thread);
       auto& own = sums[block];
 #pragma unroll
@@ -201,7 +202,7 @@ __device__ void add_residual(const Arguments& with, float (&values)[8], const It
 }
 
 template <class S>
-__device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, const float (&sums)[S::kBlocks][kSums], int tile,
+__device__ void finish_tile(const Arguments& with, const Exchange<S>& exchange, const float (&sums)[S::kTeamBlocks][kSums], int tile,
                             int round, const float* factors, int thread) {
   Eight residual[S::kTurns]{}, norm[S::kTurns]{};
   exchange.send(sums, round, thread);
@@ -248,14 +249,16 @@ template <class S>
 __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S>& exchange, Update<S> update,
                          const float* factors, int thread) {
   int round = 0;
-  float sums[S::kBlocks][kSums];
+  float sums[S::kTeamBlocks][kSums];
   const Cursor<S::kSplits> own(with);
   const float* scale = with.squares_in == nullptr ? nullptr : factors;
   update.begin(own.once(with), find_low<S>(with).ranks);
   wait_for_last_kernel();
   if constexpr (S::kSplits > 1) {
     for (int tile = own.tile; tile < with.tiles; tile += own.step, ++round) {
+      const LineScales<S> scales(with.scales, with.size_out, tile, thread);
       update.sum_up(sums, ring, own.last - own.first, thread);
+      scales.multiply(sums);
       update.add_to(sums, round, thread);
       if (round == 0 && with.squares_in != nullptr) wait_for_factors();
       finish_tile<S>(with, exchange, sums, tile, round, scale, thread);
@@ -265,7 +268,9 @@ __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S
     bool waits = with.squares_in != nullptr;
     for (int pair = own.begin; pair < own.end;) {
       const int tile = pair / own.chunks, from = pair % own.chunks, count = min(own.chunks - from, own.end - pair);
+      const LineScales<S> scales(with.scales, with.size_out, tile, thread);
       update.sum_up(sums, ring, count, thread);
+      scales.multiply(sums);
       pair += count;
       if (from > 0) {
         hand_in<S>(with, sums, tile, own.rank(), thread);
@@ -285,11 +290,11 @@ __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S
 }
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, 3 - S::kBlocks) even_linear(const __grid_constant__ Arguments with) {
+__global__ void __launch_bounds__(kThreads, kCoded ? 1 : 3 - S::kBlocks) even_linear(const __grid_constant__ Arguments with) {
   extern __shared__ __align__(1024) uint8_t slots[];
   __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken, high_filled, high_emptied;
   __shared__ float factors[kRows];
-  __shared__ __align__(16) float staged[kRows * S::kPitch];
+  __shared__ __align__(16) float staged[S::kParts * S::kOwn * S::kPitch];
   const int thread = threadIdx.x;
   let_next_kernel_start();
   const Chunks<S> ring(slots, filled, emptied);
@@ -304,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 3 - S::kBlocks) even_linear(const __
       const auto find = [&](int) { return low; };
       stream(with, ring, [&](uint8_t* slot, int tile, int chunk, uint64_t* filled) {
         fetch_weights<S>(with, slot, tile, chunk, filled);
-      }, LowLines<S, decltype(find)>(with.worn, find, Cursor<S::kSplits>(with).once(with)));
+      }, LowLines<S, decltype(find)>(with.adapter, find, Cursor<S::kSplits>(with).once(with)));
     }
     __syncwarp();
   } else {
@@ -316,9 +321,9 @@ __global__ void __launch_bounds__(kThreads, 3 - S::kBlocks) even_linear(const __
 // --- what Python calls
 
 CUtensorMap gated_lines_of(const TensorView& matrix, uint32_t lines) {
-  const uint64_t line = matrix.stride(0) * sizeof(Element), features = matrix.size(0) / 2;
+  const uint64_t line = matrix.stride(0) * (kCoded ? 1 : sizeof(Element)), features = matrix.size(0) / 2;
   return map_of<4>(matrix, {static_cast<uint64_t>(matrix.size(1)), 8, 2, features / 8}, {line, features * line, 8 * line},
-                   {kLine, 8, 2, lines / 16});
+                   {kLineUnits, 8, 2, lines / 16}, kCoded);
 }
 
 struct Adapter {
@@ -326,21 +331,34 @@ struct Adapter {
 };
 
 template <class S>
-void launch(Arguments& with, const TensorView& x, const TensorView& weight, const TensorView& planes,
-            const TensorView& counters, const Adapter& adapter, bool pdl) {
-  with.weight = S::kGated ? gated_lines_of(weight, S::kBlocks * kBlock) : lines_of(weight, S::kBlocks * kBlock);
+void launch(Arguments& with, const TensorView& x, const TensorView& weight, const TensorView& scales,
+            const TensorView& zeros, const TensorView& planes, const TensorView& counters, const Adapter& adapter,
+            bool pdl) {
+  with.weight = S::kGated ? gated_lines_of(weight, S::kBlocks * kBlock) : weights_of(weight, S::kBlocks * kBlock);
   with.x = lines_of(x, kRows);
-  with.worn = worn_of<S>(adapter.arena, adapter.modules, adapter.slots_of, with);
-  with.chunks = (with.size_in / kLine + S::kLines - 1) / S::kLines;
+  with.adapter = adapter_of<S>(adapter.arena, adapter.modules, adapter.slots_of, with);
+  with.chunks = (with.size_in / kLine + S::kInputs - 1) / S::kInputs;
   with.tiles = (with.size_out + S::kWide - 1) / S::kWide;
+  const int64_t lines = weight.size(0), most_lines = with.tiles * S::kWide + (S::kGated ? with.size_out : 0);
+  with.scales = scales_of(scales, zeros, lines, with.chunks, S::kGroups, most_lines);
   ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, S::kDynamicBytes);
   const int clusters = S::kSplits == 1 ? min(with.tiles, launch.most) : few_clusters(with.tiles, launch.most);
-  require(planes.numel() >= static_cast<int64_t>(clusters) * S::kBlocks * kBlock * kRows, "the partial sums are too small");
+  require(planes.numel() >= static_cast<int64_t>(clusters) * S::kTeamBlocks * kTeams * kBlock * kRows, "the partial sums are too small");
   require(counters.numel() >= with.tiles, "the counters are too few");
   launch.run(with, clusters, pdl);
 }
 
-void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView residual, TensorView norm,
+// Products of codes alone have such tiles without a gate.
+template <class Run>
+void run_wide(const Run& run, int64_t splits) {
+  if constexpr (kCoded) {
+    if (splits == 1) run(LinearShape<1, false, 2>{});
+    if (splits == 2) run(LinearShape<2, false, 2>{});
+    if (splits == 4) run(LinearShape<4, false, 2>{});
+  }
+}
+
+void run_even_linear(TensorView x, TensorView weight, TensorView scales, TensorView zeros, TensorView out, TensorView residual, TensorView norm,
                      TensorView squares_out, TensorView squares_in, TensorView planes, TensorView counters, int64_t kind,
                      bool scaled, double eps, int64_t splits, bool wide, bool pdl, TensorView arena,
                      TensorView modules, TensorView adapters_of) {
@@ -352,7 +370,7 @@ void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView
   require(with.rows <= kRows, "too many rows");
   require(with.size_in % kLine == 0 && with.size_out % (kind == kAdd ? 64 : 8) == 0, "sizes that are not whole lines");
   require(weight.size(0) == (kind == kGated ? 2 : 1) * with.size_out, "another number of outputs");
-  require(weight.size(1) == with.size_in, "another number of inputs");
+  require(weight.size(1) == with.size_in / kLine * kLineUnits / kAcross, "another number of inputs");
   require(out.size(0) == with.rows && out.stride(0) % 8 == 0, "outputs of another shape");
   if (kind == kAdd) {
     const int64_t size = static_cast<int64_t>(with.rows) * with.size_out;
@@ -370,18 +388,21 @@ void run_even_linear(TensorView x, TensorView weight, TensorView out, TensorView
   with.out_stride = out.stride(0);
   with.eps = static_cast<float>(eps);
   require(splits == 1 || splits == 2 || splits == 4, "no such division");
-  require(!wide || (kind == kGated && splits == 1), "no such tiles");
+  require(!wide || kCoded || (kind == kGated && splits == 1), "no such tiles");
   const Adapter adapter{arena, modules, adapters_of};
-  if (wide) {
-    launch<LinearShape<1, true, 2>>(with, x, weight, planes, counters, adapter, pdl);
-  } else if (kind == kGated) {
-    if (splits == 1) launch<LinearShape<1, true>>(with, x, weight, planes, counters, adapter, pdl);
-    if (splits == 2) launch<LinearShape<2, true>>(with, x, weight, planes, counters, adapter, pdl);
-    if (splits == 4) launch<LinearShape<4, true>>(with, x, weight, planes, counters, adapter, pdl);
+  const auto run = [&](auto shape) {
+    launch<decltype(shape)>(with, x, weight, scales, zeros, planes, counters, adapter, pdl);
+  };
+  if (kind == kGated) {
+    if (wide && splits == 1) run(LinearShape<1, true, 2>{});
+    if (!wide && splits == 1) run(LinearShape<1, true>{});
+    if (!wide && splits == 2) run(LinearShape<2, true>{});
+    if (!wide && splits == 4) run(LinearShape<4, true>{});
   } else {
-    if (splits == 1) launch<LinearShape<1, false>>(with, x, weight, planes, counters, adapter, pdl);
-    if (splits == 2) launch<LinearShape<2, false>>(with, x, weight, planes, counters, adapter, pdl);
-    if (splits == 4) launch<LinearShape<4, false>>(with, x, weight, planes, counters, adapter, pdl);
+    if (wide) run_wide(run, splits);
+    if (!wide && splits == 1) run(LinearShape<1, false>{});
+    if (!wide && splits == 2) run(LinearShape<2, false>{});
+    if (!wide && splits == 4) run(LinearShape<4, false>{});
   }
 }
 

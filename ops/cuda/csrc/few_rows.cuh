@@ -15,7 +15,15 @@
 
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "wgmma.cuh"
+
+#ifndef CODES
+#define CODES 0
+#define GROUP 0
+#define ZEROS 0
+#endif
 
 namespace {
 
@@ -23,83 +31,14 @@ constexpr int kRows = ROWS;
 constexpr int kBlock = 64;                  // lines of weights that wgmma multiplies
 constexpr int kBlockBytes = kBlock * 128;
 constexpr int kSums = kRows / 2;            // of a thread and such lines
-constexpr int kMultipliers = 128;           // threads that multiply
+constexpr int kTeam = 128;                  // threads of a warpgroup
+constexpr int kTeams = CODES ? 2 : 1;       // warpgroups that multiply: one converts codes while another's are multiplied
+constexpr int kMultipliers = kTeam * kTeams;
 constexpr int kScalers = 64;                // threads that find factors of a norm
 constexpr int kThreads = kMultipliers + 32 + kScalers;
+constexpr int kSharedBytes = 225 * 1024;    // of a block, but for barriers, factors of a norm, and 1 KB of the system
 constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
 constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
-
-// How a product is divided: a tile is `kBlocks` times 64 lines of weights; a chunk of it, which a slot of the ring holds,
-// is `kLines` times 64 inputs; `kLow`: ranks of an adapter's updates of a tile (worn.cuh).
-template <int kSplitsOf, int kBlocksOf, int kLinesOf, int kLowOf, int kBytes>
-struct Shape {
-  static constexpr int kSplits = kSplitsOf;  // blocks of a cluster
-  static constexpr int kBlocks = kBlocksOf;
-  static constexpr int kLines = kLinesOf;
-  static constexpr int kLow = kLowOf;
-  static constexpr int kOwn = kRows / kSplits;         // rows that a block finishes
-  static constexpr int kPitch = kBlocks * kBlock + 4;  // floats of a row of sums in shared memory
-  static constexpr int kWeightBytes = kLines * kBlocks * kBlockBytes;
-  static constexpr int kFetchedBytes = kWeightBytes + kLines * kRows * 128;  // of a chunk
-  static constexpr int kSlotBytes = kFetchedBytes + kLines * kLow * 128;
-  static constexpr int kUpdateBytes = kLow * (kBlocks * 128 + kRows * 2);
-  static constexpr int kSlots = (kBytes - kUpdateBytes) / kSlotBytes;  // chunks in shared memory
-  static constexpr int kDynamicBytes = kSlots * kSlotBytes + kUpdateBytes;
-};
-
-// The adapter that rows wear, as far as a product needs it.
-struct Worn {
-  CUtensorMap low;      // A wherever in the arena it begins: [eights of elements, size_in / 64, lines, 64], eight lines
-  CUtensorMap all_low;  // the same, all ranks that a chunk has room for
-  const Element* arena;
-  const int4* modules;  // of the site: where A and B begin in eights of elements, the rank, the ranks of those before
-  const int* slots_of;  // [rows]: negative: wears nothing
-};
-
-// What is multiplied; the last kernel writes all of it but the weight and the adapter.
-struct Inputs {
-  CUtensorMap weight;       // of `tiles` tiles
-  CUtensorMap x;            // [rows, size_in]
-  const float* squares_in;  // null or [size_in / 64, rows]: of the norm whose factors `x` lacks
-  Worn worn;
-  int rows, size_in, chunks, tiles;
-  float eps;
-};
-
-// --- synchronisation
-
-inline __device__ void fetch_lines(void* target, const CUtensorMap* map, int inner, int row, uint64_t* barrier,
-                                   uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
-      "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
-// Stores a sum, whose bytes `barrier` of the same block awaits: to release ordinary stores to a cluster takes a fence of the
-// whole GPU, microseconds while memory is busy.
-inline __device__ void store_in(uint32_t address, float value, uint32_t barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-               "r"(__float_as_uint(value)), "r"(barrier)
-               : "memory");
-}
-
-// Tells all `blocks` blocks of the cluster that this warp is so far, and how many bytes it stores in each.
-inline __device__ void tell_everywhere(uint64_t* barrier, int blocks, int bytes, int lane) {
-  __syncwarp();
-  if (lane < blocks) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(
-                     address_in(shared_address(barrier), lane)),
-                 "r"(bytes)
-                 : "memory");
-  }
-}
-
-inline __device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
-inline __device__ void scalers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(kScalers) : "memory"); }
-inline __device__ void factors_ready() { asm volatile("bar.arrive 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
-inline __device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
 
 // --- arithmetic
 
@@ -145,6 +84,106 @@ inline __device__ void multiply_low(float (&sum)[kCount], uint64_t x, uint64_t a
   }
 }
 
+}  // namespace
+
+#include "codes.cuh"
+
+namespace {
+
+// How a product is divided: a tile is `kBlocks` times 64 lines of weights; a chunk of it, which a slot of the ring holds,
+// is `kLines` lines of 128 bytes of each; `kLow`: ranks of an adapter's updates of a tile (updates.cuh).
+template <int kSplitsOf, int kBlocksOf, int kLinesOf, int kLowOf, int kBytes>
+struct Shape {
+  static constexpr bool kGated = false;
+  static constexpr int kSplits = kSplitsOf;  // blocks of a cluster
+  static constexpr int kBlocks = kBlocksOf;
+  static constexpr int kLines = kLinesOf;
+  static constexpr int kLow = kLowOf;
+  static constexpr int kOwn = kRows / kSplits;         // rows that a block finishes
+  static constexpr int kPitch = kBlocks * kBlock + 4;  // floats of a row of sums in shared memory
+  static constexpr int kInputs = kLines * kAcross;     // lines of inputs
+  // Warpgroups divide the blocks of a tile; if it has one block, they divide its inputs, and each has a part of its sums.
+  static constexpr bool kByBlocks = kBlocks % kTeams == 0;
+  static constexpr int kTeamBlocks = kByBlocks ? kBlocks / kTeams : kBlocks;
+  static constexpr int kTeamInputs = kByBlocks ? kInputs : kInputs / kTeams;
+  static constexpr int kTeamParts = kByBlocks ? 1 : kTeams;
+  static constexpr int kParts = kSplits * kTeamParts;  // of a row's sums, which meet in one block
+  static constexpr int kGroups = kGroup > 0 ? kInputs * kLine / kGroup : 0;
+  static constexpr int kWeightBytes = kLines * kBlocks * kBlockBytes;
+  static constexpr int kScaleBytesOf = kGroups * (kBlocks * kBlock / kScaleLines) * kScaleBytes;
+  static constexpr int kZeroBytes = kZeros ? kGroups * kBlocks * kBlock : 0;
+  static constexpr int kFetchedBytes = kWeightBytes + kInputs * kRows * 128 + kScaleBytesOf + kZeroBytes;  // of a chunk
+  static constexpr int kLowAt = kWeightBytes + kInputs * kRows * 128;  // in a slot: A, then scales and zero points
+  static constexpr int kScalesAt = kLowAt + kInputs * kLow * 128;
+  static constexpr int kSlotBytes = (kScalesAt + kScaleBytesOf + kZeroBytes + 1023) / 1024 * 1024;
+  static constexpr int kUpdateBytes = kLow * (kBlocks * 128 + kTeams * kRows * 2);
+  static constexpr int kStagedBytes = kParts * kOwn * kPitch * 4;
+  static constexpr int kRoom = kCoded ? kSharedBytes - kStagedBytes : kBytes;
+  static constexpr int kSlots = (kRoom - kUpdateBytes) / kSlotBytes;  // chunks in shared memory
+  static constexpr int kDynamicBytes = kSlots * kSlotBytes + kUpdateBytes;
+  static_assert(kSlots > 1, "a slot is free only once the next one is multiplied");
+  static_assert(kTeamInputs * kTeamParts == kInputs, "warpgroups have equal parts");
+
+  static __device__ int first_block(int thread) { return kByBlocks ? thread / kTeam * kTeamBlocks : 0; }
+  static __device__ int first_input(int thread) { return kByBlocks ? 0 : thread / kTeam * kTeamInputs; }
+  static __device__ int part(int thread) { return kByBlocks ? 0 : thread / kTeam; }
+};
+
+// The adapter that rows use, as far as a product needs it.
+struct RowAdapter {
+  CUtensorMap low;      // A wherever in the arena it begins: [eights of elements, size_in / 64, lines, 64], eight lines
+  CUtensorMap all_low;  // the same, all ranks that a chunk has room for
+  const Element* arena;
+  const int4* modules;  // of the site: where A and B begin in eights of elements, the rank, the ranks of those before
+  const int* slots_of;  // [rows]: negative: uses none
+};
+
+// What is multiplied; the last kernel writes all of it but the weight and the adapter.
+struct Inputs {
+  CUtensorMap weight;       // of `tiles` tiles
+  CUtensorMap x;            // [rows, size_in]
+  const float* squares_in;  // null or [size_in / 64, rows]: of the norm whose factors `x` lacks
+  RowAdapter adapter;
+  Scales scales;
+  int rows, size_in, chunks, tiles;
+  float eps;
+};
+
+// --- synchronisation
+
+inline __device__ void fetch_lines(void* target, const CUtensorMap* map, int inner, int row, uint64_t* barrier,
+                                   uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
+      "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Stores a sum, whose bytes `barrier` of the same block awaits: to release ordinary stores to a cluster takes a fence of the
+// whole GPU, microseconds while memory is busy.
+inline __device__ void store_in(uint32_t address, float value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(value)), "r"(barrier)
+               : "memory");
+}
+
+// Tells all `blocks` blocks of the cluster that this warp is so far, and how many bytes it stores in each.
+inline __device__ void tell_everywhere(uint64_t* barrier, int blocks, int bytes, int lane) {
+  __syncwarp();
+  if (lane < blocks) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(
+                     address_in(shared_address(barrier), lane)),
+                 "r"(bytes)
+                 : "memory");
+  }
+}
+
+inline __device__ void multipliers_meet() { asm volatile("bar.sync 3, %0;" ::"n"(kMultipliers) : "memory"); }
+inline __device__ void scalers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(kScalers) : "memory"); }
+inline __device__ void factors_ready() { asm volatile("bar.arrive 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
+inline __device__ void wait_for_factors() { asm volatile("bar.sync 2, %0;" ::"n"(kMultipliers + kScalers) : "memory"); }
+
 // --- the division
 
 // The tiles that a block finishes.
@@ -180,8 +219,8 @@ struct Chunks : Ring<S::kSlots, S::kSlotBytes> {
 template <class S>
 inline __device__ void fetch_inputs(const Inputs& with, uint8_t* slot, int chunk, uint64_t* filled) {
 #pragma unroll
-  for (int line = 0; line < S::kLines; ++line) {
-    fetch_lines(slot + S::kWeightBytes + line * kRows * 128, &with.x, (chunk * S::kLines + line) * kLine, 0, filled,
+  for (int line = 0; line < S::kInputs; ++line) {
+    fetch_lines(slot + S::kWeightBytes + line * kRows * 128, &with.x, (chunk * S::kInputs + line) * kLine, 0, filled,
                 kReadOften);
   }
 }
@@ -222,15 +261,17 @@ inline __device__ void clear(float (&sums)[kBlocks][kSums]) {
   }
 }
 
+#if !CODES
+
 // Adds the next `count` chunks to the sums; kWithLow: and to x A^T, which `low` is.
 template <bool kWithLow, class S, int kCount>
-inline __device__ void add_chunks(float (&sums)[S::kBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
-                                  int thread) {
+inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
+                                  bool, int thread) {
   int behind = -1;
   for (int i = 0; i < count; ++i) {
     ring.wait_filled();
     const uint64_t w = lines_at(ring.slot()), x = lines_at(ring.slot() + S::kWeightBytes);
-    const uint64_t a = lines_at(ring.slot() + S::kFetchedBytes);
+    const uint64_t a = lines_at(ring.slot() + S::kLowAt);
     multiply_begin();
 #pragma unroll
     for (int line = 0; line < S::kLines; ++line) {
@@ -252,17 +293,86 @@ inline __device__ void add_chunks(float (&sums)[S::kBlocks][kSums], float (&low)
   }
   multiply_wait<0>();
 #pragma unroll
-  for (int block = 0; block < S::kBlocks; ++block) sums_ready(sums[block]);
+  for (int block = 0; block < S::kTeamBlocks; ++block) sums_ready(sums[block]);
   if constexpr (kWithLow) sums_ready(low);
   if (behind >= 0 && thread % 32 == 0) barrier_arrive(ring.emptied + behind);
 }
+
+#else
+
+// Adds the next `count` chunks to the sums; kWithLow: and to x A^T, which `low` is.
+template <bool kWithLow, class S, int kCount>
+inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
+                                  bool half, int thread) {
+  const int lane = thread % 32;
+  const int own_line = (thread % kTeam / 32 * 16 + lane % 16) * 128;  // that this thread names to ldmatrix
+  const int first_block = S::first_block(thread), first_input = S::first_input(thread);
+  int behind = -1;
+  Fragments fragments[2];
+  for (int i = 0; i < count; ++i) {
+    ring.wait_filled();
+    const uint32_t lines = shared_address(ring.slot()) + own_line;
+    const uint64_t x = lines_at(ring.slot() + S::kWeightBytes), a = lines_at(ring.slot() + S::kLowAt);
+    const uint8_t* scales = ring.slot() + S::kScalesAt;
+    float group_sums[kGroup > 0 ? S::kTeamBlocks : 1][kSums];
+#pragma unroll
+    for (int own_part = 0; own_part < S::kTeamInputs; ++own_part) {  // of 64 columns
+      const int part = first_input + own_part;
+#pragma unroll
+      for (int own_block = 0; own_block < S::kTeamBlocks; ++own_block) {
+        const int block = first_block + own_block;
+        Fragments& own = fragments[(own_part * S::kTeamBlocks + own_block) % 2];
+        uint32_t zero[2];
+        find_zero<S>(zero, scales + S::kScaleBytesOf, part, block, thread);
+        make_fragments(own, lines + (part / kAcross * S::kBlocks + block) * kBlockBytes, part % kAcross, lane, zero);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          const int at = own_part * 4 + step;  // of 16 columns
+          const uint64_t inputs = x + (part * kRows * 128 + step * 32) / 16;
+          if (step == 0 || (kGroup > 0 && at % kGroupSteps == 0)) multiply_begin();
+          if constexpr (kGroup > 0) {
+            multiply_codes(group_sums[own_block], own.steps[step], inputs, at % kGroupSteps != 0);
+          } else {
+            multiply_codes(sums[own_block], own.steps[step], inputs, 1);
+          }
+          if constexpr (kWithLow) {
+            if (own_block == 0) multiply_low(low, inputs, a + (part * S::kLow * 128 + step * 32) / 16);
+          }
+          if constexpr (kGroup > 0) {
+            if ((at + 1) % kGroupSteps == 0) {
+              multiply_commit();
+              multiply_wait<0>();
+              sums_ready(group_sums[own_block]);
+              float scale[2];
+              find_scales<S>(scale, scales, half, (part * 4 + step) / kGroupSteps, block, thread);
+#pragma unroll
+              for (int k = 0; k < kSums; ++k) sums[own_block][k] += group_sums[own_block][k] * scale[k / 2 % 2];
+            }
+          }
+        }
+        multiply_commit();
+        multiply_wait<1>();
+      }
+    }
+    if (behind >= 0 && lane == 0) barrier_arrive(ring.emptied + behind);
+    behind = ring.at;
+    ring.advance();
+  }
+  multiply_wait<0>();
+#pragma unroll
+  for (int block = 0; block < S::kTeamBlocks; ++block) sums_ready(sums[block]);
+  if constexpr (kWithLow) sums_ready(low);
+  if (behind >= 0 && lane == 0) barrier_arrive(ring.emptied + behind);
+}
+
+#endif
 
 // --- the cluster's sums
 
 // Where sums of a tile meet: those of each block of the cluster for this block's rows.
 template <class S>
 struct Exchange {
-  float* staged;  // [kSplits, kOwn, kPitch]
+  float* staged;  // [kParts, kOwn, kPitch]
   uint64_t* arrived;
   uint64_t* taken;
 
@@ -272,12 +382,13 @@ struct Exchange {
   }
 
   // Sends each row's sums to the block that finishes it.
-  __device__ void send(const float (&sums)[S::kBlocks][kSums], int round, int thread) const {
+  __device__ void send(const float (&sums)[S::kTeamBlocks][kSums], int round, int thread) const {
     const int lane = thread % 32, g = lane / 4, c = lane % 4;
-    float* place = staged + 16 * (thread / 32) + g;
+    float* place = staged + S::part(thread) * S::kOwn * S::kPitch + S::first_block(thread) * kBlock +
+                   16 * (thread % kTeam / 32) + g;
     if (round > 0) wait_for(taken, round - 1);
 #pragma unroll
-    for (int block = 0; block < S::kBlocks; ++block, place += kBlock) {
+    for (int block = 0; block < S::kTeamBlocks; ++block, place += kBlock) {
       if constexpr (S::kSplits == 1) {
 #pragma unroll
         for (int i = 0; i < kSums; i += 4) {
@@ -286,7 +397,7 @@ struct Exchange {
           here[8] = sums[block][i + 2], here[S::kPitch + 8] = sums[block][i + 3];
         }
       } else {
-        const uint32_t start = shared_address(place + blockIdx.x % S::kSplits * S::kOwn * S::kPitch);
+        const uint32_t start = shared_address(place + blockIdx.x % S::kSplits * S::kTeamParts * S::kOwn * S::kPitch);
 #pragma unroll
         for (int i = 0; i < kSums; i += 4) {
           const int row = 8 * (i / 4) + 2 * c, own = row % S::kOwn, owner = row / S::kOwn;
@@ -299,7 +410,7 @@ struct Exchange {
         }
       }
     }
-    tell(arrived, S::kBlocks * S::kOwn * 16 * 4, lane);
+    tell(arrived, S::kTeamBlocks * S::kOwn * 16 * 4, lane);
   }
 
   __device__ void wait(int round) const { wait_for(arrived, round); }
@@ -329,10 +440,10 @@ struct Exchange {
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] = 0.f;
 #pragma unroll
-    for (int split = 0; split < S::kSplits; ++split) {
+    for (int part = 0; part < S::kParts; ++part) {
 #pragma unroll
       for (int i = 0; i < 8; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(staged + (split * S::kOwn + own) * S::kPitch + line + i);
+        const float4 four = *reinterpret_cast<const float4*>(staged + (part * S::kOwn + own) * S::kPitch + line + i);
         values[i] += four.x, values[i + 1] += four.y, values[i + 2] += four.z, values[i + 3] += four.w;
       }
     }

@@ -155,21 +155,22 @@ struct Staged {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// How a matrix is fetched: its sizes and strides (bytes, from the second on), innermost first, and what is fetched at once.
+// How a matrix of elements, or of bytes, is fetched: its sizes and strides (bytes, from the second on), innermost first, and
+// what is fetched at once.
 template <int kDims>
 CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], const uint64_t (&strides)[kDims - 1],
-                   const uint32_t (&box)[kDims]) {
+                   const uint32_t (&box)[kDims], bool bytes = false) {
   static const Encode encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult status;
     check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
     return reinterpret_cast<Encode>(found);
   }();
-  require(holds_elements(matrix), "a matrix that is not bf16");
+  require(bytes || holds_elements(matrix), "a matrix that is not bf16");
   uint32_t steps[kDims];
   for (uint32_t& step : steps) step = 1;
   CUtensorMap map;
-  const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims, matrix.data_ptr(), sizes, strides, box, steps,
+  const CUresult status = encode(&map, bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims, matrix.data_ptr(), sizes, strides, box, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(status == CUDA_SUCCESS, "a matrix that cannot be fetched in tiles");

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.ops.cuda.compiling.source import compiled_for
+from headrace.ops.cuda.products.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.adapters.rows import WornSite
+    from headrace.ops.cuda.adapters.rows import UpdateSite
     from headrace.ops.cuda.products.fusion import HeadTargets, Squares
 
 __all__ = ["EvenHeads"]
@@ -33,29 +34,32 @@ class EvenHeads:
     def run(
         self,
         x_NI: Tensor,
-        weight_OI: Tensor,
+        weight_OI: Tensor | Codes,
         squares: Squares | None,
         to: HeadTargets,
-        worn: WornSite | None = None,
+        updates: UpdateSite | None = None,
         q_NX: Tensor | None = None,
     ) -> Tensor:
         """Return the queries of `x W^T`, normed and rotated, [N, H * D]; keys and values are stored.
 
         Args:
             x_NI: Input, bf16, last dimension contiguous.
-            weight_OI: Weight in the same dtype, contiguous: H query heads, K key heads, K value heads.
+            weight_OI: Weight in the same dtype, contiguous, or in codes: H query heads, K key heads, K value heads.
             squares: The squares of the norm whose factors `x_NI` lacks.
             to: Norms, rotation and places of the heads.
-            worn: Updates of queries, keys and values to add to the product.
+            updates: Updates of queries, keys and values to add to the product.
             q_NX: Output of the queries, contiguous; None to allocate it.
         """
-        normed, heads = to.q_norm_D is not None, len(weight_OI) // _HEAD
+        normed, heads = to.q_norm_D is not None, weight_OI.shape[0] // _HEAD
+        held, sizes = (weight_OI, weight_OI, weight_OI), dict[str, int]()
+        if isinstance(weight_OI, Codes):
+            held, sizes = (weight_OI.codes_OB, weight_OI.scales, weight_OI.zeros), weight_OI.kind.macros
         if q_NX is None:
             q_NX = x_NI.new_empty(len(x_NI), (heads - 2 * to.kv_layer.shape[3]) * _HEAD)
-        compiled_for(len(x_NI), "even_heads", worn=worn is not None).run(
-            x_NI, weight_OI, q_NX if squares is None else squares.parts_EN, squares is not None, q_NX, to.kv_layer,
+        compiled_for(len(x_NI), "even_heads", updates=updates is not None, **sizes).run(
+            x_NI, *held, q_NX if squares is None else squares.parts_EN, squares is not None, q_NX, to.kv_layer,
             to.q_norm_D if normed else q_NX, to.k_norm_D if normed else q_NX, normed,
             to.cos_sin_PD, to.positions_N, to.slots_N, to.scales.k, to.scales.v,
-            self._eps, self._pdl, *(worn or (x_NI, x_NI, x_NI)),
+            self._eps, self._pdl, *(updates or (x_NI, x_NI, x_NI)),
         )  # fmt: skip
         return q_NX

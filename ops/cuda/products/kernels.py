@@ -6,7 +6,7 @@ kernels run in running.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.products.codes import Kind
     from headrace.ops.cuda.products.fusion import Fusion
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
 
 __all__ = [
     "PRODUCTS", "CublasProducts", "EvenHeadProducts", "EvenProducts", "FewRowsGatedProducts", "FewRowsProducts",
-    "TileProducts", "VectorProducts", "dense",
+    "KernelOfProducts", "TileProducts", "VectorProducts", "dense",
 ]  # fmt: skip
 
 _LINE = 64
@@ -49,14 +50,16 @@ def _up_to(most: int, rows: range) -> range:
     return range(rows.start, min(rows.stop, most + 1))
 
 
-class _Kernel:
+class KernelOfProducts:
     """What most kernels have in common."""
 
-    name: ClassVar[str]
+    name: str
     has_updates: ClassVar[bool] = False
     fuses: ClassVar[frozenset[Fusion]]
     early: ClassVar[frozenset[Thing]] = frozenset()
     overlaps: ClassVar[bool] = True
+    kind: Kind | None = None
+    """Kind of the codes that the kernel multiplies by; None for dense weights."""
 
     def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return None: any GPU that the engine opens on can run the kernel."""
@@ -66,6 +69,9 @@ class _Kernel:
         """Return why the kernel cannot compute `fusion` with a weight on a GPU; None if it can."""
         if fusion not in self.fuses:
             return "does not fuse this"
+        if weight.kind != self.kind:
+            taken, given = ("dense weights" if kind is None else kind.name for kind in (self.kind, weight.kind))
+            return f"multiplies by {taken}, not {given}"
         return self.lacks(arch, weight.dtype, weight.head_dim) or self._misfit(weight, fusion)
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
@@ -77,18 +83,18 @@ class _Kernel:
         """Function that packs a weight row by row."""
         return dense
 
-    def builds(self, *, worn: bool) -> Sequence[Callable[[], object]]:
+    def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
         """Return nothing: the kernel is compiled when it first runs, or comes compiled."""
         return ()
 
-    def launch(self, fusion: Fusion, *, worn: bool = False) -> Launch:
-        """Return what a launch reads before it waits, and what it writes; `worn` is with updates inside."""
-        early = self.early | frozenset[Thing](("adapters",)) if worn else self.early
+    def launch(self, fusion: Fusion, *, updates: bool = False) -> Launch:
+        """Return what a launch reads before it waits, and what it writes; `updates`: with an adapter's."""
+        early = self.early | frozenset[Thing](("adapters",)) if updates else self.early
         writes: frozenset[Thing] = frozenset(("activations", "new keys") if fusion == "heads" else ("activations",))
         return Launch(f"the product {self.name!r}", self.overlaps, early, writes)
 
 
-class _Compiled(_Kernel):
+class _Compiled(KernelOfProducts):
     """Kernels of csrc/ that need Hopper's matrix products."""
 
     source: ClassVar[str]
@@ -105,20 +111,26 @@ class _FewRowsOfSource(_Compiled):
 
     has_updates = True
     early = frozenset(("weights",))
+    dense_name: ClassVar[str]
 
-    def builds(self, *, worn: bool) -> Sequence[Callable[[], object]]:
+    def __init__(self, kind: Kind | None = None) -> None:
+        """Multiply by codes of `kind`, or by dense weights."""
+        self.kind = kind
+        self.name = self.dense_name if kind is None else f"{self.dense_name}, {kind.name}"
+
+    def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
         """Return the function that compiles the source for each of its numbers of rows."""
-        return (partial(_build_for_rows, self.source, worn),)
+        return (partial(_build_for_rows, self.source, updates, {} if self.kind is None else self.kind.macros),)
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""
-        return _up_to(_SOURCE_ROWS, arch.tuning.even_rows)
+        return _up_to(_SOURCE_ROWS, arch.tuning.even_rows if self.kind is None else arch.tuning.coded_rows)
 
 
-def _build_for_rows(source: str, worn: bool) -> None:
+def _build_for_rows(source: str, updates: bool, macros: Mapping[str, int]) -> None:
     from headrace.ops.cuda.compiling.source import build_for_rows
 
-    build_for_rows(source, worn=worn)
+    build_for_rows(source, updates=updates, **macros)
 
 
 def _build_tile_linear() -> None:
@@ -127,7 +139,7 @@ def _build_tile_linear() -> None:
     compiled("tile_linear")
 
 
-class VectorProducts(_Kernel):
+class VectorProducts(KernelOfProducts):
     """Products of one row without tensor cores (vector.py), with the norm before and the activation after."""
 
     name = "vector"
@@ -157,7 +169,7 @@ class VectorProducts(_Kernel):
 class EvenHeadProducts(_FewRowsOfSource):
     """Products that become rotated queries and stored keys and values (even_heads.py)."""
 
-    name = "even heads"
+    dense_name = "even heads"
     source = "even_heads"
     fuses = frozenset(("heads",))
 
@@ -184,7 +196,7 @@ class EvenHeadProducts(_FewRowsOfSource):
 class EvenProducts(_FewRowsOfSource):
     """Products of few rows in which all multiprocessors read for the same time (even_linear.py)."""
 
-    name = "even"
+    dense_name = "even"
     source = "even_linear"
     fuses = frozenset(("plain", "gated", "residual", "factors plain", "factors gated"))
 
@@ -192,13 +204,15 @@ class EvenProducts(_FewRowsOfSource):
         if weight.has_bias and fusion not in ("plain", "factors plain"):
             return _WITH_BIAS
         multiple = 2 * _PIECE if fusion.startswith("factors") else _LINE
+        if self.kind is not None and fusion.endswith("gated"):
+            multiple = 2 * _LINE  # scales of ups are copied in pieces of their own
         if weight.size_out % multiple:
             return f"{weight.size_out} outputs, the kernel takes multiples of {multiple}"
         return f"{weight.size_in} inputs, the kernel takes multiples of {_LINE}" if weight.size_in % _LINE else None
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work; none for a weight of too many elements."""
-        is_large = weight.size_out * weight.size_in > arch.tuning.even_weights
+        is_large = self.kind is None and weight.size_out * weight.size_in > arch.tuning.even_weights
         return _NOWHERE if is_large and not fusion.startswith("factors") else super().rows(arch, weight, fusion)
 
     def open(self, room: ProductRoom) -> ProductRun:
@@ -226,9 +240,9 @@ class TileProducts(_Compiled):
         """Return the rows for which arithmetic is the limit."""
         return arch.tuning.tile_rows
 
-    def builds(self, *, worn: bool) -> Sequence[Callable[[], object]]:
+    def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
         """Return the function that compiles the source."""
-        return () if worn else (_build_tile_linear,)
+        return () if updates else (_build_tile_linear,)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the kernel of csrc/."""
@@ -237,7 +251,7 @@ class TileProducts(_Compiled):
         return TileRun(room, self)
 
 
-class _Triton(_Kernel):
+class _Triton(KernelOfProducts):
     """Products of few rows in Triton (linear.py)."""
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
@@ -282,7 +296,7 @@ class FewRowsProducts(_Triton):
         return FewRowsRun(room, self)
 
 
-class CublasProducts(_Kernel):
+class CublasProducts(KernelOfProducts):
     """Products of any number of rows, by cuBLAS."""
 
     name = "cuBLAS"

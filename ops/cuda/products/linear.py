@@ -45,6 +45,13 @@ class LinearScratch:
         self.arch = arch
         self.planes = torch.empty(floats, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
+        self._dense: Tensor | None = None
+
+    def dense(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return room for a dense slice of a weight, [elements], which is allocated when it is first asked for."""
+        if self._dense is None or len(self._dense) < elements:
+            self._dense = torch.empty(elements, dtype=dtype, device=self.planes.device)
+        return self._dense
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from headrace.ops.cuda.products.kernels import PRODUCTS, dense
 from headrace.ops.cuda.products.registry import (
     ByRows,
@@ -20,8 +22,9 @@ from headrace.ops.cuda.products.registry import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.adapters.rows import WornSite
+    from headrace.ops.cuda.adapters.rows import UpdateSite
     from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.products.codes import Codes, Kind
     from headrace.ops.cuda.products.fusion import After, Before, Fusion
 
 __all__ = ["Chosen", "CudaProduct", "Products", "Runs"]
@@ -56,10 +59,11 @@ class Runs:
 class CudaProduct(NamedTuple):
     """A weight [O, I] in the layouts that its kernels read, its bias, and these kernels."""
 
-    weight_OI: Tensor
-    """The weight row by row, contiguous, which the kernels of adapters read."""
+    size_out: int
+    weight_OI: Tensor | None
+    """The weight row by row, contiguous, which the kernels of adapters for one row read; None for a quantised one."""
     bias_O: Tensor | None
-    layouts: tuple[Tensor, ...]
+    layouts: tuple[Tensor | Codes, ...]
     runs: Runs
 
     def run(
@@ -69,10 +73,10 @@ class CudaProduct(NamedTuple):
         out: Tensor,
         before: Before = None,
         after: After = None,
-        worn: WornSite | None = None,
+        updates: UpdateSite | None = None,
     ) -> None:
         """Enqueue the product by one of the kernels of `runs`, with the arguments of `ProductRun.run`."""
-        chosen.run.run(x_NI, self.layouts[chosen.layout], out, before, after, worn)
+        chosen.run.run(x_NI, self.layouts[chosen.layout], out, before, after, updates)
 
 
 class Products:
@@ -89,20 +93,30 @@ class Products:
         """Return the choice for a weight."""
         return resolve(self._kernels, self.arch, weight)
 
-    def pack(self, weight_OI: Tensor, bias_O: Tensor | None, head_dim: int) -> CudaProduct:
-        """Pack a weight of a model whose heads have `head_dim` features, and its bias."""
-        size_out, size_in = weight_OI.shape
-        shape = WeightShape(size_out, size_in, head_dim, bias_O is not None, weight_OI.dtype)
+    @property
+    def kinds(self) -> frozenset[Kind | None]:
+        """Kinds of codes of the weights that were packed; None stands for dense ones."""
+        return frozenset(shape.kind for shape in self._runs)
+
+    def pack(self, weight: Tensor | Codes, bias_O: Tensor | None, head_dim: int, dtype: torch.dtype) -> CudaProduct:
+        """Pack a weight [O, I] of a model with activations in `dtype`, whose heads have `head_dim` features.
+
+        Codes are multiplied as they are; dense weights are packed in each layout that one of their kernels reads.
+        """
+        size_out, size_in = weight.shape
+        kind = None if isinstance(weight, torch.Tensor) else weight.kind
+        shape = WeightShape(size_out, size_in, head_dim, bias_O is not None, dtype, kind)
         runs = self._runs.get(shape)
         if runs is None:
             runs = self._runs[shape] = self._ready(self.resolved(shape))
+        if not isinstance(weight, torch.Tensor):
+            return CudaProduct(size_out, None, bias_O, (weight,) * len(self._layouts), runs)
         used = {chosen.layout for table in runs.tables() for _, chosen in table.spans}
-        rows_OI = dense(weight_OI)
+        rows_OI = dense(weight)
         layouts = tuple(
-            self._layouts[place](weight_OI) if place in used and place else rows_OI
-            for place in range(len(self._layouts))
+            self._layouts[place](weight) if place in used and place else rows_OI for place in range(len(self._layouts))
         )
-        return CudaProduct(rows_OI, bias_O, layouts, runs)
+        return CudaProduct(size_out, rows_OI, bias_O, layouts, runs)
 
     def _ready(self, resolved: Resolved) -> Runs:
         def ready(fusion: Fusion) -> ByRows[Chosen]:

@@ -17,9 +17,10 @@ from headrace.ops.cuda.products.fusion import Fusion
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.adapters.rows import WornSite
+    from headrace.ops.cuda.adapters.rows import UpdateSite
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.hazards import Chain, Launch
+    from headrace.ops.cuda.products.codes import Codes, Kind
     from headrace.ops.cuda.products.fusion import After, Before
     from headrace.ops.cuda.products.linear import LinearScratch
 
@@ -41,6 +42,9 @@ class WeightShape(NamedTuple):
     """Size of the model's heads, for a weight whose outputs are heads."""
     has_bias: bool = False
     dtype: torch.dtype = torch.bfloat16
+    """Dtype of activations, and of a weight that is not quantised."""
+    kind: Kind | None = None
+    """Kind of the codes of a quantised weight; None for a dense one."""
 
 
 class ProductRoom(NamedTuple):
@@ -61,21 +65,21 @@ class ProductRun(Protocol):
     def run(
         self,
         x_NI: Tensor,
-        weight_OI: Tensor,
+        weight: Tensor | Codes,
         out: Tensor,
         before: Before = None,
         after: After = None,
-        worn: WornSite | None = None,
+        updates: UpdateSite | None = None,
     ) -> None:
         """Enqueue a product of one of the fusions that the kernel does not refuse.
 
         Args:
             x_NI: Input, last dimension contiguous.
-            weight_OI: Weight as the kernel's `layout` returns it.
+            weight: Weight [O, I] as the kernel's `layout` returns it, or in codes.
             out: Output, last dimension contiguous; must not overlap the input.
             before: The norm of the input, or the squares whose factors it lacks; None where it needs nothing.
             after: What to make of the sums; None to round them to the dtype of `out`.
-            worn: Updates of the one adapter that rows use, for kernels whose `has_updates` is True.
+            updates: Updates of the one adapter that rows use, for kernels whose `has_updates` is True.
         """
         ...
 
@@ -107,15 +111,15 @@ class ProductKernel(Protocol):
 
     @property
     def layout(self) -> Callable[[Tensor], Tensor]:
-        """Function that packs a weight [O, I] for the kernel; kernels with the same function share its result."""
+        """Function that packs a dense weight [O, I] for the kernel; kernels with the same function share its result."""
         ...
 
-    def builds(self, *, worn: bool) -> Sequence[Callable[[], object]]:
+    def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
         """Return the functions that compile the kernel ahead, with updates or without; none if it is compiled late."""
         ...
 
-    def launch(self, fusion: Fusion, *, worn: bool = False) -> Launch:
-        """Return what a launch reads before it waits, and what it writes; `worn` is with updates inside."""
+    def launch(self, fusion: Fusion, *, updates: bool = False) -> Launch:
+        """Return what a launch reads before it waits, and what it writes; `updates`: with an adapter's."""
         ...
 
     def open(self, room: ProductRoom) -> ProductRun:

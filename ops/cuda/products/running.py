@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,81 +11,106 @@ from headrace.ops.cuda.products.even_heads import EvenHeads
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.fusion import AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.linear import linear, linear_silu_mul
+from headrace.ops.cuda.products.scaled import to_codes
 from headrace.ops.cuda.products.tile_linear import TileLinear
+from headrace.ops.cuda.products.unpacked import SLICE, unpack
 from headrace.ops.cuda.products.vector import vector_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.adapters.rows import WornSite
+    from headrace.ops.cuda.adapters.rows import UpdateSite
+    from headrace.ops.cuda.products.codes import Codes
     from headrace.ops.cuda.products.fusion import After, Before, Fusion
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
 
-__all__ = ["CublasRun", "EvenHeadsRun", "EvenRun", "FewRowsGatedRun", "FewRowsRun", "TileRun", "VectorRun"]
+__all__ = [
+    "CublasRun",
+    "EvenHeadsRun",
+    "EvenRun",
+    "FewRowsGatedRun",
+    "FewRowsRun",
+    "Product",
+    "ScaledRun",
+    "TileRun",
+    "UnpackedRun",
+    "VectorRun",
+]
+
+
+class Product(NamedTuple):
+    """One product, as `ProductRun.run` was asked for it."""
+
+    x_NI: Tensor
+    weight: Tensor | Codes
+    out: Tensor
+    before: Before
+    after: After
+    updates: UpdateSite | None
+
+    @property
+    def weight_OI(self) -> Tensor:
+        """The weight of a kernel for dense ones."""
+        assert isinstance(self.weight, torch.Tensor)
+        return self.weight
+
+    @property
+    def codes(self) -> Codes:
+        """The weight of a kernel for codes alone."""
+        assert not isinstance(self.weight, torch.Tensor)
+        return self.weight
 
 
 class _Run:
-    """What every kernel needs at a launch."""
+    """What every kernel does at a launch."""
 
     def __init__(self, room: ProductRoom, kernel: ProductKernel, fusion: Fusion = "plain") -> None:
         """Launch on the stream of `room`."""
         self._pdl, self._scratch, self._note = room.pdl, room.scratch, room.chain.note
-        self._launch, self._worn_launch = (
+        self._launch, self._updates_launch = (
             replace(launch, overlaps=launch.overlaps and room.pdl)
-            for launch in (kernel.launch(fusion), kernel.launch(fusion, worn=True))
+            for launch in (kernel.launch(fusion), kernel.launch(fusion, updates=True))
         )
+
+    def run(
+        self,
+        x_NI: Tensor,
+        weight: Tensor | Codes,
+        out: Tensor,
+        before: Before = None,
+        after: After = None,
+        updates: UpdateSite | None = None,
+    ) -> None:
+        """Note the launch and enqueue the kernel."""
+        self._note(self._launch if updates is None else self._updates_launch)
+        self._enqueue(Product(x_NI, weight, out, before, after, updates))
+
+    def _enqueue(self, product: Product) -> None:
+        raise NotImplementedError
 
 
 class VectorRun(_Run):
     """Product of one row, with the norm before and the activation after."""
 
-    def run(
-        self,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        out: Tensor,
-        before: Before = None,
-        after: After = None,
-        worn: WornSite | None = None,
-    ) -> None:
-        """Enqueue the Triton kernel."""
+    def _enqueue(self, product: Product) -> None:
+        before, is_gated = product.before, product.after is not None
         assert not isinstance(before, Squares)
-        self._note(self._launch)
-        vector_linear(x_NI, weight_OI, out, norm=before, gated=after is not None, pdl=self._pdl)
+        vector_linear(product.x_NI, product.weight_OI, product.out, norm=before, gated=is_gated, pdl=self._pdl)
 
 
 class FewRowsRun(_Run):
     """Product of few rows."""
 
-    def run(
-        self,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        out: Tensor,
-        before: Before = None,
-        after: After = None,
-        worn: WornSite | None = None,
-    ) -> None:
-        """Enqueue the Triton kernel."""
-        self._note(self._launch)
-        linear(x_NI, weight_OI, out, self._scratch, pdl=self._pdl)
+    def _enqueue(self, product: Product) -> None:
+        linear(product.x_NI, product.weight_OI, product.out, self._scratch, pdl=self._pdl)
 
 
 class FewRowsGatedRun(_Run):
     """Product of gates and ups of few rows, with the activation inside."""
 
-    def run(
-        self,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        out: Tensor,
-        before: Before = None,
-        after: After = None,
-        worn: WornSite | None = None,
-    ) -> None:
-        """Enqueue the Triton kernel."""
-        self._note(self._launch)
-        linear_silu_mul(x_NI, weight_OI, out, pdl=self._pdl, tuning=self._scratch.arch.tuning)
+    def _enqueue(self, product: Product) -> None:
+        tuning = self._scratch.arch.tuning
+        linear_silu_mul(product.x_NI, product.weight_OI, product.out, pdl=self._pdl, tuning=tuning)
 
 
 class EvenRun(_Run):
@@ -96,24 +121,15 @@ class EvenRun(_Run):
         super().__init__(room, kernel)
         self._even = EvenLinear(room.scratch, eps=room.eps, pdl=room.pdl)
 
-    def run(
-        self,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        out: Tensor,
-        before: Before = None,
-        after: After = None,
-        worn: WornSite | None = None,
-    ) -> None:
-        """Enqueue the kernel of csrc/."""
+    def _enqueue(self, product: Product) -> None:
+        x_NI, weight, out, before, after, updates = product
         assert not isinstance(before, AddNorm) and not isinstance(after, HeadTargets)
-        self._note(self._launch if worn is None else self._worn_launch)
         if after is None:
-            self._even.product(x_NI, weight_OI, out, before, worn)
+            self._even.product(x_NI, weight, out, before, updates)
         elif isinstance(after, Residual):
-            self._even.add(x_NI, weight_OI, after.total_NE, after.norm_E, out, worn, after.squares)
+            self._even.add(x_NI, weight, after.total_NE, after.norm_E, out, updates, after.squares)
         else:
-            self._even.silu_mul(x_NI, weight_OI, out, before, worn)
+            self._even.silu_mul(x_NI, weight, out, before, updates)
 
 
 class EvenHeadsRun(_Run):
@@ -124,53 +140,62 @@ class EvenHeadsRun(_Run):
         super().__init__(room, kernel, "heads")
         self._heads = EvenHeads(eps=room.eps, pdl=room.pdl)
 
-    def run(
-        self,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        out: Tensor,
-        before: Before = None,
-        after: After = None,
-        worn: WornSite | None = None,
-    ) -> None:
-        """Enqueue the kernel of csrc/."""
+    def _enqueue(self, product: Product) -> None:
+        x_NI, weight, out, before, after, updates = product
         assert not isinstance(before, AddNorm) and isinstance(after, HeadTargets)
-        self._note(self._launch if worn is None else self._worn_launch)
-        self._heads.run(x_NI, weight_OI, before, after, worn, out)
+        self._heads.run(x_NI, weight, before, after, updates, out)
 
 
 class TileRun(_Run):
     """Product of gates and ups of many rows, with the activation inside."""
 
-    def run(
-        self,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        out: Tensor,
-        before: Before = None,
-        after: After = None,
-        worn: WornSite | None = None,
-    ) -> None:
-        """Enqueue the kernel of csrc/."""
-        self._note(self._launch)
-        TileLinear.silu_mul(x_NI, weight_OI, out, pdl=self._pdl)
+    def _enqueue(self, product: Product) -> None:
+        TileLinear.silu_mul(product.x_NI, product.weight_OI, product.out, pdl=self._pdl)
 
 
 class CublasRun(_Run):
     """Product of any number of rows."""
 
-    def run(
-        self,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        out: Tensor,
-        before: Before = None,
-        after: After = None,
-        worn: WornSite | None = None,
-    ) -> None:
-        """Enqueue torch's product."""
-        self._note(self._launch)
-        if out.dtype is x_NI.dtype:
-            torch.mm(x_NI, weight_OI.t(), out=out)
-        else:
-            torch.mm(x_NI, weight_OI.t(), out_dtype=out.dtype, out=out)
+    def _enqueue(self, product: Product) -> None:
+        _multiply(product.x_NI, product.weight_OI, product.out)
+
+
+class UnpackedRun(_Run):
+    """Product of any number of rows with dense slices of codes."""
+
+    def __init__(self, room: ProductRoom, kernel: ProductKernel) -> None:
+        """Launch on the stream of `room`, and allocate the slice before a graph is captured."""
+        super().__init__(room, kernel)
+        self._scratch.dense(SLICE, torch.bfloat16)
+
+    def _enqueue(self, product: Product) -> None:
+        x_NI, codes, out = product.x_NI, product.codes, product.out
+        size_out, size_in = codes.shape
+        room = self._scratch.dense(SLICE, x_NI.dtype)
+        count = min(max(len(room) // size_in // 64 * 64, 1), size_out)
+        for first in range(0, size_out, count):
+            rows = min(count, size_out - first)
+            dense_OI = room[: rows * size_in].view(rows, size_in)
+            unpack(codes, first, dense_OI)
+            _multiply(x_NI, dense_OI, out[:, first : first + rows])
+
+
+class ScaledRun(_Run):
+    """Product of 8-bit floats by 8-bit floats."""
+
+    def _enqueue(self, product: Product) -> None:
+        codes, out = product.codes, product.out
+        codes_NI, scales_N1 = to_codes(product.x_NI)
+        codes_IO = codes.codes_OB.view(torch.float8_e4m3fn).t()
+        torch._scaled_mm(
+            codes_NI, codes_IO, scale_a=scales_N1, scale_b=codes.scales[None], out_dtype=out.dtype,
+            use_fast_accum=True, out=out,
+        )  # fmt: skip
+
+
+def _multiply(x_NI: Tensor, weight_OI: Tensor, out_NO: Tensor) -> None:
+    """Compute `out = x W^T` by cuBLAS, in the dtype of `out_NO`."""
+    if out_NO.dtype is x_NI.dtype:
+        torch.mm(x_NI, weight_OI.t(), out=out_NO)
+    else:
+        torch.mm(x_NI, weight_OI.t(), out_dtype=out_NO.dtype, out=out_NO)

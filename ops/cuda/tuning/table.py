@@ -40,6 +40,10 @@ class Tuning:
     """Name of the GPU that the numbers were measured on."""
     is_measured: bool
     """Whether that is the GPU at hand, rather than the one that stands for all that nobody measured."""
+    coded_rows: range
+    """Rows for products that take weights in codes."""
+    coded_wide_rows: int
+    """Most rows for which such products take tiles of 128 lines of codes: with more, their inputs take too long."""
     vector_rows: range
     """Rows for products without tensor cores."""
     vector_norm_inputs: int
@@ -87,3 +91,10 @@ class Tuning:
         return next(
             (each.splits for each in self.splits if tiles <= each.most_tiles and inputs >= each.fewest_inputs), 1
         )
+
+    def coded_splits_of(self, outputs: int, inputs: int, rows: int, *, gated: bool) -> tuple[int, bool]:
+        """Return the splits of the inner dimension for a product with codes, and whether its tiles have 128 lines."""
+        is_wide, splits = rows <= self.coded_wide_rows, self.splits_of(outputs, inputs)
+        if gated or not is_wide:
+            return (1 if gated else splits), is_wide
+        return (splits, False) if splits > 1 else (2, True)

@@ -1,4 +1,4 @@
-// What a product of few rows adds to its sums for the rows that wear a low-rank adapter, all the same one: (x A^T) B.
+// What a product of few rows adds to its sums for the rows that use a low-rank adapter, all the same one: (x A^T) B.
 //
 // Owns no launch and no division of work. Compiled for RANKS: 0, for products without, or 16, the most that a module may
 // have. Letters in comments as in few_rows.cuh.
@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int kRanks = RANKS;
-constexpr bool kWorn = kRanks > 0;
+constexpr bool kUpdates = kRanks > 0;
 
 // The updates of a tile's modules, one after the other: where in the arena A begins, in eights of elements.
 struct Low {
@@ -26,7 +26,7 @@ struct Low {
 template <class S>
 struct UpdateSpace {
   uint8_t* high;      // B: for each 64 lines of a tile a line for each rank, swizzled
-  uint8_t* low;       // x A^T, rounded: [ranks / 8, kRows / 8, 8 rows, 8 ranks]
+  uint8_t* low;       // x A^T, rounded, of each warpgroup: [ranks / 8, kRows / 8, 8 rows, 8 ranks]
   uint64_t* filled;   // B is there
   uint64_t* emptied;  // and has been multiplied
 
@@ -53,27 +53,27 @@ inline __device__ void fetch_low(void* target, const CUtensorMap* map, int sixty
 // What chunks hold of A, those of them that are among the first `once`; `find` says which updates a tile has.
 template <class S, class Find>
 struct LowLines {
-  const Worn& worn;
+  const RowAdapter& adapter;
   const Find& find;
   int once, tile = -1;
   Low now{};
 
-  __device__ LowLines(const Worn& worn, const Find& find, int once) : worn(worn), find(find), once(kWorn ? once : 0) {}
+  __device__ LowLines(const RowAdapter& adapter, const Find& find, int once) : adapter(adapter), find(find), once(kUpdates ? once : 0) {}
 
   __device__ int bytes(int i, int of_tile) {
     if (i >= once) return 0;
     if (of_tile != tile) now = find(of_tile), tile = of_tile;
-    return S::kLines * now.ranks * 128;
+    return S::kInputs * now.ranks * 128;
   }
 
   __device__ void fetch(int i, uint8_t* slot, int chunk, uint64_t* filled) const {
     if (i >= once) return;
-    uint8_t* target = slot + S::kFetchedBytes;
-    if (now.ranks == S::kLow) return fetch_low(target, &worn.all_low, chunk * S::kLines, 0, now.start, filled);
+    uint8_t* target = slot + S::kLowAt;
+    if (now.ranks == S::kLow) return fetch_low(target, &adapter.all_low, chunk * S::kInputs, 0, now.start, filled);
     for (int rank = 0; rank < now.ranks; rank += 8) {
 #pragma unroll
-      for (int line = 0; line < S::kLines; ++line) {
-        fetch_low(target + (line * S::kLow + rank) * 128, &worn.low, chunk * S::kLines + line, rank, now.start, filled);
+      for (int line = 0; line < S::kInputs; ++line) {
+        fetch_low(target + (line * S::kLow + rank) * 128, &adapter.low, chunk * S::kInputs + line, rank, now.start, filled);
       }
     }
   }
@@ -86,14 +86,14 @@ inline __device__ void show_to_products() { asm volatile("fence.proxy.async.shar
 
 // Begins to copy lines of B for 64 lines of a tile; `find` says where eight features begin, null where a rank has none.
 template <int kLow, class Find>
-inline __device__ void fetch_high(uint8_t* target, const Worn& worn, int thread, const Find& find) {
+inline __device__ void fetch_high(uint8_t* target, const RowAdapter& adapter, int thread, const Find& find) {
 #pragma unroll
   for (int i = 0; i < kLow * 8 / kScalers; ++i) {
     const int rank = (thread + i * kScalers) / 8, part = thread % 8;
     const Element* source = find(rank, part);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                      shared_address(target + rank * 128 + (part ^ (rank & 7)) * 16)),
-                 "l"(source == nullptr ? worn.arena : source), "r"(source == nullptr ? 0 : 16)
+                 "l"(source == nullptr ? adapter.arena : source), "r"(source == nullptr ? 0 : 16)
                  : "memory");
   }
 }
@@ -104,9 +104,9 @@ inline __device__ void prepare(const Inputs& with, const UpdateSpace<S>& space, 
                                const Fetch& fetch_tile) {
   const Finished tiles = Cursor<S::kSplits>(with).finished(with);
   int tile = tiles.first;
-  if (kWorn && tile < tiles.end) fetch_tile(tile);
+  if (kUpdates && tile < tiles.end) fetch_tile(tile);
   if (with.squares_in != nullptr) find_factors<S>(with, factors, thread);
-  for (int round = 0; kWorn && tile < tiles.end; ++round) {
+  for (int round = 0; kUpdates && tile < tiles.end; ++round) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     show_to_products();
     barrier_arrive(space.filled);
@@ -128,15 +128,16 @@ inline __device__ uint64_t low_at(const uint8_t* low, int rank) {
 template <class S>
 struct Update {
   UpdateSpace<S> space;
-  float low[kWorn ? S::kLow / 2 : 1];  // x A^T
+  float low[kUpdates ? S::kLow / 2 : 1];  // x A^T
   int left = 0, ranks = 0;             // chunks until all of x has passed
-  bool wears[2], laid = false;         // whether they do whose x A^T this thread has
+  bool uses[2], laid = false;         // whether they do whose x A^T this thread has
+  const bool half;                     // scales of weights are float16
 
-  __device__ Update(const Inputs& with, const UpdateSpace<S>& space, int thread) : space(space) {
+  __device__ Update(const Inputs& with, const UpdateSpace<S>& space, int thread) : space(space), half(with.scales.half) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = thread / 32 * 16 + thread % 32 / 4 + half * 8;
-      wears[half] = kWorn && row < with.rows && __ldg(with.worn.slots_of + row) >= 0;
+    for (int i = 0; i < 2; ++i) {
+      const int row = thread % kTeam / 32 * 16 + thread % 32 / 4 + i * 8;
+      uses[i] = kUpdates && row < with.rows && __ldg(with.adapter.slots_of + row) >= 0;
     }
   }
 
@@ -148,49 +149,53 @@ struct Update {
   }
 
   // The sums of the next `count` chunks.
-  __device__ void sum_up(float (&sums)[S::kBlocks][kSums], Chunks<S>& ring, int count, int thread) {
+  __device__ void sum_up(float (&sums)[S::kTeamBlocks][kSums], Chunks<S>& ring, int count, int thread) {
     clear(sums);
-    if constexpr (!kWorn) {
-      add_chunks<false>(sums, low, ring, count, thread);
+    if constexpr (!kUpdates) {
+      add_chunks<false>(sums, low, ring, count, half, thread);
     } else if constexpr (S::kSplits > 1) {  // all come with A, or none
       if (left > 0) {
-        add_chunks<true>(sums, low, ring, count, thread);
+        add_chunks<true>(sums, low, ring, count, half, thread);
       } else {
-        add_chunks<false>(sums, low, ring, count, thread);
+        add_chunks<false>(sums, low, ring, count, half, thread);
       }
       left = 0;
     } else {
       const int now = min(left, count);
-      if (now > 0) add_chunks<true>(sums, low, ring, now, thread);
-      if (count > now) add_chunks<false>(sums, low, ring, count - now, thread);
+      if (now > 0) add_chunks<true>(sums, low, ring, now, half, thread);
+      if (count > now) add_chunks<false>(sums, low, ring, count - now, half, thread);
       left -= now;
     }
   }
 
   // Adds the updates to the sums of a tile that the block finishes.
-  __device__ void add_to(float (&sums)[S::kBlocks][kSums], int round, int thread) {
-    if constexpr (kWorn) {
+  __device__ void add_to(float (&sums)[S::kTeamBlocks][kSums], int round, int thread) {
+    if constexpr (kUpdates) {
       if (!laid) lay(thread);
       barrier_wait(space.filled, round & 1);
       multiply_begin();
 #pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block) {
+      for (int block = 0; block < S::kTeamBlocks; ++block) {
+        const uint8_t* high = space.high + (S::first_block(thread) + block) * S::kLow * 128;
 #pragma unroll
         for (int rank = 0; rank < S::kLow; rank += 16) {
-          multiply_add<1>(sums[block], lines_at(space.high + (block * S::kLow + rank) * 128), low_at(space.low, rank));
+          multiply_add<1>(sums[block], lines_at(high + rank * 128), low_at(own_low(thread), rank));
         }
       }
       multiply_commit();
       multiply_wait<0>();
 #pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block) sums_ready(sums[block]);
+      for (int block = 0; block < S::kTeamBlocks; ++block) sums_ready(sums[block]);
       if (thread % 32 == 0) barrier_arrive(space.emptied);
     }
   }
 
-  // Rounds x A^T of the rows that wear the adapter and of its ranks: other sums are of whatever lay in memory.
+  // Where a thread's warpgroup keeps its x A^T: of all inputs, or of its part of them.
+  __device__ uint8_t* own_low(int thread) const { return space.low + thread / kTeam * S::kLow * kRows * 2; }
+
+  // Rounds x A^T of the rows that use the adapter and of its ranks: other sums are of whatever lay in memory.
   __device__ void lay(int thread) {
-    const int warp = thread / 32, lane = thread % 32, g = lane / 4, c = lane % 4;
+    const int warp = thread % kTeam / 32, lane = thread % 32, g = lane / 4, c = lane % 4;
     if (warp * 16 < kRows) {
 #pragma unroll
       for (int i = 0; i < S::kLow / 2; i += 4) {
@@ -199,11 +204,11 @@ struct Update {
           Pair pair;
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
-            const bool counts = wears[half] && 2 * i + 2 * c + k < ranks;
+            const bool counts = uses[half] && 2 * i + 2 * c + k < ranks;
             pair.values[k] = static_cast<Element>(counts ? low[i + 2 * half + k] : 0.f);
           }
           const int matrix = i / 4 * (kRows / 8) + 2 * warp + half;
-          *reinterpret_cast<uint32_t*>(space.low + (matrix * 8 + g) * 16 + c * 4) = pair.bits;
+          *reinterpret_cast<uint32_t*>(own_low(thread) + (matrix * 8 + g) * 16 + c * 4) = pair.bits;
         }
       }
     }
@@ -216,20 +221,20 @@ struct Update {
 // --- on the host
 
 template <class S>
-Worn worn_of(const TensorView& arena, const TensorView& modules, const TensorView& slots_of, const Inputs& with) {
-  Worn worn{};
-  if constexpr (kWorn) {
-    require(slots_of.numel() == with.rows, "another number of rows wear something");
+RowAdapter adapter_of(const TensorView& arena, const TensorView& modules, const TensorView& slots_of, const Inputs& with) {
+  RowAdapter adapter{};
+  if constexpr (kUpdates) {
+    require(slots_of.numel() == with.rows, "another number of rows");
     const uint64_t inner = static_cast<uint64_t>(with.size_in), eights = static_cast<uint64_t>(arena.numel()) / 8;
     const uint64_t sizes[] = {kLine, S::kLow, inner / kLine, eights};
     const uint64_t strides[] = {inner * sizeof(Element), kLine * sizeof(Element), 8 * sizeof(Element)};
-    worn.low = map_of<4>(arena, sizes, strides, {kLine, 8, 1, 1});
-    worn.all_low = map_of<4>(arena, sizes, strides, {kLine, S::kLow, S::kLines, 1});
-    worn.arena = static_cast<const Element*>(arena.data_ptr());
-    worn.modules = static_cast<const int4*>(modules.data_ptr());
-    worn.slots_of = static_cast<const int*>(slots_of.data_ptr());
+    adapter.low = map_of<4>(arena, sizes, strides, {kLine, 8, 1, 1});
+    adapter.all_low = map_of<4>(arena, sizes, strides, {kLine, S::kLow, S::kInputs, 1});
+    adapter.arena = static_cast<const Element*>(arena.data_ptr());
+    adapter.modules = static_cast<const int4*>(modules.data_ptr());
+    adapter.slots_of = static_cast<const int*>(slots_of.data_ptr());
   }
-  return worn;
+  return adapter;
 }
 
 }  // namespace

@@ -1,0 +1,417 @@
+// The CPU kernels' plain C interface: products of packed matrices, the halves of a layer, and the threads that share
+// them. The only file to compile; it includes the rest, the kernels once for each instruction set.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "native.h"
+#include "pool.c"
+
+#define UNROLL _Pragma("GCC unroll 8")
+#define EXPORT __attribute__((visibility("default")))
+#include "pack.c"
+
+enum { MOST_QUERIES = 8, SCORE_FLOATS = 1 << 15 };
+
+// Rows are computed in tiles. Return how many the next one has, with `left` rows to go.
+static int tile_rows(int left, int widest) {
+    return left >= widest ? widest : left >= 4 ? 4 : left >= 2 && widest == 8 ? 2 : 1;
+}
+
+// Return the first row of the tile in which `row` lies, and how many it has.
+static int tile_start(int row, int rows, int widest, int *count) {
+    int start = row < rows / widest * widest ? row / widest * widest : rows / widest * widest;
+    while (start + (*count = tile_rows(rows - start, widest)) <= row) start += *count;
+    return start;
+}
+
+// Memory of one thread for attention.
+typedef struct {
+    float *queries, *results, *inverse, *scores;
+    uint16_t *keys;
+    const uint16_t **pages;
+    void *all;
+    size_t bytes;
+} Scratch;
+
+// Kernels of one instruction set.
+typedef struct {
+    void (*block)(const Matrix *, int, const Activations *, int, const float *, float *, size_t, int);
+    void (*quantise)(const float *, const Activations *, int, int);
+    void (*norm)(const float *, const float *, int, float, float *);
+    void (*silu_mul)(const float *, const float *, int, float *);
+    void (*place)(const Heads *, const Step *, int, int, const float *, const float *, uint16_t *, float *);
+    void (*attend)(const Heads *, const Step *, const Queries *, int, int, int, const uint16_t *, const float *,
+                   float *, Scratch *);
+} Kernels;
+
+#define KERNELS {NAME(block), NAME(quantise), NAME(norm), NAME(silu_mul), NAME(place), NAME(attend)}
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define NAME(x) x##_avx2
+#define VNNI 0
+#define WIDE 0
+#include "simd_avx2.h"
+#include "product.h"
+#include "rows.h"
+#include "attention.h"
+static const Kernels avx2 = KERNELS;
+#include "forget.h"
+
+#if __GNUC__ >= 11 || __clang_major__ >= 12
+#define HAS_AVX_VNNI 1
+#define TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
+#define NAME(x) x##_avxvnni
+#define VNNI 1
+#define WIDE 0
+#include "simd_avx2.h"
+#include "product.h"
+#include "rows.h"
+#include "attention.h"
+static const Kernels avxvnni = KERNELS;
+#include "forget.h"
+#endif
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")))
+#define NAME(x) x##_avx512
+#define WIDE 1
+#include "simd_avx512.h"
+#include "product.h"
+#include "rows.h"
+#include "attention.h"
+static const Kernels avx512 = KERNELS;
+#include "forget.h"
+#endif
+
+enum { LEVEL_NONE = 0, LEVEL_AVX2 = 1, LEVEL_AVX_VNNI = 2, LEVEL_AVX512_VNNI = 3 };
+
+// Return whether this processor runs the kernels of `level`.
+EXPORT int headrace_supports(int level) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    switch (level) {
+    case LEVEL_AVX2: return has_avx2;
+#ifdef HAS_AVX_VNNI
+    case LEVEL_AVX_VNNI: return has_avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+#endif
+    case LEVEL_AVX512_VNNI:
+        return has_avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    }
+#endif
+    return level == LEVEL_NONE;
+}
+
+static const Kernels *kernels_of(int level) {
+#if defined(__x86_64__)
+    if (level == LEVEL_AVX2) return &avx2;
+#ifdef HAS_AVX_VNNI
+    if (level == LEVEL_AVX_VNNI) return &avxvnni;
+#endif
+    if (level == LEVEL_AVX512_VNNI) return &avx512;
+#endif
+    return NULL;
+}
+
+// Instruction set of the fastest kernels that this processor runs; 0 for none.
+EXPORT int headrace_best_level(void) {
+    int level = LEVEL_AVX512_VNNI;
+    while (!headrace_supports(level)) level--;
+    return level;
+}
+
+// Threads, kernels, and memory that operations use over again. One operation runs at a time.
+typedef struct {
+    const Kernels *kernels;
+    Pool *pool;
+    int threads;
+    char *buffers[6];
+    size_t sizes[6];
+    Scratch *scratch; // of each thread
+} Context;
+
+enum { CODES, SCALES, SUMS, HALVES, NORMED, WIDE_ROWS };
+
+EXPORT void headrace_close(Context *c) {
+    if (!c) return;
+    if (c->pool) pool_close(c->pool);
+    for (int i = 0; i < 6; i++) free(c->buffers[i]);
+    for (int i = 0; c->scratch && i < c->threads; i++) free(c->scratch[i].all);
+    free(c->scratch);
+    free(c);
+}
+
+// Return a context with kernels of `level` and `threads` threads; NULL without memory or if the processor has no such.
+EXPORT Context *headrace_open(int level, int threads) {
+    if (!level || !headrace_supports(level)) return NULL;
+    Context *c = calloc(1, sizeof *c);
+    if (!c) return NULL;
+    c->kernels = kernels_of(level);
+    c->pool = pool_open(threads);
+    c->threads = c->pool ? c->pool->helpers + 1 : 1;
+    c->scratch = calloc((size_t)c->threads, sizeof(Scratch));
+    if (c->pool && c->scratch) return c;
+    headrace_close(c);
+    return NULL;
+}
+
+EXPORT int headrace_threads(const Context *c) { return c->threads; }
+
+EXPORT void headrace_step(Context *c, int runs) { pool_step(c->pool, runs); }
+
+// Grow one of the context's buffers; NULL without memory.
+static void *buffer(Context *c, int which, size_t bytes) {
+    if (c->sizes[which] < bytes) {
+        free(c->buffers[which]);
+        c->buffers[which] = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        c->sizes[which] = c->buffers[which] ? bytes : 0;
+    }
+    return c->buffers[which];
+}
+
+// Return how many chunks to cut `units` into: a few for each thread, so that a late one holds up little.
+static int chunks_of(const Context *c, int units, int most) {
+    int chunks = c->threads == 1 ? 1 : c->threads * most;
+    return units < chunks ? units : chunks;
+}
+
+static int edge(int units, int chunks, int chunk) { return (int)((int64_t)units * chunk / chunks); }
+
+// --- rows of activations: the sum of the stream, its norm, its codes
+
+typedef struct {
+    Context *c;
+    const float *x, *added; // [rows][size]; `added` may be NULL
+    float *sum;             // where x + added goes, with `added`
+    const float *weight;    // of the norm; NULL without one
+    float eps;
+    float *normed; // NULL without a norm
+    Activations a;
+    int reads, rows, chunks;
+} RowsJob;
+
+static void do_rows(void *argument, int chunk, int worker) {
+    RowsJob *j = argument;
+    (void)worker;
+    int size = j->a.ins;
+    for (int row = edge(j->rows, j->chunks, chunk); row < edge(j->rows, j->chunks, chunk + 1); row++) {
+        const float *x = j->x + (size_t)row * size;
+        if (j->added) {
+            float *sum = j->sum + (size_t)row * size;
+            const float *added = j->added + (size_t)row * size;
+            for (int i = 0; i < size; i++) sum[i] = x[i] + added[i];
+            x = sum;
+        }
+        if (j->weight) {
+            float *normed = j->normed + (size_t)row * size;
+            j->c->kernels->norm(x, j->weight, size, j->eps, normed);
+            x = normed;
+        }
+        if (j->reads & READS_CODES) j->c->kernels->quantise(x, &j->a, row, j->rows);
+    }
+}
+
+static int prepare_rows(RowsJob *j) {
+    size_t rows = (size_t)j->rows, groups = (size_t)j->a.ins / GROUP;
+    if (j->reads & READS_CODES) {
+        j->a.codes = buffer(j->c, CODES, rows * (size_t)j->a.ins);
+        j->a.scales = buffer(j->c, SCALES, rows * groups * 4);
+        j->a.sums = buffer(j->c, SUMS, rows * groups * 4);
+        j->a.halves = buffer(j->c, HALVES, rows * groups * 8);
+        if (!j->a.codes || !j->a.scales || !j->a.sums || !j->a.halves) return -1;
+    }
+    j->chunks = chunks_of(j->c, j->rows, 1);
+    pool_run(j->c->pool, do_rows, j, j->chunks);
+    j->a.floats = j->weight ? j->normed : j->added ? j->sum : j->x;
+    return 0;
+}
+
+// --- products
+
+typedef struct {
+    Context *c;
+    const Linear *l;
+    const Activations *a;
+    float *y;
+    size_t stride;
+    int rows, adds, blocks, chunks;
+} ProductJob;
+
+static void do_product(void *argument, int chunk, int worker) {
+    ProductJob *j = argument;
+    (void)worker;
+    int from = edge(j->blocks, j->chunks, chunk), to = edge(j->blocks, j->chunks, chunk + 1), before = 0, outs = 0;
+    for (int i = 0; i < j->l->count; i++) {
+        const Matrix *m = j->l->matrices + i;
+        int blocks = (m->outs + LANES - 1) / LANES;
+        for (int b = from > before ? from : before; b < to && b < before + blocks; b++)
+            j->c->kernels->block(m, b - before, j->a, j->rows, j->l->bias ? j->l->bias + outs : NULL, j->y + outs,
+                                 j->stride, j->adds);
+        before += blocks, outs += m->outs;
+    }
+}
+
+static void multiply(Context *c, const Linear *l, const Activations *a, int rows, float *y, int adds) {
+    ProductJob j = {c, l, a, y, (size_t)l->outs, rows, adds, 0, 0};
+    for (int i = 0; i < l->count; i++) j.blocks += (l->matrices[i].outs + LANES - 1) / LANES;
+    j.chunks = chunks_of(c, j.blocks, 6);
+    pool_run(c->pool, do_product, &j, j.chunks);
+}
+
+// y = x W^T + bias; added to what lies in y if `adds`. x [rows][ins], y [rows][outs], float32. -1 without memory.
+EXPORT int headrace_linear(Context *c, const Linear *l, const float *x, int rows, float *y, int adds) {
+    RowsJob j = {.c = c, .x = x, .reads = l->reads, .rows = rows, .a.ins = l->ins};
+    if (prepare_rows(&j)) return -1;
+    multiply(c, l, &j.a, rows, y, adds);
+    return 0;
+}
+
+// Write the rows `ids` of a matrix, in float32.
+EXPORT void headrace_read_rows(const Matrix *m, const int64_t *ids, int count, float *y) {
+    for (int i = 0; i < count; i++) read_row(m, (int)ids[i], y + (size_t)i * m->ins);
+}
+
+// sum = x + added (unless NULL); normed = RMS norm of the sum.
+EXPORT int headrace_norm(Context *c, const float *x, const float *added, float *sum, const float *weight, float eps,
+                         int rows, int size, float *normed) {
+    RowsJob j = {.c = c, .x = x, .added = added, .sum = sum, .weight = weight, .eps = eps, .normed = normed,
+                 .rows = rows, .a.ins = size};
+    return prepare_rows(&j);
+}
+
+// --- attention
+
+typedef struct {
+    Context *c;
+    const Heads *h;
+    const Step *step;
+    const float *q_norm, *k_norm;
+    uint16_t *kv;
+    float *qkv, *o; // [tokens][(heads + 2 kv_heads) * head_dim], [tokens][heads * head_dim]
+    int layer, chunks;
+    _Atomic int failed;
+} AttentionJob;
+
+static void do_places(void *argument, int chunk, int worker) {
+    AttentionJob *j = argument;
+    (void)worker;
+    size_t width = (size_t)(j->h->heads + 2 * j->h->kv_heads) * j->h->head_dim;
+    for (int n = edge(j->step->tokens, j->chunks, chunk); n < edge(j->step->tokens, j->chunks, chunk + 1); n++)
+        j->c->kernels->place(j->h, j->step, j->layer, n, j->q_norm, j->k_norm, j->kv, j->qkv + (size_t)n * width);
+}
+
+// Grow one thread's memory for `queries` rows of scores of `wide` positions in `pages` pages.
+static int grow(Scratch *s, size_t queries, size_t size, size_t wide, size_t pages) {
+    size_t rows = queries * size * 4, scores = queries * wide * 4, keys = LANES * size * 2;
+    size_t bytes = 2 * rows + queries * 4 + scores + keys + pages * sizeof(void *) + 6 * 64;
+    if (s->bytes < bytes) {
+        free(s->all);
+        s->bytes = 0;
+        s->all = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        if (!s->all) return -1;
+        s->bytes = bytes;
+    }
+    char *at = s->all;
+    s->queries = (float *)at, at += (rows + 63) / 64 * 64;
+    s->results = (float *)at, at += (rows + 63) / 64 * 64;
+    s->inverse = (float *)at, at += (queries * 4 + 63) / 64 * 64;
+    s->scores = (float *)at, at += (scores + 63) / 64 * 64;
+    s->keys = (uint16_t *)at, at += (keys + 63) / 64 * 64;
+    s->pages = (const uint16_t **)at;
+    return 0;
+}
+
+static void do_attention(void *argument, int chunk, int worker) {
+    AttentionJob *j = argument;
+    const Heads *h = j->h;
+    Scratch *s = j->c->scratch + worker;
+    int share = h->heads / h->kv_heads, units = j->step->blocks * h->kv_heads;
+    size_t width = (size_t)(h->heads + 2 * h->kv_heads) * h->head_dim, out = (size_t)h->heads * h->head_dim;
+    for (int unit = edge(units, j->chunks, chunk); unit < edge(units, j->chunks, chunk + 1); unit++) {
+        const Queries *block = j->step->queries + unit / h->kv_heads;
+        size_t wide = (size_t)(block->position + block->count) + 3 * LANES;
+        int step = (int)(SCORE_FLOATS / (wide * (size_t)share));
+        step = step < 1 ? 1 : step > MOST_QUERIES ? MOST_QUERIES : step;
+        if (grow(s, (size_t)step * share, (size_t)h->head_dim, wide, wide / h->page_size + 2)) {
+            atomic_store(&j->failed, 1);
+            return;
+        }
+        for (int skip = 0; skip < block->count; skip += step) {
+            int count = block->count - skip < step ? block->count - skip : step;
+            size_t token = (size_t)block->token + skip;
+            j->c->kernels->attend(h, j->step, block, skip, count, unit % h->kv_heads, j->kv, j->qkv + token * width,
+                                  j->o + token * out, s);
+        }
+    }
+}
+
+static int attend(AttentionJob *j) {
+    j->chunks = chunks_of(j->c, j->step->tokens, 1);
+    pool_run(j->c->pool, do_places, j, j->chunks);
+    j->chunks = chunks_of(j->c, j->step->blocks * j->h->kv_heads, 4);
+    pool_run(j->c->pool, do_attention, j, j->chunks);
+    return j->failed ? -1 : 0;
+}
+
+// Rotate queries and keys, store keys and values, and attend. `qkv` is overwritten.
+EXPORT int headrace_attend_with(Context *c, const Heads *h, const Step *step, int layer, const float *q_norm,
+                                const float *k_norm, uint16_t *kv, float *qkv, float *o) {
+    AttentionJob j = {.c = c, .h = h, .step = step, .q_norm = q_norm, .k_norm = k_norm, .kv = kv, .qkv = qkv,
+                      .o = o, .layer = layer};
+    return attend(&j);
+}
+
+// The first half of a layer up to the product of the attention's result: norm, product, rotation and attention.
+EXPORT int headrace_attend(Context *c, const Heads *h, const Step *step, int layer, const float *x,
+                           const float *added, float *sum, const float *norm, const Linear *l, const float *q_norm,
+                           const float *k_norm, uint16_t *kv, float *o, int rows) {
+    float *qkv = buffer(c, WIDE_ROWS, (size_t)rows * l->outs * 4), *normed = buffer(c, NORMED, (size_t)rows * l->ins * 4);
+    if (!qkv || !normed) return -1;
+    RowsJob j = {.c = c, .x = x, .added = added, .sum = sum, .weight = norm, .eps = h->eps, .normed = normed,
+                 .reads = l->reads, .rows = rows, .a.ins = l->ins};
+    if (prepare_rows(&j)) return -1;
+    multiply(c, l, &j.a, rows, qkv, 0);
+    return headrace_attend_with(c, h, step, layer, q_norm, k_norm, kv, qkv, o);
+}
+
+// --- feeds
+
+typedef struct {
+    Context *c;
+    const float *x;
+    float *y;
+    int rows, size, chunks;
+} FeedJob;
+
+static void do_silu(void *argument, int chunk, int worker) {
+    FeedJob *j = argument;
+    (void)worker;
+    size_t size = (size_t)j->size;
+    for (size_t row = (size_t)edge(j->rows, j->chunks, chunk); row < (size_t)edge(j->rows, j->chunks, chunk + 1); row++)
+        j->c->kernels->silu_mul(j->x + row * 2 * size, j->x + row * 2 * size + size, j->size, j->y + row * size);
+}
+
+// y [rows][size] = silu(gate) * up of x [rows][2][size].
+EXPORT int headrace_silu_mul(Context *c, const float *x, int rows, int size, float *y) {
+    FeedJob j = {c, x, y, rows, size, chunks_of(c, rows, 1)};
+    pool_run(c->pool, do_silu, &j, j.chunks);
+    return 0;
+}
+
+// The second half of a layer up to the product of the activation: norm, product and activation.
+EXPORT int headrace_feed(Context *c, const float *x, const float *added, float *sum, const float *norm, float eps,
+                         const Linear *l, float *y, int rows) {
+    float *wide = buffer(c, WIDE_ROWS, (size_t)rows * l->outs * 4), *normed = buffer(c, NORMED, (size_t)rows * l->ins * 4);
+    if (!wide || !normed) return -1;
+    RowsJob j = {.c = c, .x = x, .added = added, .sum = sum, .weight = norm, .eps = eps, .normed = normed,
+                 .reads = l->reads, .rows = rows, .a.ins = l->ins};
+    if (prepare_rows(&j)) return -1;
+    multiply(c, l, &j.a, rows, wide, 0);
+    return headrace_silu_mul(c, wide, rows, l->outs / 2, y);
+}

@@ -1,0 +1,263 @@
+"""Product kernels in C: pack stored weights for them, and multiply; never choose between kernels.
+
+`NativeKernel` multiplies 4- to 8-bit weights with activations in 8 bits, one scale for 32 of them. `NativePlainKernel`
+multiplies bfloat16 weights with float32 activations, for the few plain matrices of a quantised model. Both compute
+every row alike, however many there are.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from headrace.ops.cpu.linear import ANY_ROWS, not_a_matrix
+from headrace.ops.cpu.native.library import Context, LinearStruct, MatrixStruct, library
+from headrace.ops.formats import Int4Groups, Stacked, Stored
+from headrace.ops.gguf_formats import GgufBlocks
+from headrace.ops.quantised import IntGroups, unpack_nibbles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from headrace.ops.cpu.linear import CpuLinear
+    from headrace.ops.formats import Format
+
+__all__ = ["NativeKernel", "NativeLinear", "NativePlainKernel", "as_floats", "is_native"]
+
+_LANES, _GROUP, _SUPER = 16, 32, 256
+_F16, _F16_MIN, _F32, _F32_MIN, _K_MIN, _K16, _NONE = range(7)
+_CODES, _FLOATS = 1, 2
+
+
+class _Layout(NamedTuple):
+    """Bits of a code, kind of scale (`ScaleKind` in native.h) and the code that stands for zero."""
+
+    bits: int
+    scale: int
+    zero: int
+
+
+_LAYOUTS = {
+    Kind.Q4_0: _Layout(4, _F16, 8),
+    Kind.Q4_1: _Layout(4, _F16_MIN, 0),
+    Kind.Q5_0: _Layout(5, _F16, 16),
+    Kind.Q5_1: _Layout(5, _F16_MIN, 0),
+    Kind.Q8_0: _Layout(8, _F16, 128),
+    Kind.Q4_K: _Layout(4, _K_MIN, 0),
+    Kind.Q5_K: _Layout(5, _K_MIN, 0),
+    Kind.Q6_K: _Layout(6, _K16, 32),
+}
+_PLAIN = _Layout(16, _NONE, 0)
+
+
+class _Matrix(NamedTuple):
+    """A packed matrix, and the tensors that its pointers refer to."""
+
+    struct: MatrixStruct
+    kept: tuple[Tensor, ...]
+
+
+class NativeLinear:
+    """A packed weight, its bias, and what they look like to the kernels."""
+
+    def __init__(self, matrices: Sequence[_Matrix], bias_O: Tensor | None, dtype: torch.dtype) -> None:
+        """Take matrices of the same inputs, one above the other; results of `__call__` have `dtype`."""
+        self._kept = [matrix.kept for matrix in matrices]
+        self._bias_O = None if bias_O is None else bias_O.float().contiguous()
+        self._dtype = dtype
+        self._structs = (MatrixStruct * len(matrices))(*(matrix.struct for matrix in matrices))
+        self.outs = sum(matrix.struct.outs for matrix in matrices)
+        """Number of outputs."""
+        self.ins: int = matrices[0].struct.ins
+        """Number of inputs."""
+        reads = 0
+        for matrix in matrices:
+            reads |= _FLOATS if matrix.struct.scale == _NONE else _CODES
+        bias = None if self._bias_O is None else self._bias_O.data_ptr()
+        self.struct = LinearStruct(len(matrices), self.outs, self.ins, reads, self._structs, bias)
+        """The weight as the C interface takes it."""
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        """Return x W^T + b in the dtype that the weight was packed for, computed in the calling thread."""
+        y_NO = torch.empty(x_NI.shape[0], self.outs)
+        self.run(_own_context(), x_NI, y_NO)
+        return y_NO.to(self._dtype)
+
+    def run(self, context: Context, x_NI: Tensor, y_NO: Tensor, *, adds: bool = False) -> None:
+        """Write x W^T + b into `y_NO`, float32, or add it to what lies there.
+
+        Raises:
+            MemoryError: There is no memory for the activations.
+        """
+        x_NI = as_floats(x_NI)
+        kernels = context.kernels
+        if kernels.headrace_linear(context.handle, self.struct, x_NI.data_ptr(), x_NI.shape[0], y_NO.data_ptr(), adds):
+            raise MemoryError(f"no memory for the activations of {x_NI.shape[0]} tokens")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight, without the bias."""
+        return sum(tensor.nbytes for kept in self._kept for tensor in kept)
+
+    def __getitem__(self, ids_N: Tensor) -> Tensor:
+        """Return the rows `ids_N` (int64) of a weight of one matrix, float32 [N, in]."""
+        assert len(self._kept) == 1
+        ids_N = ids_N.long().contiguous()
+        rows_NI = torch.empty(len(ids_N), self.ins)
+        kernels = library()
+        assert kernels is not None
+        kernels.headrace_read_rows(self._structs, ids_N.data_ptr(), len(ids_N), rows_NI.data_ptr())
+        return rows_NI
+
+
+class NativeKernel:
+    """Product of 4- to 8-bit weights with 8-bit activations, in C."""
+
+    name = "native"
+
+    def refuses(self, weight: Stored, dtype: torch.dtype) -> str | None:
+        """Return why the kernels cannot multiply by a weight here; None if they can."""
+        reason = _refuses(weight)
+        if reason is not None:
+            return reason
+        if dtype is not torch.bfloat16:
+            return f"rounds activations to 8 bits, which is for bfloat16, not for {str(dtype).removeprefix('torch.')}"
+        return None if library() is not None else "there are no compiled kernels"
+
+    def rows(self, _weight: Stored) -> range:
+        """Return all numbers of rows."""
+        return ANY_ROWS
+
+    def pack(self, weight: Stored, bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
+        """Copy the codes into blocks of 16 outputs; the bytes stay about those of the format."""
+        return NativeLinear([_packed(piece) for piece in _pieces(weight)], bias_O, dtype)
+
+
+class NativePlainKernel:
+    """Product of any weight, rounded to bfloat16, with float32 activations, in C; slow for many rows."""
+
+    name = "native bfloat16"
+
+    def refuses(self, weight: Stored, _dtype: torch.dtype) -> str | None:
+        """Return why the kernel cannot multiply by a weight here; None if it can."""
+        if len(weight.shape) != 2:
+            return not_a_matrix(weight)
+        return None if library() is not None else "there are no compiled kernels"
+
+    def rows(self, _weight: Stored) -> range:
+        """Return all numbers of rows."""
+        return ANY_ROWS
+
+    def pack(self, weight: Stored, bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
+        """Copy each matrix into blocks of 16 outputs, those that have codes with their codes."""
+        pieces = [_packed(piece) if _refuses(piece) is None else _plain(piece) for piece in _pieces(weight)]
+        return NativeLinear(pieces, bias_O, dtype)
+
+
+def as_floats(x: Tensor) -> Tensor:
+    """Return a tensor's numbers in float32 and in order, the very tensor if they are."""
+    if x.dtype is not torch.float32:
+        x = x.float()
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def is_native(format: Format) -> bool:
+    """Return whether the kernels multiply by matrices of a format as they are stored."""
+    if isinstance(format, IntGroups) and format.ordered:
+        return False
+    return isinstance(format, GgufBlocks) or (
+        isinstance(format, Int4Groups | IntGroups) and (format.group or 0) % _GROUP == 0
+    )
+
+
+_own = threading.local()
+
+
+def _own_context() -> Context:
+    """Return the calling thread's context, of one thread."""
+    if not hasattr(_own, "context"):
+        _own.context = Context(1)
+    context: Context = _own.context
+    return context
+
+
+def _pieces(weight: Stored) -> list[Stored]:
+    if not isinstance(weight.format, Stacked):
+        return [weight]
+    return weight.format.unstack(weight.parts, weight.shape)
+
+
+def _refuses(weight: Stored) -> str | None:
+    if len(weight.shape) != 2:
+        return not_a_matrix(weight)
+    if isinstance(weight.format, Stacked):
+        reasons = (_refuses(piece) for piece in _pieces(weight))
+        return next((reason for reason in reasons if reason is not None), None)
+    format, ins = weight.format, weight.shape[-1]
+    if not isinstance(format, GgufBlocks | Int4Groups | IntGroups):
+        return f"multiplies by blocks of GGUF and by groups of integers, not by {format.name}"
+    if isinstance(format, IntGroups) and format.ordered:
+        return "takes columns in their own order alone"
+    if isinstance(format, Int4Groups | IntGroups) and (format.group or 0) % _GROUP:
+        return f"takes groups of a multiple of {_GROUP} inputs, not of {format.group}"
+    return f"takes inputs in a multiple of {_GROUP}, not {ins}" if ins % _GROUP else None
+
+
+def _allocate(weight: Stored, layout: _Layout, shared: int = 1) -> _Matrix:
+    """Return a matrix of zeros."""
+    outs, ins = weight.shape
+    blocks, groups = -(-outs // _LANES), ins // _GROUP
+    many = -(-groups // shared)
+    sizes = {
+        _F16: (groups * 32, 0),
+        _F16_MIN: (groups * 64, 0),
+        _F32: (many * 64, 0),
+        _F32_MIN: (many * 128, 0),
+        _K_MIN: (groups * 32, ins // _SUPER * 64),
+        _K16: (groups * 32, ins // _SUPER * 32),
+        _NONE: (0, 0),
+    }
+    of_codes = _LANES * ins * 2 if layout is _PLAIN else groups * 64 * layout.bits
+    kept = tuple(torch.zeros(blocks * size, dtype=torch.uint8) for size in (of_codes, *sizes[layout.scale]))
+    return _Matrix(MatrixStruct(outs, ins, *layout, shared, *(each.data_ptr() for each in kept)), kept)
+
+
+def _packed(weight: Stored) -> _Matrix:
+    kernels = library()
+    assert kernels is not None
+    format = weight.format
+    if isinstance(format, GgufBlocks):
+        matrix = _allocate(weight, _LAYOUTS[format.kind])
+        codes, constants = (weight.parts[name].contiguous() for name in ("codes", "constants"))
+        kernels.headrace_pack_blocks(matrix.struct, int(format.kind), codes.data_ptr(), constants.data_ptr())
+        return matrix
+    if isinstance(format, Int4Groups):
+        layout, group = _Layout(4, _F32_MIN, 0), format.group
+        parts = [weight.parts[name].contiguous() for name in ("values", "scale", "minimum")]
+    else:
+        assert isinstance(format, IntGroups)
+        zero = 8 if format.bits == 4 else 128
+        layout = _Layout(format.bits, _F32_MIN if format.zeros else _F32, zero)
+        group = format.group or weight.shape[-1]
+        codes, scale = weight.parts["values"], weight.parts["scale"].float()
+        parts = [unpack_nibbles(codes, weight.shape[-1]) if format.bits == 4 else codes, scale]
+        if format.zeros:  # (code - zero) * scale = (code - 8) * scale + (8 - zero) * scale
+            parts.append((zero - weight.parts["zero"].float()) * scale)
+        parts = [part.contiguous() for part in parts]
+    matrix = _allocate(weight, layout, group // _GROUP)
+    pointers = [part.data_ptr() for part in parts]
+    kernels.headrace_pack_codes(matrix.struct, *pointers, *[None] * (3 - len(pointers)))
+    return matrix
+
+
+def _plain(weight: Stored) -> _Matrix:
+    kernels = library()
+    assert kernels is not None
+    matrix, dense_OI = _allocate(weight, _PLAIN), weight.dense(torch.bfloat16).contiguous()
+    kernels.headrace_pack_plain(matrix.struct, dense_OI.data_ptr())
+    return matrix

@@ -1,0 +1,287 @@
+// Weights of 8 or 4 bits on their way from the ring to wgmma: codes become bf16 fragments in registers, and sums are
+// scaled.
+//
+// Owns no ring and no division of work. Compiled for CODES, the kind of codes, and GROUP, the inputs that share a scale,
+// 0 where a line has one. ZEROS: whether each group has a zero point of its own.
+//
+// The products are those of the dense weight: a code is exact in bf16, and the scale multiplies the float32 sums of its
+// group. A fragment is what ldmatrix reads of lines in shared memory, so the columns of a weight lie in another order
+// within each 16 bytes (products/codes.py says which).
+
+#pragma once
+
+#include "wgmma.cuh"
+
+namespace {
+
+enum Codes { kDense = 0, kE4m3 = 1, kInt8 = 2, kInt4 = 3 };
+constexpr int kCodes = CODES;
+constexpr bool kCoded = kCodes != kDense;
+constexpr int kAcross = kCodes == kDense ? 1 : kCodes == kInt4 ? 4 : 2;  // lines of inputs to a line of weights
+constexpr int kLineUnits = kCoded ? 128 : kLine;  // of a map of weights: bytes, or elements
+constexpr int kGroup = GROUP;
+constexpr int kGroupSteps = kGroup > 0 ? kGroup / 16 : 1;  // products of 16 inputs
+constexpr bool kZeros = ZEROS;
+constexpr int kScaleLines = kCodes == kE4m3 ? 8 : 1;  // lines of weights that share a scale of a group
+constexpr int kScaleBytes = kCodes == kE4m3 ? 4 : 2;
+
+// The scales of a weight, and its zero points: of each line [lines], or of groups [groups, pitch].
+struct Scales {
+  const uint8_t* scales;
+  const uint8_t* zeros;
+  int pitch;  // scales from one group to the next
+  bool half;  // 16-bit scales are float16
+};
+
+#if CODES
+
+// --- fragments
+
+inline __device__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+inline __device__ uint32_t scaled_by(uint32_t pair, uint32_t factors) {
+  uint32_t result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(factors));
+  return result;
+}
+
+inline __device__ uint32_t less(uint32_t pair, uint32_t than) {
+  uint32_t result;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(than));
+  return result;
+}
+
+// The two pairs of four codes of 8 bits: bytes 0 and 2, then 1 and 3.
+inline __device__ void make_pairs(uint32_t& first, uint32_t& second, uint32_t codes) {
+  if constexpr (kCodes == kE4m3) {  // as if the exponent were bf16's, which leaves 2^-120 of the value
+    const uint32_t power = 0x7B807B80;
+    first = scaled_by(((codes << 8) & 0x80008000) | ((codes << 4) & 0x07f007f0), power);
+    second = scaled_by((codes & 0x80008000) | ((codes >> 4) & 0x07f007f0), power);
+  } else {  // 128 plus the low bits, less 128 or 256 by the sign
+    const uint32_t others = codes >> 8, magic = 0x43004300;
+    first = less((codes & 0x007f007f) | magic, (codes & 0x00800080) | magic);
+    second = less((others & 0x007f007f) | magic, (others & 0x00800080) | magic);
+  }
+}
+
+// One pair of the four in eight codes of 4 bits, less its zero point, which is 128 too large, as the pair is.
+template <int kPair>
+inline __device__ uint32_t make_pair(uint32_t codes, uint32_t zero) {
+  return less(((codes >> (4 * kPair)) & 0x000f000f) | 0x43004300, zero);
+}
+
+// What wgmma reads of 64 lines and 64 columns: four steps of 16 columns, four registers each.
+struct Fragments {
+  uint32_t steps[4][4];
+};
+
+// Reads part `part` of the lines that `lines` begins, a thread's own address in them; `zero`: of its two lines.
+inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, int lane, const uint32_t (&zero)[2]) {
+  if constexpr (kCodes == kInt4) {
+    uint32_t codes[4];
+    load_matrices(codes, lines + (((part * 2 + lane / 16) ^ (lane & 7)) << 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // of lines g, g + 8, and the same 32 columns further
+      auto& low = to.steps[i / 2 * 2];
+      auto& high = to.steps[i / 2 * 2 + 1];
+      low[i % 2] = make_pair<0>(codes[i], zero[i % 2]), low[i % 2 + 2] = make_pair<1>(codes[i], zero[i % 2]);
+      high[i % 2] = make_pair<2>(codes[i], zero[i % 2]), high[i % 2 + 2] = make_pair<3>(codes[i], zero[i % 2]);
+    }
+  } else {
+#pragma unroll
+    for (int two = 0; two < 2; ++two) {
+      uint32_t codes[4];
+      load_matrices(codes, lines + (((part * 4 + two * 2 + lane / 16) ^ (lane & 7)) << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        auto& step = to.steps[two * 2 + i / 2];
+        make_pairs(step[i % 2], step[i % 2 + 2], codes[i]);
+      }
+    }
+  }
+}
+
+// --- products
+
+#define MULTIPLY_CODES(n, sums, a, b, adds) \
+  "{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds ", 0;\n" \
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, {" a "}, " b ", adds, 1, 1, 0;\n}"
+
+// sum = a b^T over 16 inner elements, which is added to what it was if `adds`.
+inline __device__ void multiply_codes(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b, int adds) {
+#if ROWS == 16
+  asm volatile(MULTIPLY_CODES("16", S0, "%8, %9, %10, %11", "%12", "%13")
+               : EIGHT(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
+#elif ROWS == 32
+  asm volatile(MULTIPLY_CODES("32", S0 ", " S1, "%16, %17, %18, %19", "%20", "%21")
+               : EIGHT(0), EIGHT(8)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
+#else
+  asm volatile(MULTIPLY_CODES("64", S0 ", " S1 ", " S2 ", " S3, "%32, %33, %34, %35", "%36", "%37")
+               : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
+#endif
+}
+
+// --- scales
+
+inline __device__ void fetch_bytes(void* target, const uint8_t* source, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(target)),
+               "l"(source), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// Fetches numbers of `kEach` bytes of the lines of a tile, gates before ups, in group after group.
+template <class S, int kEach, int kShare>
+inline __device__ void fetch_numbers(uint8_t* target, const uint8_t* source, int pitch, int size_out, int tile,
+                                     int chunk, uint64_t* filled) {
+  constexpr int kCount = S::kBlocks * kBlock / kShare, kHalves = S::kGated ? 2 : 1, kPart = kCount / kHalves;
+#pragma unroll
+  for (int group = 0; group < S::kGroups; ++group) {
+    const uint8_t* from = source + static_cast<int64_t>(chunk * S::kGroups + group) * pitch * kEach;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      fetch_bytes(target + (group * kCount + half * kPart) * kEach,
+                  from + (half * (size_out / kShare) + tile * kPart) * kEach, kPart * kEach, filled);
+    }
+  }
+}
+
+// The numbers of a thread's two lines of a block, 16 w + g and 8 further.
+template <class S, class Number, int kShare>
+inline __device__ void find_numbers(Number (&found)[2], const uint8_t* at, int group, int block, int thread) {
+  constexpr int kCount = S::kBlocks * kBlock / kShare;
+  const Number* numbers = reinterpret_cast<const Number*>(at) + group * kCount;
+  const int warp = thread % kTeam / 32, g = thread % 32 / 4;
+  if constexpr (S::kGated) {
+    const int place = (block * 4 + warp) * 8 + g;
+    found[0] = numbers[place / kShare], found[1] = numbers[(S::kBlocks * kBlock / 2 + place) / kShare];
+  } else {
+    const int place = block * kBlock + 16 * warp + g;
+    found[0] = numbers[place / kShare], found[1] = numbers[(place + 8) / kShare];
+  }
+}
+
+// What zero points leave of the pairs of a thread's two lines of a block, in the group of a part's first column.
+template <class S>
+inline __device__ void find_zero(uint32_t (&found)[2], const uint8_t* at, int part, int block, int thread) {
+  found[0] = found[1] = 0x43084308;  // 8, for codes of 4 bits
+  if constexpr (kZeros) {
+    uint8_t zeros[2];
+    find_numbers<S, uint8_t, 1>(zeros, at, part * 4 / kGroupSteps, block, thread);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) found[i] = 0x43004300 | zeros[i] * 0x00010001u;
+  }
+}
+
+template <class S>
+inline __device__ void find_scales(float (&found)[2], const uint8_t* at, bool half, int group, int block, int thread) {
+  if constexpr (kScaleBytes == 4) {
+    find_numbers<S, float, kScaleLines>(found, at, group, block, thread);
+  } else {
+    uint16_t numbers[2];
+    find_numbers<S, uint16_t, kScaleLines>(numbers, at, group, block, thread);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      found[i] = half ? __half2float(__ushort_as_half(numbers[i])) : __uint_as_float(uint32_t{numbers[i]} << 16);
+    }
+  }
+}
+
+// The scales of a thread's lines of a tile, where a line has one.
+template <class S>
+struct LineScales {
+  float of[S::kTeamBlocks][2];
+
+  __device__ LineScales(const Scales& with, int size_out, int tile, int thread) {
+    const int warp = thread % kTeam / 32, g = thread % 32 / 4, first = tile * S::kBlocks + S::first_block(thread);
+#pragma unroll
+    for (int block = 0; block < S::kTeamBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int line = S::kGated ? (first + block) * 32 + warp * 8 + g
+                                   : (first + block) * kBlock + 16 * warp + g + 8 * i;
+        const bool exists = kGroup == 0 && line < size_out;
+        const int place = S::kGated && i == 1 ? size_out + line : line;
+        of[block][i] = exists ? __ldg(reinterpret_cast<const float*>(with.scales) + place) : 0.f;
+      }
+    }
+  }
+
+  __device__ void multiply(float (&sums)[S::kTeamBlocks][kSums]) const {
+    if constexpr (kGroup == 0) {
+#pragma unroll
+      for (int block = 0; block < S::kTeamBlocks; ++block) {
+#pragma unroll
+        for (int k = 0; k < kSums; ++k) sums[block][k] *= of[block][k / 2 % 2];
+      }
+    }
+  }
+};
+
+// Fetches the scales and zero points of a chunk's groups.
+template <class S>
+inline __device__ void fetch_scales(const Scales& with, uint8_t* slot, int size_out, int tile, int chunk,
+                                    uint64_t* filled) {
+  if constexpr (kGroup > 0) {
+    uint8_t* target = slot + S::kScalesAt;
+    fetch_numbers<S, kScaleBytes, kScaleLines>(target, with.scales, with.pitch, size_out, tile, chunk, filled);
+    if constexpr (kZeros) {
+      fetch_numbers<S, 1, 1>(target + S::kScaleBytesOf, with.zeros, with.pitch, size_out, tile, chunk, filled);
+    }
+  }
+}
+
+#else
+
+template <class S>
+struct LineScales {
+  __device__ LineScales(const Scales&, int, int, int) {}
+  __device__ void multiply(float (&)[S::kTeamBlocks][kSums]) const {}
+};
+
+template <class S>
+inline __device__ void fetch_scales(const Scales&, uint8_t*, int, int, int, uint64_t*) {}
+
+#endif
+
+// --- on the host
+
+// The map of a weight's lines, whose bytes are codes or elements.
+inline CUtensorMap weights_of(const TensorView& weight, int lines) {
+  if constexpr (!kCoded) return lines_of(weight, lines);
+  require(weight.dtype().bits == 8 && lies(weight, 1, 1), "codes that are not bytes");
+  return map_of<2>(weight, {static_cast<uint64_t>(weight.size(1)), static_cast<uint64_t>(weight.size(0))},
+                   {static_cast<uint64_t>(weight.stride(0))}, {kLineUnits, static_cast<uint32_t>(lines)}, true);
+}
+
+// `most_lines`: of all tiles; who reads the last tile reads that far.
+inline Scales scales_of(const TensorView& scales, const TensorView& zeros, int64_t lines, int64_t chunks,
+                        int64_t groups_of_chunk, int64_t most_lines) {
+  Scales found{};
+  if constexpr (!kCoded) return found;
+  found.scales = static_cast<const uint8_t*>(scales.data_ptr());
+  if constexpr (kGroup == 0) {
+    require(scales.numel() == lines && scales.dtype().bits == 32, "scales of another number of lines");
+    return found;
+  }
+  require(scales.ndim() == 2 && scales.size(0) >= chunks * groups_of_chunk, "scales of too few groups");
+  require(scales.size(1) * kScaleLines >= most_lines, "scales of too few lines");
+  require(scales.dtype().bits == kScaleBytes * 8 && scales.size(1) * kScaleBytes % 16 == 0, "scales of another dtype");
+  found.pitch = static_cast<int>(scales.size(1));
+  found.half = scales.dtype().code == kDLFloat && scales.dtype().bits == 16;
+  if constexpr (kZeros) {
+    require(zeros.ndim() == 2 && zeros.size(0) == scales.size(0) && zeros.size(1) == scales.size(1), "other zero points");
+    found.zeros = static_cast<const uint8_t*>(zeros.data_ptr());
+  }
+  return found;
+}
+
+}  // namespace

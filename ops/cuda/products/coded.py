@@ -1,0 +1,83 @@
+"""`coded`: the declarations of the kernels that multiply by weights in codes; never decides what is stored in codes.
+
+Up to 64 rows codes go through the ring of csrc/few_rows.cuh and become bf16 in registers. More rows multiply by a dense
+copy, made in slices. Imports no compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from headrace.ops.cuda.products.codes import E4M3, Kind
+from headrace.ops.cuda.products.kernels import EvenHeadProducts, EvenProducts, KernelOfProducts
+from headrace.ops.cuda.tuning.table import ANY
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.products.fusion import Fusion
+    from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
+
+__all__ = ["ScaledProducts", "UnpackedProducts", "coded"]
+
+
+class UnpackedProducts(KernelOfProducts):
+    """Products of any number of rows with a dense copy of the weight, made slice by slice (unpacked.py)."""
+
+    fuses = frozenset(("plain", "logits"))
+    overlaps = False
+
+    def __init__(self, kind: Kind) -> None:
+        """Multiply by codes of `kind`."""
+        self.kind = kind
+        self.name = f"unpacked, {kind.name}"
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return any number of rows: what no other kernel takes is left to this one."""
+        return ANY
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return torch's product behind a Triton kernel."""
+        from headrace.ops.cuda.products.running import UnpackedRun
+
+        return UnpackedRun(room, self)
+
+
+class ScaledProducts(KernelOfProducts):
+    """Products of 8-bit floats by 8-bit floats for many rows; activations are quantised row by row (scaled.py)."""
+
+    fuses = frozenset(("plain",))
+    overlaps = False
+
+    def __init__(self, kind: Kind) -> None:
+        """Multiply by codes of `kind`."""
+        self.kind = kind
+        self.name = f"scaled, {kind.name}"
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: products of 8-bit floats."""
+        return arch.lacks("wgmma")
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        if self.kind != Kind(E4M3):
+            return "multiplies by 8-bit floats with a scale for each output"
+        sizes = (weight.size_out, weight.size_in)
+        return f"takes multiples of 16 outputs and inputs, not {sizes}" if any(size % 16 for size in sizes) else None
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is not all the work."""
+        return range(arch.tuning.coded_rows.stop, ANY.stop)
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return torch's product behind a Triton kernel."""
+        from headrace.ops.cuda.products.running import ScaledRun
+
+        return ScaledRun(room, self)
+
+
+@functools.cache
+def coded(kind: Kind) -> tuple[ProductKernel, ...]:
+    """Return the kernels for one kind of codes, the preferred ones first."""
+    return (EvenHeadProducts(kind), EvenProducts(kind), ScaledProducts(kind), UnpackedProducts(kind))
