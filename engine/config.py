@@ -71,6 +71,7 @@ class EngineConfig(Checked, frozen=True):
     device: Annotated[str, AfterValidator(_known_device)] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     load_format: Literal["auto", "random"] = "auto"
+    quantize: Literal["fp8", "int8", "int4"] | None = None
     allow_download: bool = False
     generation_defaults: Literal["model", "none"] = "model"
     kv_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None

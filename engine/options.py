@@ -55,6 +55,10 @@ class EngineOptions(VllmNames, total=False):
     load_format: Literal["auto", "random"]
     """`random` needs only a config.json (a folder, or the file itself) and invents weights: for benchmarks.
     Default: "auto"."""
+    quantize: Literal["fp8", "int8", "int4"] | None
+    """Quantise the matrices of the layers while they are loaded, one after the other: `fp8` and `int8` with a scale for
+    each output, `int4` in groups of 128. Embeddings, norms and the output head stay as they are; a checkpoint that is
+    quantised already is refused. Default: None."""
     allow_download: bool
     """Fetch a hub id that is not on this machine from the hub. Default: False."""
     generation_defaults: Literal["model", "none"]

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import gguf
-import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
@@ -28,26 +27,14 @@ from headrace.adapters.untrusted import open_file
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.families.registry import from_gguf
 from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from headrace.ops.formats import Stored
 
 __all__ = ["GgufFile", "GgufTensor"]
 
-_KINDS = (
-    Kind.F32,
-    Kind.F16,
-    Kind.BF16,
-    Kind.Q8_0,
-    Kind.Q4_0,
-    Kind.Q4_1,
-    Kind.Q5_0,
-    Kind.Q5_1,
-    Kind.Q4_K,
-    Kind.Q5_K,
-    Kind.Q6_K,
-)
-_GROUPED = (Kind.Q4_0, Kind.Q4_1)
+_KINDS = (Kind.F32, Kind.F16, Kind.BF16, *BLOCK_KINDS)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
@@ -213,7 +200,7 @@ def _parse(data: mmap.mmap, name: str) -> tuple[dict[str, object], dict[str, Ggu
     header = _Header(data, name)
     magic = header.scalar("I", "the magic number")
     if magic != gguf.GGUF_MAGIC:
-        header.refuse("the magic number", magic.to_bytes(4, "little"), "b'GGUF'")
+        header.refuse("the magic number", magic.to_bytes(4, "little"), "b'GGUF', with which every GGUF file begins")
     version = header.scalar("I", "the version")
     if version not in (2, 3):
         header.refuse("the version", version, "2 or 3, little-endian")
@@ -293,9 +280,10 @@ class GgufFile:
         """Return how many bytes of the file the tensor takes."""
         return self.tensors[name].nbytes
 
-    def has_groups(self, name: str) -> bool:
-        """Return whether `groups` can hand the tensor out."""
-        return self.tensors[name].kind in _GROUPED and len(self.tensors[name].shape) == 2
+    def block_format(self, name: str) -> GgufBlocks | None:
+        """Return the format of a matrix that lies in the file in blocks; None for other tensors."""
+        tensor = self.tensors[name]
+        return GgufBlocks(tensor.kind) if tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2 else None
 
     def blocks(self, name: str, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a tensor's rows in order, dequantised, as (first row, float32 [rows, inner] or [elements]).
@@ -312,21 +300,16 @@ class GgufFile:
             values = _dequantised(raw, tensor.kind)
             yield first, values.reshape(-1) if len(tensor.shape) == 1 else values
 
-    def groups(
-        self, name: str, elements: int = _BLOCK_ELEMENTS
-    ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """Yield the rows of a Q4_0 or Q4_1 matrix in order as (first row, (quants, scales, minima)).
-
-        The three are uint8 [rows, in] from 0 to 15, float32 [rows, in / 32] and float32 [rows, in / 32], and
-        `quant * scale + minimum` is the weight.
+    def stored_blocks(self, name: str, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Stored]]:
+        """Yield the rows of a matrix of blocks in order, as the file has them, each with its first row.
 
         Raises:
             ModelRejected: The file has shrunk since it was opened.
         """
         tensor = self.tensors[name]
+        format = GgufBlocks(tensor.kind)
         for first, raw in self._raw_blocks(name, tensor, elements):
-            quants, scale, minimum = _nibbles(raw, tensor.kind)
-            yield first, (quants.flatten(1), scale, minimum)
+            yield first, format.from_file(raw, (len(raw), tensor.shape[-1]))
 
     def _raw_blocks(self, name: str, tensor: GgufTensor, elements: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, uint8 [rows, bytes of a row])."""
@@ -346,37 +329,14 @@ class GgufFile:
             yield first, torch.frombuffer(data, dtype=torch.uint8).view(-1, row_bytes)
 
 
-_LOW_HALVES = 0x0F0F0F0F0F0F0F0F
-
-
-def _nibbles(raw: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split rows of Q4_0 or Q4_1 blocks into quants [rows, groups, 32], scales and minima [rows, groups]."""
-    head = 2 if kind == Kind.Q4_0 else 4
-    blocks = raw.view(raw.shape[0], -1, head + 16)
-    eights = blocks[..., head:].contiguous().view(torch.int64)  # eight bytes at a time
-    values = torch.stack((eights & _LOW_HALVES, (eights >> 4) & _LOW_HALVES), dim=2).view(torch.uint8).flatten(2)
-    constants = blocks[..., :head].contiguous().view(torch.float16).float()
-    scale = constants[..., 0]
-    # Q4_0 stores a signed quant plus 8; the products are exact in float32, so this equals (quant - 8) * scale.
-    minimum = constants[..., 1] if kind == Kind.Q4_1 else scale * -8
-    return values, scale, minimum
-
-
 def _dequantised(raw: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return float32 [rows, inner] from rows of blocks; the common kinds bypass the package's slower general path."""
+    """Return float32 [rows, inner] from rows of the file's bytes."""
     if kind == Kind.F32:
         return raw.view(torch.float32)
     if kind == Kind.F16:
         return raw.view(torch.float16).float()
     if kind == Kind.BF16:
         return raw.view(torch.bfloat16).float()
-    if kind in _GROUPED:
-        quants, scale, minimum = _nibbles(raw, kind)
-        return quants.float().mul_(scale.unsqueeze(-1)).add_(minimum.unsqueeze(-1)).flatten(1)
-    if kind == Kind.Q8_0:
-        blocks = raw.view(raw.shape[0], -1, 34)
-        scale = blocks[..., :2].contiguous().view(torch.float16).float()
-        return blocks[..., 2:].contiguous().view(torch.int8).float().mul_(scale).flatten(1)
-    packed: NDArray[np.uint8] = raw.numpy()
-    with np.errstate(all="ignore"):  # hostile scales may overflow; the loader refuses the infinities by name
-        return torch.from_numpy(gguf.quants.dequantize(packed, kind))
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    shape = (len(raw), raw.shape[1] // size * block)
+    return GgufBlocks(kind).from_file(raw, shape).dense(torch.float32)

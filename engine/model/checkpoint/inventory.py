@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from headrace.engine.model.checkpoint.plan import all_parts
-from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Found, Reader, find, refuse_tensor
-from headrace.engine.model.roles import Names, Part
+from headrace.engine.model.checkpoint.found import Checkpoint, Found, Reader, refuse_tensor
+from headrace.engine.model.checkpoint.plan import all_parameters, all_parts
+from headrace.engine.model.checkpoint.readers import READERS, find
+from headrace.engine.model.roles import Fused, Names, Part
 from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.formats import Dense
+from headrace.ops.formats import Dense, Format
 
 __all__ = ["Inventory"]
 
@@ -27,14 +28,14 @@ class Inventory:
         """Find all tensors of `spec`, each by the first of `readers` that knows it.
 
         Raises:
-            ModelRejected: A tensor is missing, left over, or of another shape.
+            ModelRejected: A tensor is missing, left over, of another shape, or quantised in a damaged way.
         """
         self.files = files
         is_bare = not any(name.startswith(_PREFIX) for name in files.shapes)
         self.names: Names = spec.names.without(_PREFIX) if is_bare else spec.names
         """Names of the tensors; a folder may have been saved without the class that holds the head."""
         self.scales = [self._scale_names(layer) for layer in range(spec.num_layers)]
-        """Names of each layer's scales of an 8-bit cache, which it may have."""
+        """By layer, names of the scales of an 8-bit cache that it may have, each with `k` (keys) or `v` (values)."""
         self.tied_leftover: Found | None = None
         """A stored head that should be the embedding, since the spec ties them; None if there is none."""
         wanted = {self.names.of(part): shape for part, shape in all_parts(spec)}
@@ -48,6 +49,11 @@ class Inventory:
         self._check_leftovers()
         for name, shape in wanted.items():
             self._check_shape(name, shape)
+        for fused in all_parameters(spec):
+            self._check_kinds(fused)
+        for found in self._found.values():
+            if found.check is not None:
+                found.check()
 
     def of(self, part: Part) -> Found:
         """Return how the checkpoint holds a tensor of the model."""
@@ -58,6 +64,11 @@ class Inventory:
         found = self.of(part)
         plain = sum(spec.nbytes for spec in found.format.parts(found.shape).values())
         return isinstance(found.format, Dense) and found.nbytes(self.files) == plain
+
+    @property
+    def formats(self) -> set[Format]:
+        """The formats in which the checkpoint holds the model's tensors."""
+        return {found.format for found in self._found.values()}
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +83,7 @@ class Inventory:
         known = {tensor for found in self._found.values() for tensor in found.tensors}
         known.update(name for names in self.scales for name in names)
         if self.tied_leftover is not None:
-            known.add(_TIED_LEFTOVER)
+            known.update(self.tied_leftover.tensors)
         left = [name for name in self.files.shapes if name not in known and not self.names.harmless.fullmatch(name)]
         if left:
             self.refuse(left[0], "left over", f"the tensors of the model ({len(left)} left over)")
@@ -86,6 +97,14 @@ class Inventory:
         except ValueError as error:
             self.refuse(name, f"stored as {found.format.name}", error)
 
-    def _scale_names(self, layer: int) -> list[str]:
+    def _check_kinds(self, fused: Fused) -> None:
+        """Refuse tensors of one product that a tool has stored in different ways, which it never does on purpose."""
+        kinds = {self.names.of(part): self.of(part).kind for part in fused.parts}
+        first = next(iter(kinds))
+        for name, kind in kinds.items():
+            if kind != kinds[first]:
+                self.refuse(name, kind or "in plain numbers", f"as {first}, which is {kinds[first] or 'plain'}")
+
+    def _scale_names(self, layer: int) -> dict[str, str]:
         prefix = self.names.layer_prefix.format(layer)
-        return [prefix + name.format(kind) for kind in "kv" for name in self.names.kv_scales]
+        return {prefix + name.format(kind): kind for kind in "kv" for name in self.names.kv_scales}

@@ -14,22 +14,36 @@ from typing import NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from headrace.engine.errors import InvalidParams
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.readers import Found
 from headrace.engine.model.roles import Fused, Part
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense, Format, Stored, joins
 from headrace.ops.paged import KvScales
+from headrace.ops.quantise import Method, quantise
 
-__all__ = ["Empty", "FileMaker", "Progress"]
+__all__ = ["Empty", "FileMaker", "Layout", "Progress", "kept"]
 
 Empty: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Function that makes an uninitialised tensor on the device, from its shape and dtype."""
+Layout: TypeAlias = Callable[[Stored], Stored]
+"""Function that returns a weight, as a checkpoint stores it, in the form in which a device keeps it."""
 Progress: TypeAlias = Callable[[int, int], None]
 """Function that is called with the bytes done and the bytes in all."""
 
 _CPU_BLOCK_ELEMENTS = 1 << 18  # in float32 a quarter of what a core caches
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
+
+
+def kept(weight: Stored, empty: Empty, layout: Layout | None, quantize: Method | None) -> Stored:
+    """Return a weight, quantised and in the device's layout if these are given, in memory from `empty`."""
+    packed = weight if quantize is None else quantise(weight, quantize)
+    packed = packed if layout is None else layout(packed)
+    found = Stored.allocate(packed.format, packed.shape, empty)
+    for name, part in found.parts.items():
+        part.copy_(packed.parts[name])
+    return found
 
 
 class _Staging:
@@ -51,8 +65,8 @@ class _Staging:
             self._buffers[self._turn] = torch.empty(count, dtype=torch.uint8, pin_memory=True)
         return self._buffers[self._turn][:count]
 
-    def send(self, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy a block to the device, where it becomes `dtype`.
+    def send(self, block: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Copy a block to the device, where it becomes `dtype` unless that is None.
 
         If it lies in this memory, the copy is only started, and the memory is reused once it is done.
         """
@@ -61,7 +75,7 @@ class _Staging:
             return block.to(self._device, dtype)
         rows = block.to(self._device, non_blocking=True)
         self._sent[self._turn].record()
-        return rows.to(dtype)
+        return rows if dtype is None else rows.to(dtype)
 
 
 class FileMaker:
@@ -76,13 +90,17 @@ class FileMaker:
         device: torch.device,
         keep_packed: bool,
         progress: Progress | None,
+        layout: Layout | None = None,
+        quantize: Method | None = None,
     ) -> None:
         self.inventory = inventory
         self.empty = empty
         self.names = inventory.names
         self.dtype = dtype
         self.device = device
-        self.keep_packed = keep_packed
+        self.keep_packed = keep_packed or layout is not None or quantize is not None
+        self.layout = layout
+        self.quantize = quantize
         self.progress = progress
         self.staging = _Staging(device)
         self.extremes: list[tuple[str, Tensor]] = []
@@ -107,13 +125,31 @@ class FileMaker:
         Tensors of one format become one weight in it if they join. Otherwise each keeps its own, in a `Stacked` weight.
         """
         formats = [self._format(part) for part in fused.parts]
+        is_dense = all(isinstance(each, Dense) for each in formats)
+        if self.quantize is not None and not is_dense:
+            self._refuse_to_quantise(fused, formats)
+        if self.quantize is None and (is_dense or self.layout is None):
+            return self._stored(fused, formats, self.empty)
+        return kept(self._stored(fused, formats, self._temporary), self.empty, self.layout, self.quantize)
+
+    def head(self, fused: Fused) -> Stored:
+        """Return the output head, or a table of embeddings: dense where layers get other formats than the file's."""
+        if self.layout is None and self.quantize is None:
+            return self.weight(fused)
+        return Stored.from_dense(self.dense(fused))
+
+    def _temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _stored(self, fused: Fused, formats: Sequence[Format], empty: Empty) -> Stored:
+        """Return a matrix whose tensors have `formats`, in memory from `empty`."""
         outputs = [part.rows for part in fused.parts]
         if all(each == formats[0] for each in formats) and joins(formats[0], fused.shape, outputs):
-            whole = Stored.allocate(formats[0], fused.shape, self.empty)
+            whole = Stored.allocate(formats[0], fused.shape, empty)
             pieces = whole.split(outputs)
         else:
             shapes = [(rows, *fused.shape[1:]) for rows in outputs]
-            pieces = [Stored.allocate(*each, self.empty) for each in zip(formats, shapes, strict=True)]
+            pieces = [Stored.allocate(*each, empty) for each in zip(formats, shapes, strict=True)]
             whole = Stored.stack(pieces)
         for piece, part in zip(pieces, fused.parts, strict=True):
             self._fill(piece, part)
@@ -124,8 +160,12 @@ class FileMaker:
         head, name = self.inventory.tied_leftover, self.inventory.names.of(embedding)
         if head is None:
             return
-        pairs = zip(*(self._host_blocks(each) for each in (head, self.inventory.of(embedding))), strict=True)
-        if not all(torch.equal(*pair) for pair in pairs):
+        found = self.inventory.of(embedding)
+        is_equal = head.kind == found.kind  # pieces of two kinds are cut at different places
+        if is_equal:
+            pairs = zip(*(self._host_blocks(each) for each in (head, found)), strict=True)
+            is_equal = all(torch.equal(*pair) for pair in pairs)
+        if not is_equal:
             self._refuse(head.tensors[0], "tensor", f"equal to {name}, since tie_word_embeddings is true")
 
     def kv_scales(self) -> dict[int, KvScales]:
@@ -135,9 +175,9 @@ class FileMaker:
         """
         scales = {}
         for layer, names in enumerate(self.inventory.scales):
-            held = {name.rsplit(".", 1)[1]: name for name in names if name in self.inventory.files.shapes}
+            held = {kind: self._scale(name) for name, kind in names.items() if name in self.inventory.files.shapes}
             if held:
-                scales[layer] = KvScales(**{kind[0]: self._scale(name) for kind, name in held.items()})
+                scales[layer] = KvScales(**held)
         return scales
 
     def _scale(self, name: str) -> float:
@@ -172,7 +212,7 @@ class FileMaker:
             elif isinstance(piece.format, Dense):
                 parts = {name: self.staging.send(each, self.dtype) for name, each in parts.items()}
             else:
-                parts = {"values": piece.dense(self.dtype).to(self.device)}
+                parts = {"values": piece.to(self.device).dense(self.dtype)}
             if not is_kept:
                 self._note_extremes(name, parts["values"])
             _place(target, parts, first, order)
@@ -183,7 +223,7 @@ class FileMaker:
         self._advance(found)
 
     def _host_blocks(self, found: Found) -> Iterator[Tensor]:
-        for _, piece in found.pieces(self.block_elements, _host_memory):
+        for _, piece in found.pieces(self.block_elements, _Staging(torch.device("cpu"))):
             yield piece.dense(self.dtype)
 
     def _row_order(self, part: Part) -> Tensor | None:
@@ -195,7 +235,10 @@ class FileMaker:
 
     def _note_extremes(self, name: str, rows: Tensor) -> None:
         """Refuse a block that holds NaN or infinity: at once on a CPU, later and for all blocks together on a GPU."""
-        extremes = torch.aminmax(rows if rows.dtype.itemsize > 1 else rows.bfloat16())
+        if rows.dtype == torch.float8_e4m3fn:  # whose only values that are not finite are two codes for NaN
+            has_nan = (rows.view(torch.uint8) & 0x7F).max() == 0x7F
+            rows = torch.where(has_nan, torch.nan, 0.0)
+        extremes = torch.aminmax(rows)
         if self.device.type != "cpu":
             self.extremes.append((name, torch.stack(extremes).float()))
         elif not all(math.isfinite(float(extreme)) for extreme in extremes):
@@ -219,12 +262,21 @@ class FileMaker:
     def _refuse_not_finite(self, name: str) -> NoReturn:
         self._refuse(name, "not finite", f"finite values in {str(self.dtype).removeprefix('torch.')}")
 
+    def _refuse_to_quantise(self, fused: Fused, formats: Sequence[Format]) -> NoReturn:
+        name, format = next(
+            (self.inventory.names.of(part), format.name)
+            for part, format in zip(fused.parts, formats, strict=True)
+            if not isinstance(format, Dense)
+        )
+        raise InvalidParams(
+            f"quantize: {name[:200]} is stored as {format} already; leave quantize out, or give a checkpoint that is "
+            "not quantised",
+            field="quantize",
+            value=self.quantize,
+        )
+
     def _refuse(self, tensor: str, value: object, limit: object) -> NoReturn:
         self.inventory.refuse(tensor, value, limit)
-
-
-def _host_memory(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8)
 
 
 def _place(target: Stored, parts: Mapping[str, Tensor], first: int, order: Tensor | None) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headrace.engine.model.roles import Fused, Part, matrix, norm
 from headrace.engine.model.spec import DecoderSpec
 
-__all__ = ["LayerPlan", "all_parts", "layer_plan", "top_plan"]
+__all__ = ["LayerPlan", "all_parameters", "all_parts", "layer_plan", "top_plan"]
 
 
 class LayerPlan(NamedTuple):
@@ -39,15 +39,20 @@ def top_plan(spec: DecoderSpec) -> dict[str, Fused]:
     return plan
 
 
-def all_parts(spec: DecoderSpec) -> Iterator[tuple[Part, tuple[int, ...]]]:
-    """Yield every tensor that a checkpoint of this spec holds, with its shape."""
+def all_parameters(spec: DecoderSpec) -> Iterator[Fused]:
+    """Yield every parameter of a decoder."""
     plans: list[Mapping[str, Fused]] = [top_plan(spec)]
     for layer in range(spec.num_layers):
         plans += layer_plan(spec, layer)
     for plan in plans:
-        for fused in plan.values():
-            for part in fused.parts:
-                yield part, (part.rows, *fused.shape[1:])
+        yield from plan.values()
+
+
+def all_parts(spec: DecoderSpec) -> Iterator[tuple[Part, tuple[int, ...]]]:
+    """Yield every tensor that a checkpoint of this spec holds, with its shape."""
+    for fused in all_parameters(spec):
+        for part in fused.parts:
+            yield part, (part.rows, *fused.shape[1:])
 
 
 def _of_layer(plan: Mapping[str, Fused], layer: int) -> dict[str, Fused]:

@@ -7,25 +7,23 @@ not know comes as one reader in front of `READERS`, with nothing else changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NoReturn, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
-from headrace.engine.errors import ModelRejected
+from headrace.engine.model.checkpoint.found import Allocate, Checkpoint, Found, Pieces, Reader, refuse_tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.quantised.reader import QuantisedTensors
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
-from headrace.ops.formats import Dense, Format, Int4Groups, Stored
+from headrace.ops.formats import Dense, Format, Stored
 
 __all__ = [
     "READERS",
     "Allocate",
     "Checkpoint",
     "Found",
-    "GgufGroups",
+    "GgufBlockMatrices",
     "Pieces",
     "PlainTensors",
     "Reader",
@@ -34,65 +32,26 @@ __all__ = [
     "refuse_tensor",
 ]
 
-Checkpoint: TypeAlias = SafetensorsFolder | GgufFile
-"""The open files of a model. `shapes` has all tensors by name."""
-Allocate: TypeAlias = Callable[[int], Tensor]
-"""Function that returns uint8 host memory of a given number of bytes, valid until the next piece is asked for."""
-Pieces: TypeAlias = Iterator[tuple[int, Stored]]
-"""A weight in pieces in host memory, in order, each with its first output."""
 
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A weight as a checkpoint holds it; nothing of it is read yet."""
-
-    format: Format
-    shape: tuple[int, ...]
-    tensors: tuple[str, ...]
-    """Names of the checkpoint's tensors from which the weight is read."""
-    pieces: Callable[[int, Allocate], Pieces]
-    """Function that reads the weight, given about how many elements a piece has and where one part of it may lie."""
-
-    def nbytes(self, files: Checkpoint) -> int:
-        """Return the bytes of the files that hold the weight."""
-        return sum(map(files.nbytes, self.tensors))
-
-
-class Reader(Protocol):
-    """Protocol of what knows one way in which checkpoints store weights."""
+class GgufBlockMatrices:
+    """Reads the matrices of GGUF files that lie there in blocks."""
 
     def find(self, files: Checkpoint, name: str) -> Found | None:
-        """Return how `files` hold the weight of a name such as `model.layers.0.mlp.up_proj.weight`.
-
-        None if they do not hold it in this reader's way. Shapes in `files` are those of a possibly hostile header.
-
-        Raises:
-            ModelRejected: They hold it in this way, but it is damaged.
-        """
-        ...
-
-
-class GgufGroups:
-    """Reads Q4_0 and Q4_1 matrices of GGUF files as groups of 4-bit values."""
-
-    _FORMAT = Int4Groups(32)
-
-    def find(self, files: Checkpoint, name: str) -> Found | None:
-        """Return the matrix of a GGUF file if it has groups."""
-        if not isinstance(files, GgufFile) or name not in files.tensors or not files.has_groups(name):
+        """Return the matrix of a GGUF file if it lies there in blocks."""
+        if not isinstance(files, GgufFile) or name not in files.tensors:
             return None
-        shape = files.shapes[name]
+        format = files.block_format(name)
+        if format is None:
+            return None
 
         def pieces(elements: int, _allocate: Allocate) -> Pieces:
-            for first, (values_OI, scale_OG, minimum_OG) in files.groups(name, elements):
-                parts = {"values": values_OI, "scale": scale_OG, "minimum": minimum_OG}
-                yield first, Stored(self._FORMAT, (len(values_OI), shape[-1]), parts)
+            return files.stored_blocks(name, elements)
 
-        return Found(self._FORMAT, shape, (name,), pieces)
+        return Found(format, files.shapes[name], (name,), pieces)
 
 
 class PlainTensors:
-    """Reads a weight from the tensor of its own name: numbers as they are, or as a GGUF file's blocks unpack."""
+    """Reads a weight from the tensor of its own name: numbers as they are; vectors of a GGUF file's blocks unpack."""
 
     def find(self, files: Checkpoint, name: str) -> Found | None:
         """Return the tensor if there is one of this name.
@@ -113,7 +72,7 @@ class PlainTensors:
         return Found(Dense(torch.float32), shape, (name,), pieces)
 
 
-READERS: tuple[Reader, ...] = (GgufGroups(), PlainTensors())
+READERS: tuple[Reader, ...] = (GgufBlockMatrices(), QuantisedTensors(), PlainTensors())
 """The readers of a loader that is given no others."""
 
 
@@ -176,9 +135,3 @@ def _pieces(
     for first, blocks in zip(range(0, shape[0], outputs), zip(*rows.values(), strict=True), strict=True):
         parts = {part: block for part, (_, block) in zip(rows, blocks, strict=True)}
         yield first, Stored(format, (min(outputs, shape[0] - first), *shape[1:]), parts | whole)
-
-
-def refuse_tensor(files: Checkpoint, tensor: str, value: object, limit: object) -> NoReturn:
-    """Raise `ModelRejected` that says: the tensor is `value`, but `limit` is wanted."""
-    message = f"{files.name}: the tensor {tensor[:200]} is {value}; wanted: {limit}"
-    raise ModelRejected(message, field=tensor, value=value, limit=limit)

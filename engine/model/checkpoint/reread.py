@@ -14,6 +14,7 @@ from headrace.adapters.untrusted import read_bytes
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import Source
+from headrace.engine.model.families.registry import QUANTISATION_FILE
 from headrace.engine.tokens.folder import TOKENIZER_FILES
 
 __all__ = ["rereading"]
@@ -51,9 +52,10 @@ def _digests(path: Path) -> Mapping[str, bytes]:
     if path.suffix == ".gguf":
         with GgufFile(path) as file:
             return _described(file)
+    limits = {**TOKENIZER_FILES, QUANTISATION_FILE: TOKENIZER_FILES["config.json"]}
     return {
         name: blake2b(read_bytes(path / name, limit)).digest()
-        for name, limit in TOKENIZER_FILES.items()
+        for name, limit in limits.items()
         if (path / name).exists()
     }
 

@@ -34,6 +34,7 @@ _DTYPES = _WEIGHT_DTYPES | {
     "I8": torch.int8,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
     "I32": torch.int32,
@@ -149,18 +150,28 @@ class SafetensorsFolder:
             ModelRejected: The file has shrunk since it was opened.
         """
         entry = self._entries[tensor]
-        file, name = self._where[tensor]
         if not entry.nbytes:
             return
-        dtype = _DTYPES[entry.dtype]
         rows, *inner = entry.shape or (1,)
-        row_bytes = entry.nbytes // rows
         step = max(elements // math.prod(inner), 1)
         for first in range(0, rows, step):
-            count = min(step, rows - first)
-            raw = allocate(count * row_bytes)
-            _read_into(raw, file, entry.offset + first * row_bytes, name)
-            yield first, raw.view(dtype).view(count, *inner)
+            yield first, self.rows(tensor, first, min(first + step, rows), allocate)
+
+    def rows(
+        self, tensor: str, first: int, stop: int, allocate: Callable[[int], torch.Tensor] = _allocate
+    ) -> torch.Tensor:
+        """Return the rows from `first` up to `stop` as [rows, inner] in the file's own dtype; a number has one row.
+
+        Raises:
+            ModelRejected: The file has shrunk since it was opened.
+        """
+        entry = self._entries[tensor]
+        file, name = self._where[tensor]
+        rows, *inner = entry.shape or (1,)
+        row_bytes = entry.nbytes // max(rows, 1)
+        raw = allocate((stop - first) * row_bytes)
+        _read_into(raw, file, entry.offset + first * row_bytes, name)
+        return raw.view(_DTYPES[entry.dtype]).view(stop - first, *inner)
 
     def _add(self, name: str) -> None:
         try:

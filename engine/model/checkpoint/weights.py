@@ -19,14 +19,15 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.inventory import Inventory
-from headrace.engine.model.checkpoint.parameters import Empty, FileMaker, Progress
+from headrace.engine.model.checkpoint.parameters import Empty, FileMaker, Layout, Progress, kept
 from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
 from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Reader
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.formats import Stored
+from headrace.ops.formats import Format, Stored
 from headrace.ops.paged import KvScales
+from headrace.ops.quantise import Method
 
 __all__ = [
     "DecoderWeights",
@@ -37,6 +38,7 @@ __all__ = [
     "load_weights",
     "open_files",
     "open_weights",
+    "stored_formats",
 ]
 
 Source: TypeAlias = str | os.PathLike[str] | GgufFile | Literal["random"]
@@ -74,13 +76,19 @@ class Layers(Protocol):
 class DecoderWeights:
     """All parameters of a decoder."""
 
-    embedding_VE: Tensor
+    embedding: Stored
+    """Embeddings of the tokens, [V, E]."""
     layers: Layers
     final_norm_E: Tensor
     head: Stored
-    """Output head [V, E]; its values are the very tensor `embedding_VE` where the spec ties them."""
+    """Output head [V, E]; the very object `embedding` where the spec ties them."""
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """Scales of an 8-bit cache, for the layers for which the checkpoint has them."""
+
+    @property
+    def embedding_VE(self) -> Tensor:
+        """The embeddings as a tensor, which they are unless they are kept packed."""
+        return self.embedding.parts["values"]
 
 
 class _Maker(Protocol):
@@ -89,6 +97,8 @@ class _Maker(Protocol):
     def dense(self, fused: Fused) -> Tensor: ...
 
     def weight(self, fused: Fused) -> Stored: ...
+
+    def head(self, fused: Fused) -> Stored: ...
 
 
 class _UnreadLayers:
@@ -104,15 +114,19 @@ class _UnreadLayers:
         return self._spec.num_layers
 
 
-def _assemble(spec: DecoderSpec, maker: _Maker, layers: Layers | None = None) -> DecoderWeights:
+def _assemble(
+    spec: DecoderSpec, maker: _Maker, layers: Layers | None = None, *, keep_embedding: bool = False
+) -> DecoderWeights:
     """Make all parameters, except those of `layers` where they are given."""
     top = top_plan(spec)
-    embedding_VE = maker.dense(top["embedding_VE"])
+    embedding = (
+        maker.head(top["embedding_VE"]) if keep_embedding else Stored.from_dense(maker.dense(top["embedding_VE"]))
+    )
     if layers is None:
         layers = tuple(_layer(spec, maker, layer) for layer in range(spec.num_layers))
     final_norm_E = maker.dense(top["final_norm_E"])
-    head = maker.weight(top["head"]) if "head" in top else Stored.from_dense(embedding_VE)
-    return DecoderWeights(embedding_VE, layers, final_norm_E, head)
+    head = maker.head(top["head"]) if "head" in top else embedding
+    return DecoderWeights(embedding, layers, final_norm_E, head)
 
 
 def _layer(spec: DecoderSpec, maker: _Maker, layer: int) -> LayerWeights:
@@ -129,16 +143,33 @@ def _sublayer(plan: Mapping[str, Fused], maker: _Maker) -> SublayerWeights:
 class _Random:
     """Makes random parameters that depend on the seed alone."""
 
-    def __init__(self, empty: Empty, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        empty: Empty,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        layout: Layout | None,
+        quantize: Method | None,
+    ) -> None:
         self.empty = empty
+        self.layout, self.quantize = layout, quantize
         self.dtype = dtype
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
     def dense(self, fused: Fused) -> Tensor:
-        out = self.empty(fused.shape, self.dtype)
+        return self._filled(fused, self.empty(fused.shape, self.dtype))
+
+    def _filled(self, fused: Fused, out: Tensor) -> Tensor:
         return out.fill_(1.0) if fused.is_norm else out.normal_(0.0, _INIT_STD, generator=self.generator)
 
     def weight(self, fused: Fused) -> Stored:
+        if self.quantize is None:
+            return self.head(fused)
+        temporary = torch.empty(fused.shape, dtype=self.dtype, device=self.generator.device)
+        return kept(Stored.from_dense(self._filled(fused, temporary)), self.empty, self.layout, self.quantize)
+
+    def head(self, fused: Fused) -> Stored:
         return Stored.from_dense(self.dense(fused))
 
 
@@ -149,23 +180,26 @@ def open_weights(
     *,
     dtype: torch.dtype,
     keep_packed: bool = False,
+    keep_embedding: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
     readers: Sequence[Reader] = READERS,
+    quantize: Method | None = None,
 ) -> Iterator[DecoderWeights]:
     """Yield a model's parameters on the CPU until the block ends; each layer is read when it is asked for.
 
     Several threads may ask for layers. Arguments and errors are those of `load_weights`; asking for a layer raises
-    them, too. Random layers are made at once.
+    them, too. Random layers are made at once. With `keep_embedding` the embeddings, too, stay as they are stored.
     """
     device = torch.device("cpu")
     with ExitStack() as files:
         if source == "random":
-            yield load_weights(source, spec, dtype=dtype, device=device, seed=seed)
+            yield load_weights(source, spec, dtype=dtype, device=device, seed=seed, quantize=quantize)
             return
         inventory = Inventory(open_files(source, files), spec, readers)
-        maker = FileMaker(inventory, spec, partial(_empty, device), dtype, device, keep_packed, progress)
-        yield _load(maker, spec, _UnreadLayers(spec, maker))
+        empty = partial(_empty, device)
+        maker = FileMaker(inventory, spec, empty, dtype, device, keep_packed, progress, quantize=quantize)
+        yield _load(maker, spec, _UnreadLayers(spec, maker), keep_embedding=keep_embedding)
 
 
 def load_weights(
@@ -179,6 +213,8 @@ def load_weights(
     progress: Progress | None = None,
     readers: Sequence[Reader] = READERS,
     empty: Empty | None = None,
+    layout: Layout | None = None,
+    quantize: Method | None = None,
 ) -> DecoderWeights:
     """Return a model's parameters in `dtype` on `device`.
 
@@ -192,21 +228,37 @@ def load_weights(
         progress: Called after each tensor with the bytes done and the bytes in all.
         readers: Readers of the ways in which a checkpoint may store a weight, in the order in which they are asked.
         empty: Makes all tensors, parts of stored weights included, always in the same order; None uses torch's own.
+        layout: Returns a quantised weight of products in the form in which the device keeps it; None makes it dense,
+            unless `keep_packed`.
+        quantize: Way to quantise each dense matrix of the layers as it is loaded; None leaves them as they are.
 
     Raises:
+        InvalidParams: `quantize` is given, and the checkpoint is quantised already.
         ModelRejected: A tensor is missing, left over, of another shape or not finite, or a file is damaged.
     """
     device = torch.device(device)
     empty = empty or partial(_empty, device)
     with ExitStack() as files:
         if source == "random":
-            return _assemble(spec, _Random(empty, dtype, device, seed))
+            return _assemble(spec, _Random(empty, dtype, device, seed, layout, quantize))
         inventory = Inventory(open_files(source, files), spec, readers)
-        return _load(FileMaker(inventory, spec, empty, dtype, device, keep_packed, progress), spec)
+        return _load(FileMaker(inventory, spec, empty, dtype, device, keep_packed, progress, layout, quantize), spec)
 
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def stored_formats(source: Source, spec: DecoderSpec, readers: Sequence[Reader] = READERS) -> set[Format]:
+    """Return the formats in which `source` holds the tensors of a model; none for random ones.
+
+    Raises:
+        ModelRejected: A tensor is missing, left over or of another shape, or a file is damaged.
+    """
+    if source == "random":
+        return set()
+    with ExitStack() as files:
+        return Inventory(open_files(source, files), spec, readers).formats
 
 
 def open_files(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> Checkpoint:
@@ -223,9 +275,11 @@ def open_files(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> C
     return files.enter_context(SafetensorsFolder(path))
 
 
-def _load(maker: FileMaker, spec: DecoderSpec, layers: Layers | None = None) -> DecoderWeights:
+def _load(
+    maker: FileMaker, spec: DecoderSpec, layers: Layers | None = None, *, keep_embedding: bool = False
+) -> DecoderWeights:
     if spec.tied_head:
         maker.check_tied(top_plan(spec)["embedding_VE"].parts[0])
-    weights = _assemble(spec, maker, layers)
+    weights = _assemble(spec, maker, layers, keep_embedding=keep_embedding)
     maker.check_finite()
     return replace(weights, kv_scales=maker.kv_scales())

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.adapters.layout import EMBED, HEAD, SITES, BlockLayout, module_row
 from headrace.adapters.loaded import LoadedAdapter
 from headrace.engine.scheduling.plan import NewRow
-from headrace.ops.cpu.lora import CpuUpdates, Place, SiteUpdate, UpdatePart, Wearers
+from headrace.ops.cpu.lora import AdapterUsers, CpuUpdates, Place, SiteUpdate, UpdatePart
 from headrace.ops.paged import GivenKv
 
 __all__ = ["CpuBank"]
@@ -49,7 +49,7 @@ class CpuBank:
         for new in new_rows:
             self._slots[new.row] = new.slot
 
-    def wearers(self, rows_N: NDArray[np.int64], positions_N: NDArray[np.int64]) -> list[Wearers]:
+    def users(self, rows_N: NDArray[np.int64], positions_N: NDArray[np.int64]) -> list[AdapterUsers]:
         """Return the tokens that use adapters, one entry for each adapter.
 
         Args:
@@ -65,7 +65,7 @@ class CpuBank:
             first, last = int(tokens_M[0]), int(tokens_M[-1]) + 1
             side_by_side = last - first == len(tokens_M)
             tokens = slice(first, last) if side_by_side else torch.from_numpy(tokens_M)
-            found.append(Wearers(updates, tokens, torch.from_numpy(positions_N[tokens_M])))
+            found.append(AdapterUsers(updates, tokens, torch.from_numpy(positions_N[tokens_M])))
         return found
 
     def given(self, rows_N: NDArray[np.int64], positions_N: NDArray[np.int64]) -> tuple[GivenKv, ...]:

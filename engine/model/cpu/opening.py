@@ -12,7 +12,7 @@ from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.reread import rereading
-from headrace.engine.model.checkpoint.weights import Source, open_weights
+from headrace.engine.model.checkpoint.weights import Source, open_weights, stored_formats
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, cpu_ops
 from headrace.engine.model.network.decoder import Decoder
@@ -21,9 +21,12 @@ from headrace.engine.model.shared.device import Device, Limits, fit
 from headrace.engine.model.shared.load_threads import load_threads
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.torch_threads import default_threads
-from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
 from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.native.block import NativeOps
+from headrace.ops.cpu.native.library import Context, library
+from headrace.ops.cpu.native.linear import is_native
 
 __all__ = ["open_cpu"]
 
@@ -47,7 +50,9 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
         )
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
-    ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype)
+    threads = config.cpu_threads or default_threads()
+    context = Context(threads) if _runs_native(config, spec, source) else None
+    ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, context=context)
     page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers)
     free = _free_beside(config, spec, dtype)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=int(free * _FREE_SHARE))
@@ -59,13 +64,14 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
             value=config.kv_memory,
             limit=free,
         )
-    bank = CpuBank(config.adapter_slots, capacity.max_rows, dtype) if config.adapter_slots else None
+    activations = dtype if context is None else torch.float32
+    bank = CpuBank(config.adapter_slots, capacity.max_rows, activations) if config.adapter_slots else None
     adapters = None
     if bank is not None:
         adapters = adapter_device(config, spec, bank, dtype=torch.float32, granule_bytes=_GRANULE_BYTES)
     failure = ""
     try:
-        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank)
+        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank, threads)
     except MemoryError as error:
         failure = str(error)
         traceback.clear_frames(error.__traceback__)  # the frames hold what was loaded so far
@@ -78,6 +84,13 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
         field="device",
         value=config.device,
     )
+
+
+def _runs_native(config: EngineConfig, spec: DecoderSpec, source: Source) -> bool:
+    """Return whether the operations in C run the model: those for quantised weights, which are kept as stored."""
+    if config.dtype != "auto" or any(kind.scores != Attention.scores for kind in spec.attention_kinds):
+        return False
+    return any(map(is_native, stored_formats(source, spec))) and library() is not None
 
 
 def _free_beside(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:
@@ -111,11 +124,12 @@ def _make_runner(
     capacity: Capacity,
     dtype: torch.dtype,
     bank: CpuBank | None,
+    threads: int,
 ) -> CpuRunner:
     again = rereading(source)  # an open file is closed by then
     sources = iter([source])
 
-    threads = config.cpu_threads or default_threads()
+    keeps_embedding = any(isinstance(each, NativeOps) for each in ops.values())
 
     def load() -> CpuDecoder:
         packed = config.dtype == "auto"
@@ -124,7 +138,14 @@ def _make_runner(
         with (
             load_threads(threads) as each,
             open_weights(
-                read_from, spec, dtype=dtype, keep_packed=packed, seed=config.seed, progress=progress
+                read_from,
+                spec,
+                dtype=dtype,
+                keep_packed=packed,
+                keep_embedding=keeps_embedding,
+                seed=config.seed,
+                progress=progress,
+                quantize=config.quantize,
             ) as weights,
         ):
             decoder: CpuDecoder = Decoder(spec, weights, ops, each)

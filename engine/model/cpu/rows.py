@@ -20,7 +20,7 @@ from headrace.engine.model.shared.pools import Pools, PoolSpan
 from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
-from headrace.ops.cpu.lora import Wearers
+from headrace.ops.cpu.lora import AdapterUsers
 from headrace.ops.cpu.sample import Choosing
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
 
@@ -45,9 +45,9 @@ class StepBatch:
     """Prompt positions for which log-probabilities are wanted."""
     pooled: list[PoolSpan]
     """Tokens whose hidden states are wanted."""
-    wearers: list[Wearers]
+    users: list[AdapterUsers]
     """Tokens among the N that use adapters."""
-    wearing_samplers: list[Wearers]
+    adapted_samplers: list[AdapterUsers]
     """Positions among the S sampled ones that use adapters."""
 
 
@@ -131,16 +131,16 @@ class CpuRows:
         )
         tokens_N = torch.from_numpy(self._tokens[rows, positions])
         last_S = torch.tensor(last, dtype=torch.int64)
-        wearers = self._wearers(rows, positions)
-        wearing_samplers = self._wearers(rows[last], positions[last]) if wearers and last else []
-        return StepBatch(tokens_N, paged, samplers, last_S, choosing, prompts, pooled, wearers, wearing_samplers)
+        users = self._users(rows, positions)
+        adapted_samplers = self._users(rows[last], positions[last]) if users and last else []
+        return StepBatch(tokens_N, paged, samplers, last_S, choosing, prompts, pooled, users, adapted_samplers)
 
-    def row_wearers(self, row: int, count: int) -> list[Wearers]:
+    def row_users(self, row: int, count: int) -> list[AdapterUsers]:
         """Return the adapter uses of `count` tokens of one row."""
-        return self._wearers(np.full(count, row), np.zeros(count, np.int64))
+        return self._users(np.full(count, row), np.zeros(count, np.int64))
 
-    def _wearers(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Wearers]:
-        return [] if self._bank is None else self._bank.wearers(rows, positions)
+    def _users(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[AdapterUsers]:
+        return [] if self._bank is None else self._bank.users(rows, positions)
 
     def known(self, work: Work) -> NDArray[np.int64]:
         """Return the tokens of a work's row up to the work's end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuKv, CpuOps, Weigh
 from headrace.ops.cpu.linear import CpuLinear
-from headrace.ops.cpu.lora import CpuAdapterOps, Wearers
+from headrace.ops.cpu.lora import AdapterUsers, CpuAdapterOps
+from headrace.ops.cpu.native.block import NativeOps
+from headrace.ops.cpu.native.library import Context
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 from headrace.ops.cpu.step import CpuStep
 
@@ -46,6 +48,18 @@ Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
 _VARIANTS: Variants = MappingProxyType({})
 
 
+class _Sizes(TypedDict):
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    window: int | None
+    scale: float | None
+
+
 def cpu_ops(
     spec: DecoderSpec,
     *,
@@ -54,6 +68,7 @@ def cpu_ops(
     dtype: torch.dtype,
     variants: Variants = _VARIANTS,
     products: Sequence[CpuKernel] = PRODUCTS,
+    context: Context | None = None,
 ) -> dict[MixerSpec, CpuOps]:
     """Return the operations of each kind of mixer that `spec` has.
 
@@ -64,6 +79,8 @@ def cpu_ops(
         dtype: Dtype of activations, keys and values.
         variants: The variants of attention that can be computed beside softmax.
         products: The kernels for products by weights, in order of preference.
+        context: Threads and memory of the operations in C, which are used if it is given. They know no variants of
+            attention, have kernels and activations of their own, and keep keys and values in bfloat16.
 
     Raises:
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
@@ -78,20 +95,22 @@ def cpu_ops(
             refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
         frequencies = spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)
         angles = torch.outer(positions, torch.from_numpy(frequencies))
-        found[attention] = CpuOps(
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            page_size=page_size,
-            eps=spec.uniform_epsilon,
-            cos=angles.cos(),
-            sin=angles.sin(),
-            dtype=dtype,
-            window=attention.window,
-            scale=attention.scale,
-            weigh=None if variant is None else variant(attention),
-            products=products,
-        )
+        sizes: _Sizes = {
+            "heads": attention.heads,
+            "kv_heads": attention.kv_heads,
+            "head_dim": attention.head_dim,
+            "page_size": page_size,
+            "eps": spec.uniform_epsilon,
+            "cos": angles.cos(),
+            "sin": angles.sin(),
+            "window": attention.window,
+            "scale": attention.scale,
+        }
+        if context is not None:
+            found[attention] = NativeOps(context, **sizes)
+        else:
+            weigh = None if variant is None else variant(attention)
+            found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, products=products)
     return found
 
 
@@ -165,11 +184,19 @@ class CpuRunner:
         """Join the thread and drop the model and the cache."""
         self._thread.close()
         self._rows.options.close()
+        for ops in self._ops.values():
+            ops.close()
         self._decoder = self._host = self._load = None
         del self._kv, self._ops, self._any
         return_freed_memory()
 
     def _carry_out(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._run(plan)
+        finally:
+            self._any.rest()
+
+    def _run(self, plan: StepPlan) -> StepResult:
         decoder = self._decoder
         assert decoder is not None
         if plan.spills and self._host is not None:
@@ -188,7 +215,7 @@ class CpuRunner:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
         if batch.pooled:
             last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
-        hidden_SE = decoder.hidden(self._padded(batch), steps, self._kv, last_S, self._adapted(batch.wearers))
+        hidden_SE = decoder.hidden(self._padded(batch), steps, self._kv, last_S, self._adapted(batch.users))
         reports: dict[int, Report] = {}
         choices: dict[int, Choice] = {}
         forced: dict[int, Sequence[int]] = {}
@@ -196,7 +223,8 @@ class CpuRunner:
         count = len(batch.samplers)
         if count:
             sampling = [plan.works[index] for index in batch.samplers]
-            logits_SV = decoder.logits(hidden_SE[:count], self._adapted(batch.wearing_samplers))
+            logits_SV = decoder.logits(hidden_SE[:count], self._adapted(batch.adapted_samplers))
+            self._any.rest()
             chosen, found, runs = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
             self._rows.append(plan.works, batch.samplers, chosen)
             for place, (index, token) in enumerate(zip(batch.samplers, chosen, strict=True)):
@@ -211,8 +239,8 @@ class CpuRunner:
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
 
         def logits(hidden_PE: Tensor, work: int) -> Tensor:
-            wearers = self._rows.row_wearers(plan.works[work].row, len(hidden_PE))
-            return decoder.logits(hidden_PE, self._adapted(wearers))
+            users = self._rows.row_users(plan.works[work].row, len(hidden_PE))
+            return decoder.logits(hidden_PE, self._adapted(users))
 
         prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], logits)
         pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
@@ -220,11 +248,11 @@ class CpuRunner:
             tokens, reports=reports, prompt_reports=prompts, pooled=pooled, choices=choices, forced=forced
         )
 
-    def _adapted(self, wearers: Sequence[Wearers]) -> Mapping[MixerSpec, CpuAdapterOps] | None:
+    def _adapted(self, users: Sequence[AdapterUsers]) -> Mapping[MixerSpec, CpuAdapterOps] | None:
         """Return the operations of a step in which tokens use adapters; None if no token does."""
-        if not wearers:
+        if not users:
             return None
-        return {mixer: CpuAdapterOps(ops, wearers) for mixer, ops in self._ops.items()}
+        return {mixer: CpuAdapterOps(ops, users) for mixer, ops in self._ops.items()}
 
     def _padded(self, batch: StepBatch) -> Tensor:
         """Return the step's tokens, padded with zeros up to `_ALIKE_ROWS` where a prompt is so long.
@@ -233,6 +261,6 @@ class CpuRunner:
         """
         longest = max((row.length for row in batch.paged.prefills), default=0)
         missing = min(longest, _ALIKE_ROWS) - len(batch.tokens_N)
-        if missing <= 0 or self._any.dtype is not torch.bfloat16:
+        if missing <= 0 or self._any.rows_are_alike:
             return batch.tokens_N
         return functional.pad(batch.tokens_N, (0, missing))

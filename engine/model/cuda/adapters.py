@@ -22,12 +22,12 @@ from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.shared.memory import borrow_stream, return_stream
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Work
-from headrace.ops.cuda.adapters.inside import CudaWornOps
+from headrace.ops.cuda.adapters.inside import CudaInsideOps
 from headrace.ops.cuda.adapters.products import CudaAdapterOps, VirtualRows
 from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, SEGMENT, UNIT, LoraBatch, LoraSite, group_rows, pick
 from headrace.ops.cuda.attention.steps import GivenRows
 from headrace.ops.cuda.block import CudaOps
-from headrace.ops.cuda.compiling.source import WORN_RANK
+from headrace.ops.cuda.compiling.source import INSIDE_RANK
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.memory.unpack import Unpacker
 from headrace.ops.cuda.products.fusion import Fusion
@@ -35,18 +35,18 @@ from headrace.ops.cuda.products.linear import MAX_ROWS
 from headrace.ops.cuda.products.registry import WeightShape
 from headrace.ops.host_memory import PiecePool
 
-__all__ = ["BARE", "Adapted", "CudaBank", "Worn", "sites_of", "table_lines"]
+__all__ = ["NO_USE", "Adapted", "CudaBank", "AdapterUse", "sites_of", "table_lines"]
 
 _RANKS = (16, 64, 256)
 _FEED = MODULES.index("gate")
 _PLACING: Final = Launch("the order of adapters", overlaps=False, writes=frozenset(("adapters",)))
 
 
-Adapted: TypeAlias = Mapping[MixerSpec, CudaAdapterOps] | Mapping[MixerSpec, CudaWornOps]
+Adapted: TypeAlias = Mapping[MixerSpec, CudaAdapterOps] | Mapping[MixerSpec, CudaInsideOps]
 """Operations of a step in which tokens use adapters, by mixer."""
 
 
-class Worn(NamedTuple):
+class AdapterUse(NamedTuple):
     """Properties of a batch's adapters that decide which kernels and graphs serve it."""
 
     group: int
@@ -59,7 +59,7 @@ class Worn(NamedTuple):
     """Whether an adapter updates the embeddings or the output head."""
 
 
-BARE: Final = Worn(0, 0, feeds=False, ends=False)
+NO_USE: Final = AdapterUse(0, 0, feeds=False, ends=False)
 
 
 class CudaBank:
@@ -155,25 +155,25 @@ class CudaBank:
         for name in held.split():
             delattr(self, name)
 
-    def worn(self, slots_B: NDArray[np.int32]) -> Worn:
+    def use_of(self, slots_B: NDArray[np.int32]) -> AdapterUse:
         """Return the properties of the adapters that rows in these slots use together; -1 is no adapter."""
-        worn = slots_B[slots_B >= 0]
-        if not len(worn):
-            return BARE
-        different = np.unique(worn)
+        used = slots_B[slots_B >= 0]
+        if not len(used):
+            return NO_USE
+        different = np.unique(used)
         ranks = self._ranks[different]
         rank = next(rank for rank in _RANKS if rank >= ranks.max())
         feeds = bool(ranks[:, :EMBED].reshape(len(ranks), -1, len(MODULES))[:, :, _FEED:].any())
         ends = bool(ranks[:, EMBED:].any())
         group = 1
-        inside = self._has_inside and rank <= WORN_RANK
+        inside = self._has_inside and rank <= INSIDE_RANK
         if 1 < len(slots_B) <= MAX_ROWS and len(different) == 1 and (feeds or inside) and not ends:
             group = ALIKE
-        elif len(worn) >= max(self._tuning.adapter_rows, self._tuning.adapter_share * len(different)):
+        elif len(used) >= max(self._tuning.adapter_rows, self._tuning.adapter_share * len(different)):
             group = GROUP
-        return Worn(group, rank, feeds, ends)
+        return AdapterUse(group, rank, feeds, ends)
 
-    def decode(self, slots_R: Tensor, batch_B: Tensor, worn: Worn, *, rotated: bool) -> Adapted | None:
+    def decode(self, slots_R: Tensor, batch_B: Tensor, use: AdapterUse, *, rotated: bool) -> Adapted | None:
         """Enqueue what a decode step's products need of adapters; return its operations, None if no row uses adapters.
 
         A graph can capture the launches.
@@ -181,27 +181,27 @@ class CudaBank:
         Args:
             slots_R: Slot of each row, int32.
             batch_B: Rows of the batch, int32.
-            worn: The result of `worn` for these rows.
+            use: The result of `use_of` for these rows.
             rotated: Whether attention expects rotated queries, and keys and values that are already stored.
         """
-        if worn == BARE:
+        if use == NO_USE:
             return None
         if self._side is None:
             self._side = borrow_stream(self._device)
         rows = len(batch_B)
         entries = self._entries[:rows]
-        batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], worn.group, worn.rank)
+        batch = self._batch(entries, self._counts, self._order[:rows], self._slots[:rows], use.group, use.rank)
         group_rows(slots_R, batch_B, batch)
         self._note(_PLACING)
-        inside = rotated and worn.group == ALIKE and worn.rank <= WORN_RANK and 1 < rows <= MAX_ROWS
+        inside = rotated and use.group == ALIKE and use.rank <= INSIDE_RANK and 1 < rows <= MAX_ROWS
         if inside and self._has_inside:
             pick(batch, self._own)
             self._note(_PLACING)
             return {
-                mixer: CudaWornOps(ops, batch, self._own, self._sites, feeds=worn.feeds)
+                mixer: CudaInsideOps(ops, batch, self._own, self._sites, feeds=use.feeds)
                 for mixer, ops in self._ops.items()
             }
-        return self._wear(batch, worn, side=self._side)
+        return self._adapted(batch, use, side=self._side)
 
     def prefill_words(self, slots_W: NDArray[np.int32], counts_W: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return what the device must know of a prefill's tokens: the slot of each token, then the entries, flat.
@@ -219,7 +219,7 @@ class CudaBank:
         return np.concatenate((slots_W.repeat(counts_W), np.array(entries).ravel()))
 
     def prefill(
-        self, words: Tensor, tokens: int, worn: Worn, works: Sequence[Work], slots_W: NDArray[np.int32]
+        self, words: Tensor, tokens: int, use: AdapterUse, works: Sequence[Work], slots_W: NDArray[np.int32]
     ) -> Adapted:
         """Return the operations of a prefill of `tokens` tokens; `words` are its `prefill_words`, on the device."""
         slots_N, entries = words[:tokens].int(), words[tokens:].int().view(-1, 4)
@@ -229,8 +229,8 @@ class CudaBank:
             if given_PE is not None and work.start < len(given_PE):
                 virtual.append(VirtualRows(first, given_PE[work.start : work.start + count]))
         counts = torch.full((2,), len(entries), dtype=torch.int32, device=self._device)
-        batch = self._batch(entries, counts, self._count[:tokens], slots_N, SEGMENT, worn.rank)
-        return self._wear(batch, worn, virtual)
+        batch = self._batch(entries, counts, self._count[:tokens], slots_N, SEGMENT, use.rank)
+        return self._adapted(batch, use, virtual)
 
     def given(self, works: Sequence[Work], slots_W: NDArray[np.int32]) -> tuple[GivenRows, ...]:
         """Return the prefill's virtual tokens whose keys and values are given, not computed."""
@@ -241,11 +241,11 @@ class CudaBank:
                 found.append(GivenRows(first, given_LPX[:, work.start : work.start + count]))
         return tuple(found)
 
-    def single(self, slots_S: Tensor, worn: Worn) -> Adapted:
+    def single(self, slots_S: Tensor, use: AdapterUse) -> Adapted:
         """Return the operations of single tokens that use the adapters in `slots_S`: int32, on the device."""
         count = self._count[: len(slots_S)]
         entries = torch.stack((slots_S, count, torch.ones_like(count), count), 1)
-        return self._wear(self._batch(entries, self._counts, count, slots_S, 1, worn.rank), worn)
+        return self._adapted(self._batch(entries, self._counts, count, slots_S, 1, use.rank), use)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -254,15 +254,15 @@ class CudaBank:
     ) -> LoraBatch:
         return LoraBatch(self._arena, self._table, entries, counts, order, slots, rows, max_rank, self._shared_bytes)
 
-    def _wear(
+    def _adapted(
         self,
         batch: LoraBatch,
-        worn: Worn,
+        use: AdapterUse,
         virtual: Sequence[VirtualRows] = (),
         side: torch.cuda.Stream | None = None,
     ) -> Adapted:
         return {
-            mixer: CudaAdapterOps(ops, batch, self._sites, feeds=worn.feeds, ends=worn.ends, virtual=virtual, side=side)
+            mixer: CudaAdapterOps(ops, batch, self._sites, feeds=use.feeds, ends=use.ends, virtual=virtual, side=side)
             for mixer, ops in self._ops.items()
         }
 
@@ -278,19 +278,20 @@ def _has_updates_inside(shape: ModelShape, ops: CudaOps) -> bool:
     """Return whether all products of a layer without biases can have an adapter's updates inside; compile these."""
     heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, ffn, head_dim = shape.hidden_size, shape.ffn_size, shape.head_dim
-    needed: tuple[tuple[WeightShape, tuple[Fusion, ...]], ...] = (
-        (WeightShape(heads + 2 * keys, hidden, head_dim), ("heads",)),
-        (WeightShape(hidden, heads, head_dim), ("plain", "residual")),
-        (WeightShape(2 * ffn, hidden, head_dim), ("gated", "factors gated")),
-        (WeightShape(hidden, ffn, head_dim), ("plain", "residual")),
-    )
     builds: dict[str, Sequence[Callable[[], object]]] = {}
-    for weight, fusions in needed:
-        chosen = ops.products.resolved(weight).kernels
-        for kernel in (chosen[fusion].at(rows) for fusion in fusions for rows in (2, MAX_ROWS)):
-            if kernel is None or not kernel.has_updates:
-                return False
-            builds[kernel.name] = kernel.builds(worn=True)
+    for kind in ops.products.kinds:
+        needed: tuple[tuple[WeightShape, tuple[Fusion, ...]], ...] = (
+            (WeightShape(heads + 2 * keys, hidden, head_dim, kind=kind), ("heads",)),
+            (WeightShape(hidden, heads, head_dim, kind=kind), ("plain", "residual")),
+            (WeightShape(2 * ffn, hidden, head_dim, kind=kind), ("gated", "factors gated")),
+            (WeightShape(hidden, ffn, head_dim, kind=kind), ("plain", "residual")),
+        )
+        for weight, fusions in needed:
+            chosen = ops.products.resolved(weight).kernels
+            for kernel in (chosen[fusion].at(rows) for fusion in fusions for rows in (2, MAX_ROWS)):
+                if kernel is None or not kernel.has_updates:
+                    return False
+                builds[kernel.name] = kernel.builds(updates=True)
     return compiles(itertools.chain(*builds.values()), "adapters are left to Triton, which is slower")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.engine.concurrency.garbage import not_collected
 from headrace.engine.errors import DeviceUnavailable
-from headrace.engine.model.cuda.adapters import BARE, CudaBank, Worn
+from headrace.engine.model.cuda.adapters import NO_USE, AdapterUse, CudaBank
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.cuda.decodes import Decodes
 from headrace.engine.model.cuda.operations import CudaDecoder
@@ -73,17 +73,17 @@ class Key(NamedTuple):
     """Way of attention: "fused", "even", "fa2" or "xqa"."""
     variant: Variant | None
     """Variant of the choice of tokens; None for a graph that ends with the logits."""
-    worn: Worn
+    use: AdapterUse
     """Adapters that the graph serves, up to the logits."""
     has_logits: bool = True
     """Whether the graph computes logits; if not, it only chooses, from the logits that another graph has left."""
 
 
-def _keys(bucket: int, way: str, variant: Variant | None, worn: Worn = BARE) -> list[Key]:
+def _keys(bucket: int, way: str, variant: Variant | None, use: AdapterUse = NO_USE) -> list[Key]:
     """Return the keys of a step's graphs, in the order of replay."""
     if variant is None or not variant.masked:
-        return [Key(bucket, way, variant, worn)]
-    return [Key(bucket, way, None, worn), Key(bucket, way, variant, worn, has_logits=False)]
+        return [Key(bucket, way, variant, use)]
+    return [Key(bucket, way, None, use), Key(bucket, way, variant, use, has_logits=False)]
 
 
 class _Planned:
@@ -148,7 +148,7 @@ class DecodeGraphs:
         self._pool: Any = None
         self._plans: dict[tuple[int, str], _Planned] = {}
         self._steps: dict[tuple[int, str], dict[MixerSpec, DecodeStep | WholeStep]] = {}
-        self._between: dict[tuple[int, str, Worn], Tensor] = {}
+        self._between: dict[tuple[int, str, AdapterUse], Tensor] = {}
         """Logits that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
         self._last_planned = 0
 
@@ -166,8 +166,8 @@ class DecodeGraphs:
         token is chosen.
         """
         bucket = self._bucket_of[len(decodes.rows)]
-        worn = BARE if self._bank is None else self._bank.worn(self._rows.slots[decodes.rows])
-        return _keys(bucket, self._way(bucket, decodes.mean_context), variant, worn)
+        use = NO_USE if self._bank is None else self._bank.use_of(self._rows.slots[decodes.rows])
+        return _keys(bucket, self._way(bucket, decodes.mean_context), variant, use)
 
     def ready(self, keys: Sequence[Key]) -> bool:
         """Return whether `prepare` would find all of them captured: capturing takes a hundred milliseconds."""
@@ -193,8 +193,8 @@ class DecodeGraphs:
 
     def logits(self, keys: Sequence[Key]) -> Tensor:
         """Return the logits that a masked variant's first graph leaves to its second: [rows or more, vocabulary]."""
-        bucket, way, _, worn, _ = keys[0]
-        return self._between[bucket, way, worn]
+        bucket, way, _, use, _ = keys[0]
+        return self._between[bucket, way, use]
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
@@ -255,9 +255,9 @@ class DecodeGraphs:
 
     def _run(self, key: Key) -> None:
         """Run the decode step, or the part of it that the graph of `key` records."""
-        bucket, way, variant, worn, has_logits = key
-        at = bucket, way, worn
-        logits_BV = self._logits(bucket, self._steps[bucket, way], worn) if has_logits else self._between[at]
+        bucket, way, variant, use, has_logits = key
+        at = bucket, way, use
+        logits_BV = self._logits(bucket, self._steps[bucket, way], use) if has_logits else self._between[at]
         if variant is None:
             self._between[at] = logits_BV  # kept, so that no other graph of the pool gets its memory
             return
@@ -265,7 +265,7 @@ class DecodeGraphs:
         self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
         self._rows.exchange.answer(self._ids[:bucket], pdl=self._pdl)
 
-    def _logits(self, bucket: int, steps: Mapping[MixerSpec, DecodeStep | WholeStep], worn: Worn) -> Tensor:
+    def _logits(self, bucket: int, steps: Mapping[MixerSpec, DecodeStep | WholeStep], use: AdapterUse) -> Tensor:
         rows, inputs = self._rows, self._inputs[bucket]
         rows.apply()
         batch_B = rows.active_R[:bucket]
@@ -277,7 +277,7 @@ class DecodeGraphs:
                 if step.deal is not None:
                     self._chain.note(step.deal)
         rotated = all(isinstance(step, DecodeStep) for step in steps.values())
-        adapted = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, worn, rotated=rotated)
+        adapted = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, use, rotated=rotated)
         hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted)
         return self._decoder.logits(hidden_BE, adapted)
 

@@ -24,7 +24,7 @@ from headrace.engine.scheduling.plan import Capacity
 
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
-    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, head_shape
+    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, head_shape, kinds_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
     from headrace.ops.cuda.arch import Arch
@@ -33,6 +33,7 @@ try:
     from headrace.ops.cuda.compiling.toolkit import CannotCompile
     from headrace.ops.cuda.kernels import KERNELS, Kernels
     from headrace.ops.cuda.memory.weights import WeightMemory
+    from headrace.ops.cuda.products.codes import in_codes
     from headrace.ops.host_memory import PiecePool
 except ImportError as error:
     raise DeviceUnavailable(
@@ -103,8 +104,9 @@ def _open(
     def load(source: Source) -> DecoderWeights:
         progress = LoggedProgress(weights_read)
         return load_weights(
-            source, spec, dtype=dtype, device=device, seed=config.seed, progress=progress, empty=memory.empty
-        )
+            source, spec, dtype=dtype, device=device, seed=config.seed, progress=progress, empty=memory.empty,
+            layout=lambda weight: in_codes(weight, dtype), quantize=config.quantize,
+        )  # fmt: skip
 
     weights = load(source)
     ops = cuda_ops(
@@ -117,6 +119,7 @@ def _open(
         device=device,
         arch=arch,
         kernels=kernels,
+        codes=kinds_of(weights),
     )
     decoder: CudaDecoder = Decoder(spec, weights, ops)
     bank = _make_bank(config, spec, ops, limits)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.adapters.untrusted import refuse
+from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
@@ -18,12 +19,13 @@ from headrace.ops.cuda.attention.steps import CudaStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.kernels import KERNELS, Kernels
+from headrace.ops.cuda.products.codes import CodeLayout, Kind
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
 from headrace.ops.paged import KvScales
 
-__all__ = ["CudaDecoder", "cuda_ops", "head_shape"]
+__all__ = ["CudaDecoder", "cuda_ops", "head_shape", "kinds_of"]
 
 CudaDecoder: TypeAlias = Decoder[CudaProduct, CudaStep, Tensor]
 
@@ -53,8 +55,9 @@ def cuda_ops(
     device: torch.device,
     arch: Arch,
     kernels: Kernels = KERNELS,
+    codes: Sequence[Kind] = (),
 ) -> dict[MixerSpec, CudaOps]:
-    """Return the operations of each kind of mixer that `spec` has.
+    """Return the operations of each kind of mixer that `spec` has; `codes` are the kinds of codes of its weights.
 
     Raises:
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
@@ -70,7 +73,8 @@ def cuda_ops(
         angles = torch.outer(positions, torch.from_numpy(rope.inverse_frequencies(head_dim))).to(device)
         rotations.append(torch.cat((angles.cos(), angles.sin()), dim=1))
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
-    products = Products(arch, room, _built(kernels.products, arch, dtype, head_dim))
+    able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
+    products = Products(arch, room, _built(able, arch, dtype, head_dim))
     return {
         attention: CudaOps(
             head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
@@ -82,12 +86,24 @@ def cuda_ops(
     }
 
 
+def kinds_of(weights: DecoderWeights) -> list[Kind]:
+    """Return the kinds of codes that a model's weights have, in the order of their names."""
+    matrices = (
+        matrix
+        for number in range(len(weights.layers))
+        for sublayer in (weights.layers[number].mixer, weights.layers[number].feed)
+        for matrix in sublayer.matrices.values()
+    )
+    kinds = {matrix.format.kind for matrix in matrices if isinstance(matrix.format, CodeLayout)}
+    return sorted(kinds, key=lambda kind: kind.name)
+
+
 def _built(
     kernels: Sequence[ProductKernel], arch: Arch, dtype: torch.dtype, head_dim: int
 ) -> tuple[ProductKernel, ...]:
     """Compile the kernels that are compiled ahead; return all that can run, or without these if one cannot be had."""
     able = [each for each in kernels if each.lacks(arch, dtype, head_dim) is None]
-    builds = [build for each in able for build in each.builds(worn=False)]
+    builds = [build for each in able for build in each.builds(updates=False)]
     if compiles(builds, "products are left to Triton and cuBLAS, which are slower"):
         return tuple(able)
-    return tuple(each for each in able if not each.builds(worn=False))
+    return tuple(each for each in able if not each.builds(updates=False))

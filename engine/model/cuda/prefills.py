@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.errors import DeviceUnavailable
-from headrace.engine.model.cuda.adapters import BARE, Adapted, CudaBank, Worn
+from headrace.engine.model.cuda.adapters import NO_USE, Adapted, AdapterUse, CudaBank
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.reports import MOST_POSITIONS, Lines
@@ -50,30 +50,30 @@ class _Batch(NamedTuple):
     next_tokens_P: Tensor
     pooled_P: Tensor
     """Indices of the tokens whose hidden states are wanted."""
-    worn_words: Tensor
+    adapter_words: Tensor
     """Words of `CudaBank.prefill_words`; empty where no row uses an adapter."""
 
 
-class _Wearing(NamedTuple):
+class _UsedAdapters(NamedTuple):
     """The adapters that the rows of one step's prefills use."""
 
     bank: CudaBank
     slots_W: NDArray[np.int32]
-    worn: Worn
+    use: AdapterUse
 
     @classmethod
-    def of(cls, bank: CudaBank, slots_W: NDArray[np.int32]) -> _Wearing | None:
+    def of(cls, bank: CudaBank, slots_W: NDArray[np.int32]) -> _UsedAdapters | None:
         """Return the adapters in `slots_W`; None if there are none."""
-        worn = bank.worn(slots_W)
-        return None if worn == BARE else cls(bank, slots_W, worn)
+        use = bank.use_of(slots_W)
+        return None if use == NO_USE else cls(bank, slots_W, use)
 
     def ops(self, batch: _Batch, works: Sequence[Work]) -> Adapted:
         """Return the operations of all tokens."""
-        return self.bank.prefill(batch.worn_words, len(batch.positions_N), self.worn, works, self.slots_W)
+        return self.bank.prefill(batch.adapter_words, len(batch.positions_N), self.use, works, self.slots_W)
 
     def singles(self, slots_R: Tensor, rows_S: Tensor) -> Adapted | None:
         """Return the output head for some tokens of these rows; None where no adapter updates it."""
-        return self.bank.single(slots_R[rows_S.long()], self.worn) if self.worn.ends else None
+        return self.bank.single(slots_R[rows_S.long()], self.use) if self.use.ends else None
 
 
 def _attention(
@@ -141,10 +141,10 @@ class Prefills:
         rows, size = self._rows, self._page_size
         spans = self._spans(works)
         row_W = np.array([work.row for work in works])
-        wearing = None if self._bank is None else _Wearing.of(self._bank, rows.slots[row_W])
-        batch = self._pack(works, spans, wearing)
-        given = () if wearing is None else wearing.bank.given(works, wearing.slots_W)
-        adapters = None if wearing is None else wearing.ops(batch, works)
+        used = None if self._bank is None else _UsedAdapters.of(self._bank, rows.slots[row_W])
+        batch = self._pack(works, spans, used)
+        given = () if used is None else used.bank.given(works, used.slots_W)
+        adapters = None if used is None else used.ops(batch, works)
         counts = [work.num_tokens for work in works]
         lengths = [work.start + work.num_tokens for work in works]
         pages = [
@@ -157,7 +157,7 @@ class Prefills:
         sampled, reported = len(batch.last_S), len(batch.prompt_P)
         wanted = torch.cat((batch.last_S, batch.prompt_P, batch.pooled_P)) if reported or spans else batch.last_S
         hidden_WE = self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted, adapters)
-        lines = [self._report(works, batch, hidden_WE[sampled : sampled + reported], wearing)] if reported else []
+        lines = [self._report(works, batch, hidden_WE[sampled : sampled + reported], used)] if reported else []
         pooled = self.pools.pool(spans, hidden_WE[sampled + reported :])
         if not sampled:
             return 0, lines, pooled
@@ -165,7 +165,7 @@ class Prefills:
         for work in samplers:
             rows.sampled(work.row, work.start + work.num_tokens)
         row_S = np.array([work.row for work in samplers])
-        singles = None if wearing is None else wearing.singles(rows.slots_R, batch.rows_S)
+        singles = None if used is None else used.singles(rows.slots_R, batch.rows_S)
         logits_SV = self._decoder.logits(hidden_WE[:sampled], singles)
         variant = self._sampler.variant(row_S)
         rows_S = self._act_between(logits_SV, samplers, batch.rows_S) if variant.masked else batch.rows_S
@@ -185,13 +185,13 @@ class Prefills:
         row_S[late] = self._rows.padding_row
         return self._send(row_S).int()
 
-    def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor, wearing: _Wearing | None) -> Lines:
+    def _report(self, works: Sequence[Work], batch: _Batch, hidden_PE: Tensor, used: _UsedAdapters | None) -> Lines:
         """Enqueue log-probabilities of the prompts, some positions at a time, since their logits are wide."""
         lines = self._sampler.reported.prompt_lines(works)
         for start in range(0, len(hidden_PE), MOST_POSITIONS):
             some = slice(start, start + MOST_POSITIONS)
             rows_P = batch.prompt_rows_P[some]
-            singles = None if wearing is None else wearing.singles(self._rows.slots_R, rows_P)
+            singles = None if used is None else used.singles(self._rows.slots_R, rows_P)
             self._sampler.reported.write_prompt(
                 self._decoder.logits(hidden_PE[some], singles), rows_P, batch.next_tokens_P[some], lines.words_LW[some]
             )
@@ -207,7 +207,7 @@ class Prefills:
                 spans.append(span)
         return spans
 
-    def _pack(self, works: Sequence[Work], spans: Sequence[PoolSpan], wearing: _Wearing | None) -> _Batch:
+    def _pack(self, works: Sequence[Work], spans: Sequence[PoolSpan], used: _UsedAdapters | None) -> _Batch:
         """Send all that a prefill needs to know of its tokens to the device, in one copy."""
         size = self._page_size
         counts = np.array([work.num_tokens for work in works])
@@ -222,8 +222,8 @@ class Prefills:
         last_S = ends[samples] - 1
         prompt_P = self._prompt_places(works, ends - counts)
         pooled_P = np.concatenate([np.arange(0), *(np.array(span.places) for span in spans)])
-        worn = np.empty(0, np.int64) if wearing is None else wearing.bank.prefill_words(wearing.slots_W, counts)
-        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P, pooled_P, worn)
+        words_X = np.empty(0, np.int64) if used is None else used.bank.prefill_words(used.slots_W, counts)
+        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P, pooled_P, words_X)
         sent = torch.split(self._send(np.concatenate(parts)), [len(part) for part in parts])
         rows, positions, slots, last, row, at, prompt, pooled, words = sent
         pool_RC, of_prompt = self._rows.pool_RC, rows[prompt]

@@ -6,6 +6,7 @@ What the encoder would have to ignore is refused by name. Next to read: weights.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,8 @@ def encoder_from_hf(config: Mapping[str, object], origin: str = "config.json") -
         fields.refuse("model_type", family.model_type)
     for field, neutral in _NEUTRAL.items():
         if not any(config.get(field) is value or config.get(field) == value for value in neutral):
-            fields.refuse(field, " or ".join(repr(value) for value in neutral))
+            values = " or ".join(map(json.dumps, neutral))
+            fields.refuse(field, f"{values}, since {named[0]} is computed without it")
     activation = config.get("hidden_act", "gelu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         fields.refuse("hidden_act", ", ".join(_ACTIVATIONS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -68,7 +69,12 @@ HF_NAMES = Names(
         "down": "mlp.down_proj",
     },
     harmless=re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
-    kv_scales=("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale"),
+    kv_scales=(
+        "self_attn.{0}_scale",
+        "self_attn.{0}_proj.{0}_scale",
+        "self_attn.attn.{0}_scale",
+        "self_attn.{0}_proj.output_scale",
+    ),  # fmt: skip
 )
 """Names that Llama's classes in transformers give to the roles, and those of most families after it."""
 
@@ -86,12 +92,11 @@ class HfConfig(Fields):
         for field, neutral in _NEUTRAL.items():
             value = self.data.get(field)
             if field not in heeded and not any(value is allowed or value == allowed for allowed in neutral):
-                self.refuse(field, " or ".join(repr(allowed) for allowed in neutral))
-        if not _quantises_nothing_but_kv(self.data.get("quantization_config")):
-            self.refuse(
-                "quantization_config",
-                "none, or a kv_cache_scheme of 8-bit floats alone; quantised weights run from GGUF files",
-            )
+                values = " or ".join(map(json.dumps, neutral))
+                self.refuse(field, f"{values}, since {self.architecture} is computed without it")
+        # What it says is read with the weights: checkpoint/quantised/reader.py.
+        if not isinstance(self.data.get("quantization_config"), (Mapping, type(None))):
+            self.refuse("quantization_config", "an object")
 
     @property
     def num_layers(self) -> int:
@@ -214,14 +219,3 @@ class HfConfig(Fields):
             rope.refuse("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
         original = rope.size("original_max_position_embeddings", LIMITS["max_context"], self.max_context)
         return Rope(theta, "llama3", rope.real("factor", 1.0, 1e6), low, high, original)
-
-
-def _quantises_nothing_but_kv(quantization: object) -> bool:
-    """Return whether weights are unquantised; scales of an 8-bit cache may come with them."""
-    if quantization is None:
-        return True
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
-        return False
-    scheme = quantization.get("kv_cache_scheme")
-    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
-    return is_fp8 and not quantization.get("config_groups")

@@ -20,20 +20,31 @@ from headrace.engine.model.families.qwen2 import QWEN2
 from headrace.engine.model.families.qwen3 import QWEN3
 from headrace.engine.model.spec import DecoderSpec
 
-__all__ = ["FAMILIES", "from_gguf", "from_hf", "read_hf_config"]
+__all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_config"]
 
 FAMILIES: Final = (LLAMA, MISTRAL, QWEN2, QWEN3)
 
+QUANTISATION_FILE: Final = "hf_quant_config.json"
+"""The file that ModelOpt writes."""
 _CONFIG_BYTES = 4 << 20
 
 
 def read_hf_config(folder: Path) -> dict[str, object]:
     """Return `config.json` of a Hugging Face folder, at most 4 MiB of it.
 
+    ModelOpt says in a file of its own, hf_quant_config.json, how weights are quantised; that counts as the config's
+    `quantization_config` where there is none.
+
     Raises:
-        ModelRejected: The file is missing, too long, or not an unambiguous JSON object.
+        ModelRejected: A file is missing, too long, or not an unambiguous JSON object.
     """
-    return read_object(folder / "config.json", _CONFIG_BYTES)
+    config = read_object(folder / "config.json", _CONFIG_BYTES)
+    if config.get("quantization_config") is None and (folder / QUANTISATION_FILE).exists():
+        beside = read_object(folder / QUANTISATION_FILE, _CONFIG_BYTES).get("quantization")
+        if not isinstance(beside, Mapping):
+            refuse(QUANTISATION_FILE, "quantization", beside, "an object")
+        config["quantization_config"] = {**beside, "quant_method": "modelopt"}
+    return config
 
 
 def from_hf(
@@ -101,5 +112,5 @@ def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
         fields.refuse("architectures", ", ".join(known))
     family = known[named[0]]
     if fields.data.get("model_type", family.model_type) != family.model_type:
-        fields.refuse("model_type", family.model_type)
+        fields.refuse("model_type", f"{family.model_type}, which goes with {named[0]}")
     return named[0], family

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, NamedTuple
 
+import torch
 from torch import Tensor
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.network.layers import FEEDS, MIXERS, Feed, Feeds, Mixer, Mixers
-from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
+from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step, Table
 from headrace.engine.model.shared.load_threads import Each
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.ops.formats import Dense, Stored
 from headrace.ops.stream import Stream
 
 __all__ = ["Decoder"]
@@ -61,7 +63,6 @@ class Decoder(Generic[Packed, Step, Kv]):
         self.spec = spec
         self._ops = ops
         self._kinds = spec.mixer_kinds
-        self._embedding_VE = weights.embedding_VE
 
         def packed(number: int) -> tuple[Mixer[Packed, Step, Kv], Feed[Packed, Step, Kv]]:
             layer, of_layer = spec.layers[number], weights.layers[number]
@@ -75,6 +76,7 @@ class Decoder(Generic[Packed, Step, Kv]):
         self._layers = [_Layer(*each) for each in zip(kinds, *zip(*made, strict=True), next_norms_E, strict=True)]
         self._final_norm_E = weights.final_norm_E
         self._head = ops[self._kinds[0]].pack_head(weights.head)
+        self._embedding_VE = _table(weights, self._head)
 
     def hidden(
         self,
@@ -114,6 +116,26 @@ class Decoder(Generic[Packed, Step, Kv]):
         """Apply the output head: return float32 [S, V] for the S positions whose next token is wanted."""
         by_mixer = self._ops if adapted is None else adapted
         return by_mixer[self._kinds[0]].logits(hidden_SE, self._head)
+
+
+class _StoredRows:
+    """Rows of a weight that is kept as it is stored."""
+
+    def __init__(self, weight: Stored) -> None:
+        self._weight = weight
+
+    def __getitem__(self, ids_N: Tensor, /) -> Tensor:
+        return self._weight.rows(ids_N, torch.float32)
+
+
+def _table(weights: DecoderWeights, head: object) -> Table:
+    """Return the embeddings: as they are if they are dense, else those of a tied head that hands out rows."""
+    embedding = weights.embedding
+    if isinstance(embedding.format, Dense):
+        return weights.embedding_VE
+    if embedding is weights.head and isinstance(head, Table):
+        return head
+    return _StoredRows(embedding)
 
 
 def _check_kinds(spec: DecoderSpec, mixers: Mixers, feeds: Feeds) -> None:

@@ -7,14 +7,14 @@ ops/cpu/block.py, the plainest implementation.
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from headrace.ops.formats import Stored
 from headrace.ops.stream import HeadNorms, Stream
 
-__all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "Step"]
+__all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "Step", "Table"]
 
 Packed = TypeVar("Packed")
 Step = TypeVar("Step")
@@ -22,6 +22,15 @@ Kv = TypeVar("Kv")
 _Packed = TypeVar("_Packed", contravariant=True)
 _Step = TypeVar("_Step", contravariant=True)
 _Kv = TypeVar("_Kv", contravariant=True)
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Protocol of embeddings: a tensor [V, E], or something else that hands out its rows."""
+
+    def __getitem__(self, ids_N: Tensor, /) -> Tensor:
+        """Return the rows `ids_N` (int32 or int64), [N, E]."""
+        ...
 
 
 class BlockOps(Protocol[_Packed, _Step, _Kv]):
