@@ -1,4 +1,4 @@
-"""`AdapterBank` and `AdapterDevice`: the interface of a device that holds adapters; imports no module of tensors."""
+"""`AdapterBank` and `AdapterDevice`: the interface of a device that holds adapters; never imports torch."""
 
 from __future__ import annotations
 

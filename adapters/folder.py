@@ -76,20 +76,22 @@ def parse_description(
 
 @contextmanager
 def _as_adapter_rejected(name: str, path: str) -> Iterator[None]:
-    """Turn an error of reading into `AdapterRejected` that names the adapter, and its path unless that is empty."""
+    """Turn an error of reading into `AdapterRejected` with the folder's name, with its path unless that is empty."""
     try:
         yield
     except ModelRejected as error:
         raise AdapterRejected(
-            f"adapter {name!r}: {error}", field=error.field, value=error.value, limit=error.limit
+            f"adapter folder {name!r}: {error}", field=error.field, value=error.value, limit=error.limit
         ) from error
     except OSError as error:
         what = f"{plain(path)} cannot be read" if path else "cannot be read"
-        raise AdapterRejected(f"adapter {name!r}: {what} ({error.strerror})", field="path") from error
+        raise AdapterRejected(f"adapter folder {name!r}: {what} ({error.strerror})", field="path") from error
     except UnicodeEncodeError as error:
-        raise AdapterRejected(f"adapter {name!r}: no folder can have that name", field="path") from error
+        raise AdapterRejected(f"adapter folder {name!r}: no folder can have that name", field="path") from error
     except MemoryError as error:
-        raise AdapterRejected(f"adapter {name!r}: the host has too little memory for it", field="path") from error
+        raise AdapterRejected(
+            f"adapter folder {name!r}: the host has too little memory for it", field="path"
+        ) from error
 
 
 def _open_folder(path: str | os.PathLike[str], root: Path | None) -> int:

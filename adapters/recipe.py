@@ -166,7 +166,8 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
                 refuse_file(WEIGHTS_FILE, "tensor", key, f"one of its module, which {known[half]} is")
             known[half] = key
         elif not _is_frozen_base(key, entry, shape):
-            refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {', '.join(MODULES)}, embed_tokens and lm_head")
+            modules = f"{', '.join(MODULES)} in layers 0 to {shape.num_layers - 1}"
+            refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {modules}, of embed_tokens and of lm_head")
     if not keys:
         refuse_file(WEIGHTS_FILE, "the number of updates", 0, "at least 1")
     pairs = {}

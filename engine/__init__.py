@@ -30,7 +30,7 @@ from headrace.engine.errors import (
 )
 from headrace.engine.events import Choice, Chunk, Completion, FinishReason, Logprob, Token, TokenLogprobs, Usage
 from headrace.engine.intake.prompt_ids import TokenizeOptions, TokenizerInfo
-from headrace.engine.intake.tokenizing import Charge
+from headrace.engine.intake.prompts import Charge
 from headrace.engine.many.embeddings import Embeddings
 from headrace.engine.many.scoring import Scores
 from headrace.engine.offline import LLM

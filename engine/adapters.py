@@ -22,6 +22,7 @@ from anyio.lowlevel import checkpoint
 
 from headrace.adapters.bank import AdapterDevice
 from headrace.adapters.slots import AdapterVersion, Move, Replacing, Residency, SlotTable
+from headrace.engine.concurrency.ask import ask
 from headrace.engine.concurrency.threads import Poster, Worker
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import AdapterRejected, AdapterUnavailable, EngineStopped, InvalidParams, UnknownAdapter
@@ -144,7 +145,7 @@ class Adapters:
             self._check_open()  # the engine may have closed while others had their turn
             self._check_count(name)
             source = _source(os.fspath(path), root)
-            loaded = await self._reader.ask(partial(device.read, source.path, source.root, None))
+            loaded = await ask(self._reader.submit, partial(device.read, source.path, source.root, None))
             self._check_count(name)
             self._check_open()
             if pinned:

@@ -71,7 +71,7 @@ ENGINE_NAMES: Final[Mapping[str, Names]] = {
         "speculative_config": _NOT_BUILT,
         "limit_mm_per_prompt": _NOT_BUILT,
         "compilation_config": _NOT_BUILT,
-        "quantization": _FROM_FILES,
+        "quantization": 'it is read from the model\'s files; quantize="fp8", "int8" or "int4" quantises others',
         "tokenizer": _FROM_FILES,
         "tokenizer_mode": _FROM_FILES,
         "hf_overrides": _FROM_FILES,

@@ -6,11 +6,11 @@ from types import TracebackType
 from typing import Self
 
 from headrace.engine.concurrency.threads import Poster, TaskWatch
+from headrace.engine.delivery.chunks import ChunkIterator
 from headrace.engine.delivery.generation import Generation
 from headrace.engine.delivery.logprobs import token_logprobs
-from headrace.engine.errors import InvalidParams
 from headrace.engine.events import Chunk, FinishReason, Token, TokenLogprobs, Usage
-from headrace.engine.intake.conversation import branch_turn, check_branch, following_turn
+from headrace.engine.intake.conversation import branch_turn, check_branch, check_single, following_turn
 from headrace.engine.intake.intake import Intake, Turn
 from headrace.engine.intake.prompts import Prompt
 from headrace.engine.params import SamplingParams
@@ -130,7 +130,7 @@ class TokenStream:
         generation = self._generation
         if not generation.finished or self._sent is not None:
             raise RuntimeError("the stream still runs: read it to its end, or cancel it, before sending more")
-        self._check_single("send")
+        check_single(self._turn, "send")
         turn = following_turn(self._intake, self._turn, added, params, deadline, priority)
         self._sent, sender = turn.generation, TaskWatch(turn.generation.cancel, self._post)
         try:
@@ -161,7 +161,7 @@ class TokenStream:
             InvalidParams: The stream has several choices, or `seed` is no int.
             EngineStopped: The engine is closed.
         """
-        self._check_single("fork")
+        check_single(self._turn, "fork")
         check_branch(self._intake, seed)
         generation = self._generation
         if not generation.finished or self._unyielded or len(generation.mailbox):
@@ -170,17 +170,6 @@ class TokenStream:
         forked = TokenStream(self._turn, self._intake, self._post)
         forked._finish_reasons = self.finish_reasons
         return forked
-
-    def _check_single(self, what: str) -> None:
-        """Reject a call that only a stream of one choice supports."""
-        params = self._turn.asking.params
-        if params.n != 1 or params.beam_width is not None:
-            field = "n" if params.beam_width is None else "beam_width"
-            raise InvalidParams(
-                f"{what}: a stream of one choice is needed, got one with {field}={getattr(params, field)}", field=field
-            )
-        if not self._generation.requests:
-            raise RuntimeError("the request has not been admitted: await stream.admitted() before")
 
     def cancel(self) -> None:
         """Cancel the request if it still runs; its pages are freed within the steps already launched.
@@ -240,7 +229,7 @@ class TokenStream:
 
     def chunks(self) -> ChunkIterator:
         """Iterate over merged tokens: each item holds all tokens since the last one was read."""
-        return ChunkIterator(self)
+        return ChunkIterator(self.next_chunk)
 
     async def next_chunk(self) -> Chunk | None:
         """Return all tokens since the last read as one chunk, waiting for at least one; None at the end.
@@ -285,25 +274,6 @@ class TokenStream:
             if token.finish_reason is not None:
                 self._finish_reasons[token.index] = token.finish_reason
         return tokens
-
-
-class ChunkIterator:
-    """Iterator over the chunks of a stream, for `async for chunk in stream.chunks()`."""
-
-    def __init__(self, stream: TokenStream) -> None:
-        """Iterate over `stream`."""
-        self._stream = stream
-
-    def __aiter__(self) -> Self:
-        """Return the iterator itself."""
-        return self
-
-    async def __anext__(self) -> Chunk:
-        """Return the next chunk; errors are those of `TokenStream.__anext__`."""
-        chunk = await self._stream.next_chunk()
-        if chunk is None:
-            raise StopAsyncIteration
-        return chunk
 
 
 class _Closing:

@@ -34,7 +34,7 @@ from headrace.engine.scripted.runner import (
 )
 from headrace.engine.stats import EngineInfo
 from headrace.engine.tokens.interface import ChatEnd
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = [
     "NON_FINITE",

@@ -173,7 +173,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer what the router itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     code, message = {
-        404: ("not_found", "there is no such endpoint"),
+        404: ("not_found", "there is no such endpoint; GET /openapi.json describes all"),
         405: ("method_not_allowed", "this endpoint does not take that method"),
     }.get(error.status_code, ("http_error", "the request was refused"))
     return error_response(ApiError(error.status_code, code, message, headers=error.headers), request.scope)

@@ -37,8 +37,10 @@ app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
 app.command(cls=AnsweringCommand)(serve)
 
-TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.", min=0.0, max=2.0)]
-_TOP_P = "Share of probability to choose among, of the likeliest tokens; above 0, at most 1."
+TemperatureOption = Annotated[
+    float, typer.Option(help="Temperature of sampling; 0 takes the likeliest token.", min=0.0, max=2.0)
+]
+_TOP_P = "Choose among the likeliest tokens that have this share of probability together; above 0, at most 1."
 
 _INTERRUPTED = 130  # the exit code that typer makes of KeyboardInterrupt
 

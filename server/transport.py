@@ -20,8 +20,8 @@ import anyio
 from starlette.types import ASGIApp, Message, Scope
 
 from headrace.engine import Engine, HeadraceError
-from headrace.engine.concurrency.alarm import Alarm
 from headrace.engine.concurrency.background import start_background
+from headrace.engine.concurrency.mailbox import Alarm
 from headrace.engine.concurrency.threads import Poster
 from headrace.engine.tokens.panics import is_failure
 from headrace.server.app import create_app

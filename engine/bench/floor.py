@@ -27,6 +27,7 @@ from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.weights import open_files
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense
+from headrace.ops.quantise import Method, format_for
 
 __all__ = ["Cost", "Speed", "cost_of", "measure", "model_cost", "stored_bytes"]
 
@@ -123,25 +124,26 @@ def cost_of(spec: DecoderSpec, *, weight_bytes: int, kv_size: float) -> Cost:
     )
 
 
-def model_cost(path: str, info: EngineInfo) -> Cost:
-    """Return the cost of the model at `path` as the engine opened it.
+def model_cost(path: str, info: EngineInfo, quantize: Method | None = None) -> Cost:
+    """Return the cost of the model at `path` as the engine opened it, quantised or as it is stored.
 
     Raises:
         ModelRejected: The file is gone or not a model.
     """
     spec = spec_of(path)
     positions = spec.num_layers * spec.uniform_attention.state.elements
-    weight_bytes = stored_bytes(path, spec, getattr(torch, info.dtype))
+    weight_bytes = stored_bytes(path, spec, getattr(torch, info.dtype), quantize)
     return cost_of(spec, weight_bytes=weight_bytes, kv_size=info.page_bytes / info.page_size / positions)
 
 
-def stored_bytes(path: str | None, spec: DecoderSpec, dtype: torch.dtype) -> int:
+def stored_bytes(path: str | None, spec: DecoderSpec, dtype: torch.dtype, quantize: Method | None = None) -> int:
     """Return the bytes of all weights that a decode step reads, each part of each as it is stored.
 
     Args:
         path: A `.gguf` file or a model folder. Where a folder has no weights, or for None, all are dense.
         spec: The model's shape.
         dtype: The dtype of weights that the checkpoint holds as plain numbers; others count as in the files.
+        quantize: Way in which plain matrices of the layers are quantised.
 
     Raises:
         ModelRejected: The files are gone, or not those of the model.
@@ -155,7 +157,8 @@ def stored_bytes(path: str | None, spec: DecoderSpec, dtype: torch.dtype) -> int
             if len(shape) == 1 or (part.role == "embedding.weight" and not spec.tied_head):
                 continue
             if found is None or found.is_plain(part):
-                total += sum(each.nbytes for each in Dense(dtype).parts(shape).values())
+                format = None if quantize is None or part.layer is None else format_for(quantize, shape[-1])
+                total += sum(each.nbytes for each in (format or Dense(dtype)).parts(shape).values())
             else:
                 total += found.of(part).nbytes(found.files)
         return total

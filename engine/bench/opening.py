@@ -17,7 +17,7 @@ from headrace.engine.bench.shapes import located
 from headrace.engine.intake.messages import Message
 from headrace.engine.life.opened import Opened
 from headrace.engine.tokens.interface import TokenizerLike
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = ["BenchmarkFailed", "Subject", "Target", "opened", "require_room", "synthetic_table"]
 
@@ -156,7 +156,7 @@ async def opened(
                 raise BenchmarkFailed(
                     f"the engine runs on {engine.info.device}, the floor is of {device}: use --device"
                 )
-            cost = model_cost(path, engine.info)
+            cost = model_cost(path, engine.info, options.get("quantize"))
             yield Subject(engine, path, cost, speed, random)
 
 

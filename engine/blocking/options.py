@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from headrace.engine.intake.prompt_ids import ChatOptions, TokenizeOptions
-from headrace.engine.intake.tokenizing import Charge
+from headrace.engine.intake.prompts import Charge
 from headrace.engine.many.generate import KeepingErrors, ManyOptions, RequestOptions
 from headrace.engine.scheduling.pooling import PoolingKind
 

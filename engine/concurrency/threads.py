@@ -1,4 +1,4 @@
-"""Worker threads of the engine, and the one way from a thread back to the event loop; never runs device-free logic.
+"""Worker threads of the engine, and the one way from a thread back to the event loop; never knows what calls do.
 
 The host may run asyncio (with any event loop) or trio: `Poster` has one implementation for each.
 """
@@ -11,7 +11,6 @@ import math
 import queue
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakMethod, ref
@@ -19,7 +18,7 @@ from weakref import WeakMethod, ref
 import anyio
 from anyio.lowlevel import current_token
 
-__all__ = ["Call", "Done", "Hung", "Outcome", "Poster", "TaskWatch", "Worker", "outlast", "stacks"]
+__all__ = ["Call", "Done", "Hung", "Outcome", "Poster", "TaskWatch", "Worker", "outlast"]
 
 T = TypeVar("T")
 logger = logging.getLogger("headrace.engine")
@@ -30,8 +29,8 @@ class Hung(Exception):
 
 
 async def outlast(event: anyio.Event, seconds: float = math.inf) -> BaseException | None:
-    """Wait for `event`, at most `seconds`, whatever cancels the caller; return a cancellation for the caller to
-    raise."""
+    """Wait for `event`, at most `seconds`, even if the caller is cancelled; return the cancellation, which the caller
+    then raises."""
     cancelled: BaseException | None = None
     ends = anyio.current_time() + seconds
     while not event.is_set():
@@ -195,37 +194,6 @@ class Worker:
             raise error
         return result  # type: ignore[no-any-return]
 
-    async def ask(
-        self, call: Callable[[], T], submit: Callable[[Callable[[], T | None], Done], None] | None = None
-    ) -> T:
-        """Run `call` in the thread; a caller who is cancelled leaves at once, and a call that waits never begins.
-
-        Args:
-            call: Runs in the thread.
-            submit: Function that queues the call; None for the method of that name.
-
-        Raises:
-            BaseException: `call` raised it, or `drop` was given it.
-        """
-        finished = anyio.Event()
-        outcome: list[Any] = []
-        left = False
-
-        def done(result: T | None, error: BaseException | None) -> None:
-            outcome[:] = result, error
-            finished.set()
-
-        (submit or self.submit)(lambda: None if left else call(), done)
-        try:
-            await finished.wait()
-        finally:
-            left = True
-        result, error = outcome
-        outcome.clear()
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
-
     def drop(self, error: BaseException) -> None:
         """End every waiting call with `error`; let the running one go on. Called on the event loop."""
         with contextlib.suppress(queue.Empty):
@@ -295,12 +263,3 @@ class Outcome:
 
     def __call__(self) -> None:
         self._done(self._result, self._error)
-
-
-def stacks() -> str:
-    """Return the stack of every other thread of the process as lines of code, without values."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
-    parts = [f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in frames]
-    return "\n".join(parts)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.engine.delivery.delivered import Delivered
-from headrace.engine.delivery.generation import Control, Generation
+from headrace.engine.delivery.generation import Control, Delivered, Generation
 from headrace.engine.events import Usage
-from headrace.engine.scheduling.beams import BeamSearch
+from headrace.engine.scheduling.options.beams import BeamSearch
+from headrace.engine.scheduling.options.forks import goes_on
 from headrace.engine.scheduling.plan import Emission
-from headrace.engine.scheduling.request import Request, goes_on
+from headrace.engine.scheduling.request import Request
 
 __all__ = ["BeamGeneration"]
 

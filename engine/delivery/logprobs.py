@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.engine.events import Logprob, TokenLogprobs
 from headrace.engine.scheduling.shaping import Report
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = ["token_logprobs"]
 

@@ -24,7 +24,7 @@ from headrace.engine.grammar.compiled import CompiledGrammar, ManyRows
 from headrace.engine.grammar.jobs import Claim, Done, GrammarJob, GrammarJobs, Waiter
 from headrace.engine.grammar.json_schemas import JSON_STYLE, exact_grammar, exact_schema
 from headrace.engine.grammar.trials import Starved, TooSlow, Trials, Unfit, Vocabulary, may_take_long
-from headrace.engine.intake.tokenizing import TOKENS_A_SECOND, Charge, charge_nobody
+from headrace.engine.intake.prompts import TOKENS_A_SECOND, Charge, charge_nobody
 from headrace.engine.life.opened import Opened
 from headrace.engine.params import shown
 from headrace.engine.response_format import ResponseFormat

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.engine.grammar.compiled import CompiledGrammar
-from headrace.engine.intake.tokenizing import Charge, charge_nobody
+from headrace.engine.intake.prompts import Charge, charge_nobody
 from headrace.engine.life.opened import Opened
 from headrace.engine.response_format import ResponseFormat
 

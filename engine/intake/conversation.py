@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headrace.engine.delivery.stops import WatchedGeneration
 from headrace.engine.errors import InvalidParams
 from headrace.engine.intake.intake import Intake, Turn
-from headrace.engine.intake.prompts import Prompt, more_token_ids
+from headrace.engine.intake.prompt_ids import more_token_ids
+from headrace.engine.intake.prompts import Prompt
 from headrace.engine.params import SamplingParams
-from headrace.engine.scheduling.request import branch
+from headrace.engine.scheduling.options.forks import branch
 
-__all__ = ["branch_turn", "check_branch", "following_turn"]
+__all__ = ["branch_turn", "check_branch", "check_single", "following_turn"]
 
 _MASK = 2**64 - 1
 
@@ -46,7 +48,24 @@ def following_turn(
         since=parts.loop.now,
     )
     tokenizer = parts.opened.tokenizer
-    return intake.start(asking, added, lambda: known + more_token_ids(added, tokenizer, known), parts, len(known))
+    return intake.start(asking, added, parts, lambda: known + more_token_ids(added, tokenizer, known), len(known))
+
+
+def check_single(turn: Turn, what: str) -> None:
+    """Refuse `what`, a method that only a stream of one choice has, where `turn` has several or was not admitted.
+
+    Raises:
+        InvalidParams: The turn has several choices.
+        RuntimeError: The scheduler does not have its request yet.
+    """
+    params = turn.asking.params
+    if params.n != 1 or params.beam_width is not None:
+        field = "n" if params.beam_width is None else "beam_width"
+        raise InvalidParams(
+            f"{what}: a stream of one choice is needed, got one with {field}={getattr(params, field)}", field=field
+        )
+    if not turn.generation.requests:
+        raise RuntimeError("the request has not been admitted: await stream.admitted() before")
 
 
 def check_branch(intake: Intake, seed: int | None) -> None:
@@ -67,7 +86,8 @@ def branch_turn(intake: Intake, turn: Turn, read: int, seed: int | None) -> Turn
     made = intake.make_turn(replace(turn.asking, params=_again(turn.asking.params)), parts)
     own = request.tokens[request.prompt_len :]
     made.maker.skip(own)
-    made.generation.skip(own)
+    if isinstance(made.generation, WatchedGeneration):
+        made.generation.skip(own)
     parts.loop.submit(made.generation, request.tokens[virtual:], [request])
     return made
 

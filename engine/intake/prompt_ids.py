@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict
 
 from headrace.engine.concurrency.fair_worker import FairWorker
 from headrace.engine.errors import InvalidParams
-from headrace.engine.intake.prompts import Prompt, check_token_ids, more_token_ids, to_token_ids
-from headrace.engine.intake.tokenizing import Charge, Tokenizing
+from headrace.engine.intake.by_turns import ask, tokenizing_cost
+from headrace.engine.intake.prompts import (
+    Charge,
+    Prompt,
+    Tokenizing,
+    check_token_ids,
+    guarded,
+    is_chat,
+    is_short,
+    to_token_ids,
+)
 from headrace.engine.life.opened import Opened
 from headrace.engine.tokens.interface import ChatEnd, TokenizerLike
 from headrace.engine.tokens.text import Detokenizer
@@ -95,8 +105,41 @@ async def tokenize(
         return [*after, *more_token_ids(prompt, opened.tokenizer, after, tools, values)]
 
     known = len(after) if after else 0
-    work = Tokenizing.of_prompt(prompt, opened, ids, tenant=tenant, charge=charge, tools=tools, known=known)
-    return await work.ask(helper)
+    work = Tokenizing.of_prompt(prompt, opened, ids, charge, known)
+    if is_short(prompt, opened.tokenizer.table) and not tools:
+        return work.run()
+    return await ask(work, helper, tenant=tenant, cost=tokenizing_cost(prompt, tools))
+
+
+def more_token_ids(
+    added: Any,
+    tokenizer: TokenizerLike,
+    known: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the token ids to add to `known`: ids as they are, those of text, or those of messages in the chat
+    template.
+
+    The template may read `tools` and `template_kwargs` as well.
+
+    Raises:
+        InvalidParams: `added` is of another kind, or malformed; names the part.
+        TokenizerFailed: The tokenizer cannot handle `added`.
+    """
+    if isinstance(added, str):
+        return guarded(partial(tokenizer.encode_more, added)) if added else []
+    if not is_chat(added):
+        return to_token_ids(added, tokenizer) if added != [] else []
+    ids = guarded(partial(tokenizer.encode_reply, added, tools, template_kwargs))
+    if known[-1] not in tokenizer.eos_ids:
+        return ids
+    for place, token in enumerate(ids):  # the answer has its own end, so the template's end of it is dropped
+        if token in tokenizer.eos_ids:
+            return ids[place + 1 :]
+        if tokenizer.table.pieces[token].strip():
+            break
+    return ids
 
 
 def detokenize(ids: Sequence[int], opened: Opened, skip_special_tokens: bool) -> str:

@@ -1,33 +1,172 @@
-"""Makes the scheduler's requests from a caller's arguments, if the model can serve them; never queues them."""
+"""Makes the scheduler's requests from a caller's arguments, if the model can serve them; never queues them.
+
+`Asking` holds these arguments. Next to read: scheduling/request.py.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.adapters.slots import AdapterVersion
 from headrace.engine.errors import InvalidParams
-from headrace.engine.intake.adapter_names import version_of, with_virtual_tokens
-from headrace.engine.intake.asking import Asking, asks_for, check_asking
-from headrace.engine.intake.shaping import make_shaping
-from headrace.engine.params import SamplingParams
-from headrace.engine.scheduling.asked import Asked, Sampling, root_of
-from headrace.engine.scheduling.beams import BeamSearch
-from headrace.engine.scheduling.pooling import Pooling
+from headrace.engine.intake.adapter_names import with_virtual_tokens
+from headrace.engine.intake.prompts import Charge, charge_nobody
+from headrace.engine.intake.shaping import SHAPING_FIELDS, make_shaping
+from headrace.engine.life.opened import Opened
+from headrace.engine.params import SamplingParams, shown
+from headrace.engine.scheduling.asked import Asked, Sampling
+from headrace.engine.scheduling.memory.prefix import root_of
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Reporting
+from headrace.engine.steps.hooks import StopWhen, check_hook
 from headrace.engine.tokens.interface import TokenizerLike
 
-__all__ = ["begin_search", "make_pooling_request", "make_requests"]
+__all__ = ["NO_ADAPTERS", "Asking", "check_asking", "check_generates", "check_streamed", "make_requests"]
 
+NO_ADAPTERS: Mapping[str, AdapterVersion] = {}
+_UNLIMITED = 2**62
+_LONGEST = 1e9  # seconds: some 30 years, and exact when added to any clock
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads the seeds of a prompt's choices
-_UNLIMITED = 2**62
 _COLDEST, _HOTTEST = 1e-6, 1e30  # bounds of temperatures that float32 can divide by
-_NO_ADAPTERS: Mapping[str, AdapterVersion] = {}
 _MAX_PROMPT_REPORTS = 2**16
 """Most log-probabilities for one prompt: reading more of them would hold up the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """The arguments of `Engine.stream` besides the prompt."""
+
+    params: SamplingParams
+    adapter: str | None
+    tenant: str | None
+    cache_salt: str | None
+    priority: int
+    stop_when: StopWhen | None = None
+    logits_processor: LogitsProcessor | None = None
+    deadline: float | None = None
+    """Seconds from `since` until the request ends at the latest; None for no limit."""
+    since: float = 0.0
+    """Time at which the request was made, in seconds on the step loop's clock."""
+    charge: Charge = charge_nobody
+    """Function that is told of work done for the request besides its steps, in tokens."""
+    before: Request | None = None
+    """The request of the turn that this one follows; None for the first turn."""
+
+    @property
+    def ends(self) -> float | None:
+        """Time by which the request ends at the latest, in seconds on the step loop's clock; None for no limit."""
+        return None if self.deadline is None else self.since + self.deadline
+
+    @property
+    def sharing(self) -> str | None:
+        """Value that requests must have in common to share prefix pages."""
+        return self.tenant if self.cache_salt is None else self.cache_salt
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of the completion; a number beyond any context if there is no limit."""
+        return _UNLIMITED if self.params.max_tokens is None else self.params.max_tokens
+
+    def asked(self, version: AdapterVersion | None, limit: int, **options: Any) -> Asked:
+        """Return what is asked of a request: its limit in tokens, its adapter, for whom it is, and other fields."""
+        return Asked(
+            limit=limit,
+            version=version,
+            root=root_of(version, self.sharing),
+            priority=self.priority,
+            tenant=self.tenant,
+            adapter=self.adapter,
+            **options,
+        )
+
+    def stop_ids(self, eos_ids: Sequence[int]) -> frozenset[int]:
+        """Return the token ids that end a choice."""
+        return frozenset((*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_ids)))
+
+
+def check_streamed(params: object) -> None:
+    """Refuse parameters that no stream can serve.
+
+    Raises:
+        InvalidParams: `params` are not `SamplingParams`, or ask for `best_of`.
+    """
+    if not isinstance(params, SamplingParams):
+        raise InvalidParams(
+            f"params: must be SamplingParams, got {type(params).__name__}", field="params", value=params
+        )
+    if params.best_of is not None:
+        raise InvalidParams(
+            "best_of: is ranked when all is generated and cannot be streamed; use generate",
+            field="best_of",
+            value=params.best_of,
+        )
+
+
+def check_generates(opened: Opened) -> None:
+    """Refuse a generation where the model cannot choose tokens.
+
+    Raises:
+        InvalidParams: The model only embeds or scores texts.
+    """
+    if not opened.generates:
+        name = opened.info.architecture
+        raise InvalidParams(f"model: {name} cannot generate; use embed or score", field="model", value=name)
+
+
+def _check_deadline(asking: Asking) -> None:
+    seconds = asking.deadline
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds <= _LONGEST:
+        raise InvalidParams(
+            f"deadline: must be more than 0 seconds and at most {_LONGEST:g}, got {shown(seconds)}",
+            field="deadline",
+            value=seconds,
+            limit={"gt": 0, "le": _LONGEST},
+        )
+    if asking.params.beam_width is not None:
+        raise InvalidParams("deadline: cannot go with beam_width", field="deadline", value=seconds)
+
+
+def check_asking(asking: Asking, vocab_size: int) -> None:
+    """Refuse arguments of the wrong kind, and token ids that a vocabulary of this size lacks.
+
+    Raises:
+        InvalidParams: An argument is refused; names the field.
+    """
+    if type(asking.priority) is not int:
+        raise InvalidParams(
+            f"priority: must be an int, got {asking.priority!r}", field="priority", value=asking.priority
+        )
+    named = {"adapter": asking.adapter, "tenant": asking.tenant, "cache_salt": asking.cache_salt}
+    for field, value in named.items():
+        if value is not None and not isinstance(value, str):
+            raise InvalidParams(f"{field}: must be a str, got {value!r}", field=field, value=value)
+    params = asking.params
+    _check_deadline(asking)
+    for field, hook in (("stop_when", asking.stop_when), ("logits_processor", asking.logits_processor)):
+        if hook is not None:
+            check_hook(hook, field)
+            if params.beam_width is not None:
+                raise InvalidParams(f"{field}: cannot go with beam_width", field=field, value=hook)
+    listed = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "forbidden_token_ids": params.forbidden_token_ids,
+    }
+    for field, tokens in listed.items():
+        if tokens and (token := max(tokens)) >= vocab_size:
+            raise InvalidParams(
+                f"{field}: must be below the vocabulary's {vocab_size}, got {token}",
+                field=field,
+                value=token,
+                limit=vocab_size - 1,
+            )
 
 
 def make_requests(
@@ -37,7 +176,7 @@ def make_requests(
     vocab_size: int,
     random_seeds: random.Random,
     grammar: Grammar | None = None,
-    adapters: Mapping[str, AdapterVersion] = _NO_ADAPTERS,
+    adapters: Mapping[str, AdapterVersion] = NO_ADAPTERS,
 ) -> list[Request]:
     """Return one request for each of the `n` choices of a prompt; the others fork the first one's pages.
 
@@ -57,16 +196,14 @@ def make_requests(
     params = asking.params
     check_asking(asking, vocab_size)
     version, ids = (None, ids) if asking.adapter is None else with_virtual_tokens(asking.adapter, ids, params, adapters)
-    if params.beam_width is not None:
-        return [_first_beam(ids, asking, begin_search(asking, tokenizer), vocab_size, version)]
     seed = random_seeds.getrandbits(63) if params.seed is None else params.seed
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
-    shaping = make_shaping(params, len(ids), stop_ids, tokenizer, vocab_size) if asks_for(params, "shaping") else None
-    limit = len(ids) + (_UNLIMITED if params.max_tokens is None else params.max_tokens)
+    shapes = not params.model_fields_set.isdisjoint(SHAPING_FIELDS)
+    shaping = make_shaping(params, len(ids), stop_ids, tokenizer, vocab_size) if shapes else None
+    limit = len(ids) + asking.max_tokens
     requests: list[Request] = []
     for choice in range(params.n):
-        asked = _asked(
-            asking,
+        asked = asking.asked(
             version,
             limit,
             sampling=_sampling(params, seed + choice * _GOLDEN),
@@ -92,19 +229,6 @@ def make_requests(
     return requests
 
 
-def _asked(asking: Asking, version: AdapterVersion | None, limit: int, **options: Any) -> Asked:
-    """Return what is asked of a request: its limit in tokens, its adapter, for whom it is, and other fields."""
-    return Asked(
-        limit=limit,
-        version=version,
-        root=root_of(version, asking.sharing),
-        priority=asking.priority,
-        tenant=asking.tenant,
-        adapter=asking.adapter,
-        **options,
-    )
-
-
 def _processor(asking: Asking, version: AdapterVersion | None) -> LogitsProcessor | None:
     """Return the caller's hook, wrapped so that it does not see the ids that stand for virtual tokens."""
     given = asking.logits_processor
@@ -119,28 +243,6 @@ def _takes_runs(asking: Asking) -> bool:
     params = asking.params
     looks = params.stop or params.deterministic or asking.stop_when is not None or asking.logits_processor is not None
     return params.logprobs is None and not looks
-
-
-def make_pooling_request(
-    ids: Sequence[int],
-    asking: Asking,
-    pooling: Pooling,
-    vocab_size: int,
-    adapters: Mapping[str, AdapterVersion] = _NO_ADAPTERS,
-) -> Request:
-    """Return a request that generates nothing; the arguments are those of `make_requests`.
-
-    Raises:
-        InvalidParams: A keyword is of the wrong kind, or the adapter has virtual tokens.
-        UnknownAdapter: No adapter is loaded under the name in `asking`.
-    """
-    check_asking(asking, vocab_size)
-    version = version_of(asking.adapter, adapters)
-    if version is not None and version.virtual_tokens:
-        raise InvalidParams(
-            "adapter: one with virtual tokens cannot be pooled", field="adapter", value=asking.adapter, limit=0
-        )
-    return Request(_asked(asking, version, len(ids) + 1, pooling=pooling), list(ids))
 
 
 def _reporting(params: SamplingParams, choice: int, prompt_len: int) -> Reporting | None:
@@ -158,37 +260,6 @@ def _sampling(params: SamplingParams, seed: int) -> Sampling:
         min_p=params.min_p,
         seed=seed & _MASK,
     )
-
-
-def begin_search(asking: Asking, tokenizer: TokenizerLike) -> BeamSearch:
-    """Return a beam search that has just begun."""
-    params = asking.params
-    return BeamSearch(
-        width=params.beam_width or 1,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        stop_ids=asking.stop_ids(tokenizer.eos_ids),
-        limit=_UNLIMITED if params.max_tokens is None else params.max_tokens,
-    )
-
-
-def _first_beam(
-    ids: Sequence[int], asking: Asking, search: BeamSearch, vocab_size: int, version: AdapterVersion | None
-) -> Request:
-    """Return the request whose likeliest tokens begin a beam search.
-
-    Raises:
-        InvalidParams: The vocabulary has fewer tokens than the search has candidates.
-    """
-    if search.candidates > vocab_size:
-        raise InvalidParams(
-            f"beam_width: {search.width} beams look at {search.candidates} tokens of a vocabulary of {vocab_size}",
-            field="beam_width",
-            value=search.width,
-            limit=vocab_size,
-        )
-    reporting = Reporting(completion=search.candidates)
-    return Request(_asked(asking, version, len(ids) + 1, reporting=reporting, holds=True), list(ids))
 
 
 def _check_prompt_logprobs(params: SamplingParams, prompt_len: int) -> None:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from typing import Final
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.shaping import MOST_WORD_TOKENS, Shaping
 from headrace.engine.tokens.interface import TokenizerLike
 
-__all__ = ["make_shaping"]
+__all__ = ["SHAPING_FIELDS", "make_shaping"]
+
+SHAPING_FIELDS: Final = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "forbidden_token_ids",
+    "bad_words",
+    "min_tokens",
+)
+"""Fields of `SamplingParams` that ask for changes to the logits, if they are not at their defaults."""
 
 
 def make_shaping(

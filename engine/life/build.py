@@ -32,7 +32,7 @@ from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.stats import EngineInfo
 from headrace.engine.tokens.folder import generation_config
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 from headrace.engine.tokens.tokenizer import Tokenizer
 
 __all__ = ["build_kernels", "open_engine"]

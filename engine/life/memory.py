@@ -68,32 +68,32 @@ class DeviceMemory:
 
     async def _resize(self, loop: StepLoop, runner: Resizable, pages: int, asked: int | str) -> None:
         scheduler, page_bytes = loop.scheduler, self._serving.parts().opened.info.page_bytes
-        before, least, most = scheduler.capacity.num_pages, scheduler.least_pages, runner.most_pages
+        before, least, most = scheduler.capacity.num_pages, scheduler.resizing.least_pages, runner.most_pages
         if pages < least:
             raise _refused(asked, {"ge": least * page_bytes}, f"a request needs {least * page_bytes} bytes")
         if pages > max(before, most):
             raise _refused(asked, {"le": most * page_bytes}, f"the device holds {most * page_bytes} bytes at most")
-        if scheduler.sleep_level:
-            scheduler.resize(pages)
+        if scheduler.resizing.sleep_level:
+            scheduler.resizing.resize(pages)
             return
         if pages < before:
-            await loop.carry_out_moves(scheduler.resize(pages))
+            await loop.carry_out_moves(scheduler.resizing.resize(pages))
         try:
             await loop.wait_for(partial(runner.resize, pages), "resize_kv")
         except Exception as error:
-            scheduler.resize(before)
+            scheduler.resizing.resize(before)
             if isinstance(as_failure(error), OutOfMemory):
                 raise _refused(asked, None, "the device has not so much memory now") from error
             raise as_headrace(error, "kv_memory: the device could not be resized") from error
         if pages > before:
-            scheduler.resize(pages)
+            scheduler.resizing.resize(pages)
 
     async def _fall_asleep(self, loop: StepLoop, runner: Sleeping, level: int) -> None:
         scheduler = loop.scheduler
-        if level <= scheduler.sleep_level:
+        if level <= scheduler.resizing.sleep_level:
             return
-        was_awake = not scheduler.sleep_level
-        await loop.carry_out_moves(scheduler.fall_asleep(level))
+        was_awake = not scheduler.resizing.sleep_level
+        await loop.carry_out_moves(scheduler.resizing.fall_asleep(level))
         try:
             await loop.wait_for(partial(runner.sleep, keep_weights=level == 1), "sleep", _PATIENCE)
         except EngineCrashed:
@@ -108,7 +108,7 @@ class DeviceMemory:
 
     async def _wake_up(self, loop: StepLoop, runner: Sleeping) -> None:
         scheduler = loop.scheduler
-        if not scheduler.sleep_level:
+        if not scheduler.resizing.sleep_level:
             return
         try:
             await loop.wait_for(partial(runner.wake, scheduler.capacity.num_pages), "wake", _PATIENCE)
@@ -116,7 +116,7 @@ class DeviceMemory:
             if isinstance(as_failure(error), OutOfMemory):
                 raise DeviceUnavailable("device: it has too little memory to wake up") from error
             raise as_headrace(error, "device: it could not be woken") from error
-        scheduler.wake_up()
+        scheduler.resizing.wake_up()
 
 
 def _bytes(kv_memory: int | str) -> int:

@@ -117,7 +117,7 @@ async def embed(
     if progress:
         with ManyBar(
             lambda: many.ended,
-            lambda: loop.stats().prompt_tokens,
+            lambda: loop.scheduler.prompt_tokens,
             1 if isinstance(prompts, str) else length_hint(prompts, -1),
         ) as bar:
             vectors = await many.run(bar.keep_drawing)

@@ -6,33 +6,38 @@ Owns the wait for the result; never plans a step and never touches a tensor. emb
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import anyio
 
+from headrace.adapters.slots import AdapterVersion
 from headrace.engine.delivery.generation import Control, Generation
 from headrace.engine.errors import EngineStopped, InvalidParams, PromptTooLong
 from headrace.engine.events import Usage
-from headrace.engine.intake.asking import Asking
+from headrace.engine.intake.adapter_names import version_of
+from headrace.engine.intake.by_turns import ask, tokenizing_cost
 from headrace.engine.intake.intake import check_prompt
 from headrace.engine.intake.prompts import (
+    Charge,
+    Tokenizing,
+    charge_nobody,
     check_fewest_tokens,
     check_text_size,
     is_short,
     is_text,
     to_token_ids,
-    tokenizing_cost,
 )
-from headrace.engine.intake.requests import make_pooling_request
-from headrace.engine.intake.tokenizing import Charge, Tokenizing, charge_nobody
+from headrace.engine.intake.requests import Asking, check_asking
 from headrace.engine.life.opened import Opened
 from headrace.engine.life.serving import Serving
 from headrace.engine.params import SamplingParams
 from headrace.engine.scheduling.plan import Emission
 from headrace.engine.scheduling.pooling import Pooling
+from headrace.engine.scheduling.request import Request
 from headrace.engine.tokens.interface import TokenizerLike
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = ["Pair", "PoolingIntake", "Text", "Who"]
 
@@ -295,21 +300,35 @@ class PoolingIntake(NamedTuple):
         generation = _Pooling(loop, self.started)
         loop.expect(generation)
         try:
-            tokenizing = Tokenizing(
-                partial(asked.tokenize, opened),
-                lambda pooled: pooled.made,
-                check=partial(asked.check, opened),
-                here=asked.is_short(opened.tokenizer.table),
-                cost=asked.cost,
-                tenant=who.tenant,
-                charge=who.charge,
+            text = Tokenizing(
+                partial(asked.tokenize, opened), lambda pooled: pooled.made, partial(asked.check, opened), who.charge
             )
-            ids, pooling, _ = await tokenizing.ask(parts.helper)
+            is_quick = asked.is_short(opened.tokenizer.table)
+            found = text.run() if is_quick else await ask(text, parts.helper, tenant=who.tenant, cost=asked.cost)
             self.serving.parts(draining=True)
-            check_prompt(ids, parts, room=0)
+            check_prompt(found.ids, parts, room=0)
             asking = Asking(_NO_PARAMS, who.adapter, who.tenant, who.cache_salt, who.priority)
             named = parts.adapters.known_to(asking.adapter)
-            loop.submit(generation, ids, [make_pooling_request(ids, asking, pooling, opened.info.vocab_size, named)])
+            request = _pooling_request(found, asking, opened.info.vocab_size, named)
+            loop.submit(generation, found.ids, [request])
             return await generation.result()
         finally:
             generation.cancel()
+
+
+def _pooling_request(
+    pooled: Pooled, asking: Asking, vocab_size: int, adapters: Mapping[str, AdapterVersion]
+) -> Request:
+    """Return a request that generates nothing; the arguments are those of `make_requests`.
+
+    Raises:
+        InvalidParams: A keyword is of the wrong kind, or the adapter has virtual tokens.
+        UnknownAdapter: No adapter is loaded under the name in `asking`.
+    """
+    check_asking(asking, vocab_size)
+    version = version_of(asking.adapter, adapters)
+    if version is not None and version.virtual_tokens:
+        raise InvalidParams(
+            "adapter: one with virtual tokens cannot be pooled", field="adapter", value=asking.adapter, limit=0
+        )
+    return Request(asking.asked(version, len(pooled.ids) + 1, pooling=pooled.pooling), list(pooled.ids))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from headrace.adapters.slots import SlotTable
-from headrace.engine.errors import Overloaded
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
 from headrace.engine.scheduling.memory.swaps import Swaps
@@ -19,6 +18,7 @@ from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.roster import Roster
+from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Admission"]
 
@@ -29,6 +29,7 @@ class Admission:
     def __init__(
         self,
         roster: Roster,
+        suspension: Suspension,
         pool: PagePool,
         prefixes: Prefixes,
         policy: Policy,
@@ -39,6 +40,7 @@ class Admission:
     ) -> None:
         """Admit requests of `roster` as pages of `pool` and LoRA slots of `slots` permit."""
         self._roster = roster
+        self._suspension = suspension
         self._window = window
         self._pool = pool
         self._prefixes = prefixes
@@ -52,29 +54,6 @@ class Admission:
         self._has_slots = slots.slots > 0
         self._overtaking = Overtaking(slots, patience=2 * self._max_rows)
 
-    def check_deadline(self, request: Request) -> None:
-        """Reject a new request if the policy expects it to miss its deadline; accept any while nothing runs or waits.
-
-        Measured step times may have been outliers, which only further steps can correct, so an idle engine accepts it.
-
-        Raises:
-            Overloaded: The first token is expected after the deadline.
-        """
-        if request.asked.deadline is None or request.leader is not None:  # one decision for all choices
-            return
-        if not (self._roster.running or self._roster.waiting):
-            return
-        wait = self._policy.expected_wait(request, self._roster.waiting.tokens_before(request), self._pace)
-        needed = wait + self._pace.prefill(request.known)
-        left = request.asked.deadline - request.arrived
-        if needed > left:
-            raise Overloaded(
-                f"deadline: the first token is expected in {needed:.3f} s, which is not within {left:.3f} s",
-                field="deadline",
-                value=left,
-                limit={"ge": needed},
-            )
-
     def share_rows(self) -> None:
         """Preempt requests for rows that the policy gives to others, if few rows are free and pages stay cached."""
         roster = self._roster
@@ -85,7 +64,7 @@ class Admission:
             victim = next(filter(self._prefixes.keeps, displaced), None)
             if victim is None:
                 return
-            roster.preempt(victim)
+            self._suspension.preempt(victim)
 
     def candidates(
         self, plan: StepPlan, now: float, before: Request | None = None, *, alone: bool = False
@@ -113,7 +92,7 @@ class Admission:
         for request in self._roster.waiting.in_order(now):
             if before is not None and not self._policy.overtakes(request, before, now):
                 return
-            if looked_past > self._max_rows or not self._row_is_free(now):
+            if looked_past > self._max_rows or not self._row_is_free():
                 return
             if not beside and self._is_left_to_others(request):
                 return
@@ -126,7 +105,7 @@ class Admission:
                 continue
             if request.asked.alone is not alone:
                 return
-            pages = self._find_room(request, pages, step, now, reserved)
+            pages = self._find_room(request, pages, step, reserved)
             if pages is None:
                 return
             if request.asked.version is not None:
@@ -148,9 +127,9 @@ class Admission:
     def _reopen(self) -> None:
         """Preempt paused requests that hold the slot of a closed adapter."""
         closed = self._overtaking.closed
-        for request in self._roster.paused_holders() if closed else ():
+        for request in self._suspension.paused_holders() if closed else ():
             if request.asked.version in closed:
-                self._roster.preempt(request)
+                self._suspension.preempt(request)
 
     def _pages_owed(self) -> int:
         """Return how many more pages the prompts of running requests will take."""
@@ -162,23 +141,16 @@ class Admission:
         A request that computes alone takes all its pages at once, so that no chunk is ever cut.
         """
         ahead = -(-request.known // self._pool.page_size) - request.place.first_page - held
-        if request.asked.alone:
+        if request.asked.alone or self._window.size is None:
             return max(0, ahead)
         return max(0, min(ahead, max(1, self._window.fewest_pages(request.known) - held)))
 
-    def _row_is_free(self, now: float) -> bool:
+    def _row_is_free(self) -> bool:
         if not self._roster.free_rows and not self._roster.draining:
-            self._preempt_paused(now)
+            self._suspension.preempt_paused()
         return bool(self._roster.free_rows)
 
-    def _preempt_paused(self, now: float) -> bool:
-        """Preempt the last paused request that holds a row; return whether its row and pages were released at once."""
-        holders = self._roster.paused_holders()
-        if not holders:
-            return False
-        return self._roster.preempt(max(holders, key=lambda request: self._policy.standing(request, now)))
-
-    def _find_room(self, request: Request, pages: list[int], step: int, now: float, reserved: int) -> list[int] | None:
+    def _find_room(self, request: Request, pages: list[int], step: int, reserved: int) -> list[int] | None:
         """Return the pages to start `request` with, preempting paused requests for room; None if it does not fit."""
         found: list[int] | None = pages
         while found is not None and not self._fits(request, found, reserved):
@@ -186,7 +158,7 @@ class Admission:
                 request.place.found -= request.place.found % self._pool.page_size
                 found = found[:-1]  # do without a copy of the last page: its tokens are computed again
                 continue
-            if self._roster.draining or not self._preempt_paused(now):
+            if self._roster.draining or not self._suspension.preempt_paused():
                 return None
             found = self._prefixes.find(request, step)  # the paused request may have held these pages
         return found

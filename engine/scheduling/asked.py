@@ -11,7 +11,7 @@ from headrace.adapters.slots import AdapterVersion
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.shaping import Grammar, LogitsProcessor, Reporting, Shaping
 
-__all__ = ["Asked", "Sampling", "root_of"]
+__all__ = ["Asked", "Sampling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,3 @@ class Asked:
     """Whether the choice is computed in steps of its own, which depend on its tokens alone (alone.py)."""
     holds: bool = False
     """Whether the choice pauses at its limit, holding its pages for others to fork, until it is ended."""
-
-    @property
-    def has_options(self) -> bool:
-        """Whether more than the sampling is asked of the device."""
-        options = (self.shaping, self.reporting, self.grammar, self.pooling, self.processor)
-        return any(each is not None for each in options)
-
-    @property
-    def slot(self) -> int:
-        """LoRA slot that the row uses; -1 for none."""
-        return -1 if self.version is None else self.version.slot
-
-
-def root_of(version: AdapterVersion | None, sharing: str | None) -> bytes:
-    """Return the first link of the prefix hash chain: the digest of the adapter, and the value that sharers share."""
-    return repr((None if version is None else version.digest, sharing)).encode()

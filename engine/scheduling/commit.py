@@ -15,6 +15,7 @@ from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import Chosen, NoToken, StepPart, StepResult
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report
+from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Commits"]
 
@@ -22,7 +23,15 @@ __all__ = ["Commits"]
 class Commits:
     """Acceptance of step results for one scheduler."""
 
-    def __init__(self, roster: Roster, pool: PagePool, prefixes: Prefixes, pace: Pace, vocab_size: int) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        suspension: Suspension,
+        pool: PagePool,
+        prefixes: Prefixes,
+        pace: Pace,
+        vocab_size: int,
+    ) -> None:
         """Start before the first step; an id from `vocab_size` on is a defect of the device."""
         self.step = -1
         """Number of the step that is being committed."""
@@ -30,6 +39,7 @@ class Commits:
         """Whether computing the tokens that grammars force in this step at once saves time."""
         self._emissions: list[Emission] = []
         self._roster = roster
+        self._suspension = suspension
         self._pool = pool
         self._prefixes = prefixes
         self._pace = pace
@@ -82,7 +92,7 @@ class Commits:
 
     def pause(self, request: Request) -> None:
         """Stop planning `request`."""
-        self._roster.pause(request)
+        self._suspension.pause(request)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -115,8 +125,11 @@ class Commits:
             self.advance(request, part.end)
             if part.samples:
                 self.gain(request, part.token)
-        if not request.in_flight and request.row >= 0 and (request.leaving or request.state is State.FINISHED):
-            self._roster.release_drained(request)
+        if not request.in_flight and request.row >= 0:
+            if request.state is State.FINISHED:
+                self._roster.release_drained(request)
+            elif request.leaving:
+                self._suspension.requeue_drained(request)
 
     def _fail(self, request: Request, token: int | NoToken) -> None:
         """Fail a request that was given no token, or an id outside the vocabulary."""

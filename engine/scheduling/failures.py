@@ -6,11 +6,14 @@ and only a step of the least size fails its request. It never plans a step.
 
 from __future__ import annotations
 
+from headrace.adapters.slots import AdapterVersion
 from headrace.engine.errors import OutOfMemory, RequestFailed
+from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.swaps import Swaps
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.roster import Roster
+from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Failures"]
 
@@ -20,10 +23,14 @@ _STEPS = 64  # steps that must succeed before the size limit doubles
 class Failures:
     """Handling of failed steps for one scheduler."""
 
-    def __init__(self, capacity: Capacity, roster: Roster, swaps: Swaps) -> None:
+    def __init__(
+        self, capacity: Capacity, roster: Roster, suspension: Suspension, pool: PagePool, swaps: Swaps
+    ) -> None:
         """Start with the limits of `capacity`."""
         self._capacity = capacity
         self._roster = roster
+        self._suspension = suspension
+        self._pool = pool
         self._swaps = swaps
         self._good = 0
         self.retries = 0
@@ -36,9 +43,12 @@ class Failures:
         """Largest number of tokens in a step."""
 
     def fail_step(self, plan: StepPlan, error: RequestFailed) -> list[Emission]:
-        """Take in a step that raised, after which its requests fail or start over; return the failures.
+        """Take in a step that raised: its requests fail with `error`, and requests that share its pages start over.
 
-        Requests that share pages with them start over.
+        If the step ran out of memory, its requests start over in smaller steps instead, unless it had the least size.
+
+        Returns:
+            The failures.
         """
         again = isinstance(error, OutOfMemory) and self._can_shrink(plan)
         size = self._capacity.page_size
@@ -56,16 +66,43 @@ class Failures:
                 emissions.append(self._roster.fail(request, error))
             elif not request.in_flight and (request.leaving or request.state is State.FINISHED):
                 request.place.is_tainted = True
-                self._roster.release_drained(request)
-        self._roster.taint(tainted, failed)
+                if request.state is State.FINISHED:
+                    self._roster.release_drained(request)
+                else:
+                    self._suspension.requeue_drained(request)
+        self.taint(tainted, failed)
         return emissions
+
+    def taint(self, pages: set[int], failed: set[Request]) -> None:
+        """Preempt requests that hold one of `pages`, which a failed step wrote, or that forked one of its requests.
+
+        Both sets grow by the pages and requests that were computed from them. All of these requests start over.
+        """
+        for request in list(self._roster.requests.values()):
+            first = next((index for index, page in enumerate(request.place.pages) if page in pages), None)
+            if first is None and (request.leader not in failed or not request.place.pages):
+                continue
+            pages.update(request.place.pages[first or 0 :])
+            failed.add(request)  # a request that forked it may hold a copy of such a page
+            request.place.is_tainted = True
+            if request.state is not State.FINISHED:
+                request.discard = request.in_flight
+                if not request.leaving:
+                    self._suspension.preempt(request)
+        for page in pages:
+            self._pool.forget(page)
+
+    def fail_adapter(self, version: AdapterVersion, error: RequestFailed) -> list[Emission]:
+        """Fail waiting requests whose adapter `version` could not be copied to the device with `error`."""
+        waiting = [request for request in self._roster.requests.values() if request.asked.version is version]
+        return [self._roster.fail(request, error) for request in waiting if request.state is State.WAITING]
 
     def limit(self, running: list[Request]) -> tuple[list[Request], bool]:
         """Return those of `running` that one step may hold, and whether these are all that can go on.
 
         If they are not, no request may start. Called only while `is_cautious`.
         """
-        able = [request for request in running if request.can_go_on]
+        able = [request for request in running if _can_go_on(request)]
         return able[: self.most_rows], len(able) <= self.most_rows
 
     def went_well(self) -> None:
@@ -94,3 +131,10 @@ class Failures:
         self.most_tokens = max(1, min(tokens, most_tokens))
         self.is_cautious = self.most_rows < most_rows or self.most_tokens < most_tokens
         self._good = 0
+
+
+def _can_go_on(request: Request) -> bool:
+    """Return whether a step could compute some of the request's tokens now, if pages are available."""
+    owed = request.known - request.planned
+    decodes = request.is_decodable and (request.known < request.limit or request.asked.pooling is not None)
+    return request.is_plannable and (owed > 1 or (owed == 1 and decodes))

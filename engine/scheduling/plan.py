@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from headrace.engine.errors import PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
-from headrace.engine.scheduling.asked import Sampling
+from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
@@ -31,7 +31,6 @@ __all__ = [
     "Step",
     "StepPlan",
     "Work",
-    "slid_entries",
 ]
 
 Ability: TypeAlias = Literal["hooks", "shaping", "logprobs", "grammar", "pooling"]
@@ -138,6 +137,12 @@ class RowOptions(NamedTuple):
             asked.shaping, asked.reporting, asked.grammar, asked.pooling, asked.processor, asked.jumps,
         )  # fmt: skip
 
+    @staticmethod
+    def needed(asked: Asked) -> bool:
+        """Return whether more than the sampling is asked of the device."""
+        options = (asked.shaping, asked.reporting, asked.grammar, asked.pooling, asked.processor)
+        return any(each is not None for each in options)
+
 
 class GivenTokens(NamedTuple):
     """Tokens of a row that the host chose; an empty list only lets a row go on that was `NoToken.LATE`."""
@@ -154,15 +159,6 @@ class PageEntry(NamedTuple):
     row: int
     place: int
     page: int
-
-
-def slid_entries(request: Request) -> list[PageEntry]:
-    """Return entries for the pages of `request` that slid out of the window, which name a page that it holds.
-
-    A device may gather masked pages, too, and must not come across the number of a page that does not exist.
-    """
-    held = request.place.pages[:1]
-    return [PageEntry(request.row, place, page) for page in held for place in range(request.place.first_page)]
 
 
 @dataclass(slots=True)

@@ -6,16 +6,15 @@ for its requests.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.asked import Asked
-from headrace.engine.scheduling.result import NoToken, StepPart
-from headrace.engine.scheduling.shaping import Report, Reporting
+from headrace.engine.scheduling.options.committing import AtCommit
+from headrace.engine.scheduling.shaping import Report
 
-__all__ = ["AtCommit", "Committing", "Placement", "Request", "State", "branch", "goes_on"]
+__all__ = ["Placement", "Request", "State"]
 
 
 class State(Enum):
@@ -30,54 +29,6 @@ class State(Enum):
     first."""
     FINISHED = auto()
     """The request has its finish reason; row and pages are released when its last launched step is committed."""
-
-
-class Committing(Protocol):
-    """What a request may do with its part of a step that is being committed."""
-
-    step: int
-    """Number of the step."""
-    takes_forced: bool
-    """Whether computing the tokens that grammars force in this step at once saves time."""
-
-    def advance(self, request: Request, end: int) -> None:
-        """Count the tokens before position `end` as computed, and offer their full pages to others."""
-        ...
-
-    def gain(
-        self, request: Request, token: int | NoToken, report: Report | None = None, *, may_end: bool = True
-    ) -> None:
-        """Append a new token, and end the request if it is the last; fail the request if there is no token.
-
-        Args:
-            request: A request that has not ended.
-            token: The token, or what happened in its place.
-            report: Report on the token.
-            may_end: Whether reaching the limit ends the request.
-        """
-        ...
-
-    def finish(self, request: Request, pooled: object) -> None:
-        """End a pooled request with its result."""
-        ...
-
-    def pause(self, request: Request) -> None:
-        """Stop planning `request`."""
-        ...
-
-
-class AtCommit(Protocol):
-    """What a request does with a committed step where it does more than gain one token; a plain request has none.
-
-    Chosen once, when the request is submitted (at_commit.py).
-    """
-
-    every_step: bool
-    """Whether `apply` is called for every step; if not, only for those that the usual loops cannot commit."""
-
-    def apply(self, request: Request, part: StepPart, commit: Committing) -> None:
-        """Take in what a step gave `request`, which has not ended."""
-        ...
 
 
 @dataclass(slots=True)
@@ -151,7 +102,7 @@ class Request:
     id: int = -1
     """Id given when the scheduler takes the request in; later ones are larger."""
     state: State = State.WAITING
-    at_commit: AtCommit | None = None
+    at_commit: AtCommit[Request] | None = None
     """What the request does with a committed step, if that is more than to gain a token."""
     limit: int = field(init=False)
     """Value of `len(tokens)` at which the request ends: `asked.limit`, or what the context and the pool can hold."""
@@ -234,13 +185,6 @@ class Request:
         return self.is_plannable and (self.asked.processor is None or self.known == len(self.tokens))
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether a step could compute some of the request's tokens now, if pages are available."""
-        owed = self.known - self.planned
-        decodes = self.is_decodable and (self.known < self.limit or self.asked.pooling is not None)
-        return self.is_plannable and (owed > 1 or (owed == 1 and decodes))
-
-    @property
     def cacheable(self) -> int:
         """Number of leading tokens that may come from the prefix cache, which holds neither logits nor hidden states.
 
@@ -256,10 +200,11 @@ class Request:
         return len(self.tokens) - 1
 
     def go_back(self, place: int) -> None:
-        """Take back planned tokens after a committed step chose none at `place` and those in flight skipped the row.
+        """Forget what was planned since a committed step was late to choose the token at `place` (`NoToken.LATE`).
 
-        The token before it is computed again, for its logits, unless a grammar has forced the one at `place` meanwhile.
-        A request that has ended may know fewer tokens than `place`.
+        Steps in flight skip the row, so their results are dropped. The token before `place` is computed again, for its
+        logits, unless a grammar has forced the one at `place` meanwhile. A request that has ended may know fewer tokens
+        than `place`.
         """
         self.known = len(self.tokens)
         self.unsent = max(0, self.known - place)
@@ -275,30 +220,3 @@ class Request:
     def launched_before(self, step: int) -> int:
         """Return the number of tokens planned by steps before `step`, which that step may therefore read."""
         return self.ready if self.latest_step == step else self.planned
-
-
-def goes_on(held: Request, token: int) -> Request:
-    """Return a request that forks the pages of `held` and goes on with `token` in place of its sampled one."""
-    tokens = [*held.tokens[:-1], token]
-    return Request(
-        replace(held.asked, limit=len(tokens) + 1),
-        tokens,
-        arrived=held.arrived,
-        leader=held,
-        forked=True,
-        origin=held.id if held.origin < 0 else held.origin,
-    )
-
-
-def branch(request: Request, count: int, seed: int) -> Request:
-    """Return a request that starts with the first `count` tokens of `request`, forks its pages and samples anew."""
-    asked, reporting = request.asked, request.asked.reporting
-    reports = None if reporting is None or reporting.completion is None else Reporting(reporting.completion)
-    return Request(
-        replace(asked, sampling=replace(asked.sampling, seed=seed), reporting=reports),
-        request.tokens[:count],
-        prompt_len=request.prompt_len,
-        leader=request,
-        forked=True,
-        streams=1,
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from headrace.engine.scheduling.shaping import Report
 
@@ -63,12 +63,6 @@ class StepResult(NamedTuple):
     """Calls that choose the tokens that are `NoToken.CHOSEN_LATER`."""
     forced: Mapping[int, Sequence[int]] = _NONE
     """Tokens that a row's grammar forces after its new token."""
-
-    @classmethod
-    def of(cls, tokens: Sequence[int | NoToken], **more: Any) -> Self:
-        """Return the result of a step with one of `tokens` for each work item, and the fields in `more`."""
-        instead = {index: token for index, token in enumerate(tokens) if isinstance(token, NoToken)}
-        return cls([0 if isinstance(token, NoToken) else token for token in tokens], instead=instead, **more)
 
 
 class StepPart(NamedTuple):

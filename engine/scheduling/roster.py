@@ -1,7 +1,8 @@
 """`Roster` records which request waits, runs or pauses, on which row and with which pages; it never decides which.
 
-Each change of a request's state is one method here. Rows and pages of a request with launched steps are released when
-the last of them is committed; until then the request counts as draining.
+Each change of a request's state is one method here or, for requests that are paused or preempted, in suspension.py.
+Rows and pages of a request with launched steps are released when the last of them is committed; until then the request
+counts as draining.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
 from headrace.engine.scheduling.memory.swaps import Swaps
 from headrace.engine.scheduling.order.waiting import Waiting
-from headrace.engine.scheduling.plan import Capacity, Emission
+from headrace.engine.scheduling.plan import Capacity, Emission, RowOptions
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request, State
 
-__all__ = ["Roster"]
+__all__ = ["Roster", "service_order"]
 
 
-def _order(request: Request) -> tuple[int, int, int]:
+def service_order(request: Request) -> tuple[int, int, int]:
+    """Return the key by which running requests are sorted."""
     return request.order
 
 
@@ -35,6 +37,12 @@ class Roster:
         self, capacity: Capacity, pool: PagePool, prefixes: Prefixes, policy: Policy, swaps: Swaps, slots: SlotTable
     ) -> None:
         """Start with no requests and every row free."""
+        self.capacity = capacity
+        """Limits of the device; the number of pages may change while requests go on."""
+        self.step = 0
+        """Number of the next step that is planned."""
+        self.now = 0.0
+        """Time of the latest plan in seconds, on the clock of `Request.arrived`."""
         self.requests: dict[int, Request] = {}
         """Every request that waits or still holds a row or pages, by its id."""
         self.waiting = Waiting(policy)
@@ -72,7 +80,7 @@ class Roster:
     def start(self, request: Request, pages: Sequence[int]) -> None:
         """Give a waiting request a free row that starts with `pages`."""
         self.waiting.remove(request)
-        insort(self.running, request, key=_order)
+        insort(self.running, request, key=service_order)
         for page in pages:
             self._pool.share(page)
         request.state = State.RUNNING
@@ -90,52 +98,6 @@ class Roster:
         self._prefixes.promise(request)
         self._policy.started(request)
 
-    def pause(self, request: Request) -> None:
-        """Stop planning `request`; do nothing if it is paused or has ended."""
-        if request.state is State.WAITING:
-            self.waiting.remove(request)
-        elif request.state is State.RUNNING:
-            if not request.leaving:
-                self.running.remove(request)
-            self._prefixes.withdraw(request)
-        else:
-            return
-        request.state = State.PAUSED
-        self.paused.append(request)
-
-    def resume(self, request: Request) -> None:
-        """Undo `pause`; do nothing in any other state."""
-        if request.state is not State.PAUSED:
-            return
-        self.paused.remove(request)
-        if request.row < 0:
-            request.state = State.WAITING
-            self.waiting.add(request)
-            return
-        request.state = State.RUNNING
-        if not request.leaving:
-            insort(self.running, request, key=_order)
-            self._prefixes.promise(request)
-
-    def paused_holders(self) -> list[Request]:
-        """Return the paused requests that hold a row and are not being preempted."""
-        return [request for request in self.paused if request.row >= 0 and not request.leaving]
-
-    def preempt(self, victim: Request) -> bool:
-        """Send `victim` back to wait, now or at its last commit; return True if now."""
-        self.preemptions += 1
-        victim.preemptions += 1
-        victim.plain_until = 0
-        self._prefixes.withdraw(victim)
-        if victim.state is State.RUNNING:
-            self.running.remove(victim)
-        if victim.in_flight:
-            victim.leaving = True
-            self.draining += 1
-            return False
-        self._requeue(victim)
-        return True
-
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End `request`, which has not ended, with `reason`."""
         self.end(request)
@@ -146,25 +108,6 @@ class Roster:
         request.failed = True
         self.end(request)
         return Emission(request, None, None, error)
-
-    def taint(self, pages: set[int], failed: set[Request]) -> None:
-        """Preempt requests that hold one of `pages`, which a failed step wrote, or that forked one of its requests.
-
-        Both sets grow by the pages and requests that were computed from them. All of these requests start over.
-        """
-        for request in list(self.requests.values()):
-            first = next((index for index, page in enumerate(request.place.pages) if page in pages), None)
-            if first is None and (request.leader not in failed or not request.place.pages):
-                continue
-            pages.update(request.place.pages[first or 0 :])
-            failed.add(request)  # a request that forked it may hold a copy of such a page
-            request.place.is_tainted = True
-            if request.state is not State.FINISHED:
-                request.discard = request.in_flight
-                if not request.leaving:
-                    self.preempt(request)
-        for page in pages:
-            self._pool.forget(page)
 
     def end(self, request: Request) -> None:
         """Remove `request` from every queue; its pages and row are released once none of its steps is in flight."""
@@ -185,30 +128,9 @@ class Roster:
             self._release(request)
 
     def release_drained(self, request: Request) -> None:
-        """Release or requeue a request that ended or was preempted, when its last launched step has been committed."""
+        """Release a request that has ended, when its last launched step has been committed."""
         self.draining -= 1
-        if request.state is State.FINISHED:
-            self._release(request)
-        else:
-            self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        """Release the row and pages of a preempted request, swapping out pages if worthwhile, and queue it again."""
-        self._swaps.put_out(request)
-        self._give_back(request)
-        request.leaving = False
-        request.place.is_tainted = False
-        request.awaited = -1
-        request.unsent = 0
-        request.is_held = False
-        request.known = len(request.tokens)
-        request.planned = 0
-        request.computed = 0
-        request.ready = 0
-        request.place.registered = 0
-        if request.state is State.RUNNING:
-            request.state = State.WAITING
-            self.waiting.add(request)
+        self._release(request)
 
     def _release(self, request: Request) -> None:
         if (
@@ -216,10 +138,10 @@ class Roster:
             and request.place.pages
             and not (request.failed or request.leaving or request.place.is_tainted)
         ):
-            self._prefixes.keep(request)
+            self._prefixes.turns.keep(request)
         if request.place.host_places:
             self._swaps.drop(request)
-        self._give_back(request)
+        self.give_back(request)
         self._drop_previous_turn(request)
         request.leader = None  # a chain of continued requests would otherwise keep all earlier ones alive
         if request.asked.version is not None:
@@ -231,14 +153,15 @@ class Roster:
         before = request.before
         request.before = None
         if before is not None:
-            self._prefixes.drop_stream(before)
+            self._prefixes.turns.drop_stream(before)
 
-    def _give_back(self, request: Request) -> None:
+    def give_back(self, request: Request) -> None:
+        """Take the row and the pages from a request that has nothing in flight."""
         self._pool.release(request.place.pages)
         request.place.pages = []
         if request.row >= 0:
             self.free_rows.append(request.row)
-            if request.asked.has_options:
+            if RowOptions.needed(request.asked):
                 self.left_rows.append(request.row)
             request.row = -1
             if request.asked.version is not None:
@@ -258,20 +181,6 @@ class Roster:
     def num_paused(self) -> int:
         """Number of requests that are paused because their reader is behind."""
         return len(self.paused)
-
-    @property
-    def num_swapped(self) -> int:
-        """Number of waiting or paused requests whose pages are in host memory."""
-        return sum(1 for request in self.requests.values() if request.place.host_places)
-
-    def live_tokens(self) -> int:
-        """Number of distinct tokens whose keys and values requests hold; a page that several share counts once."""
-        size = self._pool.page_size
-        filled: dict[int, int] = {}
-        for request in self.requests.values():
-            for index, page in enumerate(request.place.pages, request.place.first_page):
-                filled[page] = max(filled.get(page, 0), min(size, request.planned - index * size))
-        return sum(filled.values())
 
     def check(self) -> None:
         """Assert every invariant of requests, rows and pages (invariants.py lists them).

@@ -51,7 +51,7 @@ class ScriptedBank:
         """Empty `slot`."""
         self._digests.pop(slot, None)
 
-    def worn(self, slot: int) -> tuple[int, ...]:
+    def contents(self, slot: int) -> tuple[int, ...]:
         """Return the digest of the adapter in `slot`, as integers; empty for slot -1."""
         return () if slot < 0 else tuple(self._digests[slot])
 

@@ -198,8 +198,13 @@ class ScriptedRunner:
         """Return the result of a step that sampled these tokens, with all that its rows asked for."""
         pooled = {index: value for index, work in enumerate(plan.works) if (value := self._pool(work)) is not None}
         told = self._told
-        return StepResult.of(
-            sampled, reports=told.chosen, prompt_reports=told.prompts, pooled=pooled, choices=told.choices
+        return StepResult(
+            [0 if isinstance(token, NoToken) else token for token in sampled],
+            instead={index: token for index, token in enumerate(sampled) if isinstance(token, NoToken)},
+            reports=told.chosen,
+            prompt_reports=told.prompts,
+            pooled=pooled,
+            choices=told.choices,
         )
 
     def _sample(self, plan: StepPlan) -> list[int | NoToken]:
@@ -222,7 +227,7 @@ class ScriptedRunner:
         token = self._eos.get(len(read))
         if token is None and self.scripts:
             token = self._scripted(work, read, None if options is None else options.grammar)
-        scripted, hashed = token is not None, [*self.bank.worn(self._slots[work.row]), *read]
+        scripted, hashed = token is not None, [*self.bank.contents(self._slots[work.row]), *read]
         if token is None:
             token = scripted_token(hashed, self.capacity.vocab_size)
         if options is None:

@@ -9,31 +9,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 import anyio
 from anyio.lowlevel import checkpoint
 
 from headrace.adapters.slots import AdapterVersion, Move
-from headrace.engine.concurrency.threads import Hung, Worker, stacks
+from headrace.engine.concurrency.stacks import stacks
+from headrace.engine.concurrency.threads import Hung, Worker
 from headrace.engine.delivery.generation import Generation
 from headrace.engine.delivery.kv_events import KvWatch
 from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, RequestFailed, as_failure
 from headrace.engine.events import FinishReason
-from headrace.engine.scheduling.plan import Committed, Runner, Step, StepPlan
+from headrace.engine.scheduling.plan import Committed, Emission, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
-from headrace.engine.scheduling.result import Choice, Chosen
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.stats import EngineStats
 from headrace.engine.steps.changes import Changes
-from headrace.engine.steps.flights import FailedLaunch, Flight, Flights
+from headrace.engine.steps.choices import HostChoices
+from headrace.engine.steps.flights import FailedLaunch, Flight, Flights, Meter
 from headrace.engine.steps.hooks import HookThread
-from headrace.engine.steps.meter import Meter
-from headrace.engine.steps.snapshot import snapshot
 
 __all__ = ["StepLoop"]
 
@@ -80,7 +77,8 @@ class StepLoop:
         """Whether the loop ended because the device did not answer, so that a step or memory change may still go on."""
         self._runner = runner
         self._waiter = waiter
-        self._hooks = hooks
+        self.choices = HostChoices(hooks, scheduler.commits, self._deliver_chosen)
+        """Choices of tokens by callers' hooks."""
         self._clock = clock
         self._generations: dict[int, Generation] = {}
         self._expected: WeakSet[Generation] = WeakSet()
@@ -165,7 +163,7 @@ class StepLoop:
 
     def fail_adapter(self, version: AdapterVersion, error: RequestFailed) -> None:
         """Fail waiting requests whose adapter `version` could not be copied to the device with `error`."""
-        failed = self.scheduler.fail_adapter(version, error)
+        failed = self.scheduler.failures.fail_adapter(version, error)
         self._deliver(Committed((), (), failed))  # at once: the step in flight may take its time
         self.wake()
 
@@ -210,10 +208,6 @@ class StepLoop:
         while self._generations:
             await self._idle.wait()
 
-    def stats(self) -> EngineStats:
-        """Return a snapshot of queues, pages, counts and rates."""
-        return snapshot(self.scheduler, self.meter, self._clock())
-
     async def carry_out_moves(self, plans: Sequence[StepPlan]) -> None:
         """Carry out plans without work items; called within a change."""
         for plan in plans:
@@ -256,15 +250,15 @@ class StepLoop:
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self._clock())
-        if lapsed := self.scheduler.pop_lapsed():
-            self._due.append(Committed((), (), lapsed))
+        if self.scheduler.deadlines.lapsed:
+            self._due.append(Committed((), (), self.scheduler.deadlines.pop_lapsed()))
         if moves := self.scheduler.slots.take_moves():
             self.carry_out(moves)
         return plan
 
     async def _sleep(self) -> None:
         """Wait for work or for the next deadline."""
-        deadline = self.scheduler.next_deadline
+        deadline = self.scheduler.deadlines.next
         with anyio.move_on_after(inf if deadline is None else max(0.0, deadline - self._clock())):
             await self._wakeup.wait()
 
@@ -303,11 +297,11 @@ class StepLoop:
         except EngineCrashed:
             raise
         except Exception as error:
-            outcome = Committed((), (), self.scheduler.fail(oldest.plan, as_failure(error)))
+            outcome = Committed((), (), self.scheduler.failures.fail_step(oldest.plan, as_failure(error)))
         else:
             outcome = self.scheduler.commit(oldest.plan, result)
             if result.choices:
-                self._choose_later(oldest.plan, result.choices)
+                self.choices.begin(oldest.plan, result.choices)
         generated = len(outcome.tokens) + sum(emission.token is not None for emission in outcome.others)
         seconds = self.meter.committed(self._clock(), generated)
         if oldest.plan.size:
@@ -317,16 +311,8 @@ class StepLoop:
             self.kv.tell()
         self._due.append(outcome)
 
-    def _choose_later(self, plan: StepPlan, choices: Mapping[int, Choice]) -> None:
-        """Let callers' hooks choose the tokens of their rows, without delaying other requests."""
-        for index, choice in choices.items():
-            request = plan.works[index].request
-            if request.awaited == plan.step:
-                self._hooks.submit(choice, partial(self._chosen, request, plan.step))
-
-    def _chosen(self, request: Request, step: int, chosen: Chosen | None, error: Any) -> None:
-        failure = error if isinstance(error, RequestFailed) else as_failure(error)
-        emissions = self.scheduler.supply(request, step, failure if chosen is None else chosen)
+    def _deliver_chosen(self, emissions: list[Emission]) -> None:
+        """Deliver what the host's choice of a token means, and go on with its request."""
         self.meter.generated_tokens += sum(emission.token is not None for emission in emissions)
         self._deliver(Committed((), (), emissions))
         self._wake()

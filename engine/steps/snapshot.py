@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from headrace.engine.scheduling.load import live_tokens, num_swapped
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.stats import EngineStats
-from headrace.engine.steps.meter import Meter
+from headrace.engine.steps.flights import Meter
 
 __all__ = ["snapshot"]
 
@@ -16,20 +17,20 @@ def snapshot(scheduler: Scheduler, meter: Meter, now: float) -> EngineStats:
         waiting=scheduler.roster.num_waiting,
         running=scheduler.roster.num_running,
         paused=scheduler.roster.num_paused,
-        swapped=scheduler.roster.num_swapped,
+        swapped=num_swapped(scheduler.roster),
         pages=scheduler.pool.num_pages,
         pages_held=scheduler.pool.held,
         pages_cached=scheduler.pool.cached,
         host_pages=scheduler.swaps.host.num_places,
         host_pages_used=scheduler.swaps.host.used,
-        live_tokens=scheduler.roster.live_tokens(),
+        live_tokens=live_tokens(scheduler.roster),
         prompt_tokens=scheduler.prompt_tokens,
         cached_tokens=scheduler.cached_tokens,
         generated_tokens=meter.generated_tokens,
         preemptions=scheduler.roster.preemptions,
         swaps=scheduler.swaps.count,
         memory_retries=scheduler.failures.retries,
-        sleep_level=scheduler.sleep_level,
+        sleep_level=scheduler.resizing.sleep_level,
         steps=meter.steps,
         steps_in_flight=meter.launched_steps - meter.steps,
         tokens_per_second=tokens_per_second,

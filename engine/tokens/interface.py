@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from headrace.engine.intake.messages import Message
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = ["ChatEnd", "TokenizerLike"]
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from headrace.engine.errors import HeadraceError
 
-__all__ = ["is_failure", "typed"]
+__all__ = ["is_failure", "raise_typed", "typed"]
 
 
 def is_failure(error: BaseException) -> bool:
@@ -19,18 +20,25 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
+def raise_typed(error: BaseException, fail: Callable[[str], HeadraceError]) -> NoReturn:
+    """Raise what `fail` makes of an exception's or a panic's message; typed errors, exits and Ctrl-C as they are.
+
+    Raises:
+        HeadraceError: Unless `error` is an exit or Ctrl-C.
+    """
+    if isinstance(error, HeadraceError) or not is_failure(error):
+        raise error
+    raise fail(str(error)) from error
+
+
 @contextmanager
 def typed(fail: Callable[[str], HeadraceError]) -> Iterator[None]:
-    """Raise the error that `fail` makes of an exception's or a panic's message; typed errors, exits and Ctrl-C pass.
+    """Do with an error of the block as `raise_typed` does.
 
     Raises:
         HeadraceError: The block raised.
     """
     try:
         yield
-    except HeadraceError:
-        raise
     except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise fail(str(error)) from error
+        raise_typed(error, fail)

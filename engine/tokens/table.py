@@ -1,6 +1,6 @@
 """`token_table`: computes the bytes of every id of a tokenizer by the rules of its decoder; never encodes.
 
-Next to read: text.py, which turns ids into text with the table.
+Next to read: token_table.py, which is the table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.engine.tokens.bounds import fewest_tokens_rule
 from headrace.engine.tokens.gguf import byte_level_piece
 from headrace.engine.tokens.limits import check_token_size
 from headrace.engine.tokens.steps import steps_of
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = ["token_table"]
 

@@ -1,72 +1,19 @@
-"""Turns token ids into text step by step; never loads a tokenizer or samples.
+"""`Detokenizer` turns token ids into text step by step; never loads a tokenizer or samples.
 
-These are pure state machines over plain data, so that the same ids give the same text however they arrive. Next to
-read: tokenizer.py, which builds the `TokenTable`.
+It is a pure state machine over plain data, so that the same ids give the same text however they arrive. Next to read:
+token_table.py, the text of each id by itself.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from typing import Final
 
-__all__ = ["Detokenizer", "SpacedDetokenizer", "TokenTable"]
+from headrace.engine.tokens.token_table import TokenTable
+
+__all__ = ["Detokenizer"]
 
 _REPLACEMENT: Final = "\ufffd"
-
-
-class TokenTable:
-    """Text of each vocabulary id. Built once per tokenizer, shared by all its detokenizers, then never changed.
-
-    There are two kinds. In a byte-level vocabulary (`byte_ids` empty) the text is the joined bytes read as UTF-8, with
-    U+FFFD for each maximal invalid part. In a SentencePiece vocabulary each piece is text, except the byte-fallback
-    ids: a run of these is UTF-8 as a whole, or one U+FFFD per byte.
-    """
-
-    __slots__ = (
-        "byte_ids",
-        "fewest_tokens",
-        "is_quick",
-        "joins_space",
-        "longest",
-        "most_characters",
-        "pieces",
-        "special_ids",
-        "texts",
-        "visible_texts",
-    )
-
-    def __init__(
-        self, pieces: list[bytes], special_ids: AbstractSet[int], byte_ids: AbstractSet[int] = frozenset()
-    ) -> None:
-        """Precompute the text of every piece that is complete by itself.
-
-        Args:
-            pieces: Bytes per id; empty if the vocabulary has no such id.
-            special_ids: Control tokens, left out of the text if the caller asks for that.
-            byte_ids: Byte-fallback tokens, one byte each; empty for a byte-level vocabulary.
-        """
-        self.pieces = pieces
-        self.special_ids = frozenset(special_ids)
-        self.byte_ids = frozenset(byte_ids)
-        self.longest = max(map(len, pieces), default=0)
-        """Bytes of the longest piece."""
-        self.fewest_tokens: Callable[[str, int], int] = lambda text, enough: 0
-        """Function that returns a lower bound of the tokens of a text, counted until it exceeds `enough`; 0 if
-        unknown."""
-        self.is_quick = True
-        """Whether the tokenizer takes at most about a microsecond for any character of a text."""
-        self.most_characters: int | None = None
-        """Most characters that the tokenizer may be given at once; None for any number."""
-        self.joins_space = False
-        """Whether the tokenizer reads several white characters as one."""
-        self.texts: list[str | None] = [
-            None if index in self.byte_ids else _complete_text(piece) for index, piece in enumerate(pieces)
-        ]
-        """Text per id; None if it depends on the neighbours."""
-        self.visible_texts = ["" if index in self.special_ids else text for index, text in enumerate(self.texts)]
-        """Text per id, with special tokens left out."""
 
 
 class Detokenizer:
@@ -125,43 +72,3 @@ class Detokenizer:
             text = _REPLACEMENT * len(self._pending)
         self._pending.clear()
         return text
-
-
-class SpacedDetokenizer(Detokenizer):
-    """Builds text with special tokens, and a space between each of them and its neighbours."""
-
-    __slots__ = ("_begun", "_owes_space")
-
-    def __init__(self, table: TokenTable) -> None:
-        """Start an empty sequence."""
-        super().__init__(table, skip_special_tokens=False)
-        self._begun = False
-        self._owes_space = False
-
-    def feed(self, token_id: int) -> str:
-        """Return the characters that this id completes, and the spaces before them."""
-        if token_id not in self._table.special_ids:
-            return self._spaced(super().feed(token_id))
-        before = self.flush()
-        self._owes_space = self._begun
-        text = before + self._spaced(super().feed(token_id))
-        self._owes_space = True
-        return text
-
-    def flush(self) -> str:
-        """Return the text that is still held; the sequence ends here."""
-        return self._spaced(super().flush())
-
-    def _spaced(self, text: str) -> str:
-        if text and self._owes_space:
-            self._owes_space = False
-            text = " " + text
-        self._begun = self._begun or bool(text)
-        return text
-
-
-def _complete_text(piece: bytes) -> str | None:
-    try:
-        return piece.decode("utf-8")
-    except UnicodeDecodeError:
-        return None

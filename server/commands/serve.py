@@ -51,7 +51,7 @@ KeyOption = Annotated[
 ]
 AdminKeyOption = Annotated[
     list[str] | None,
-    typer.Option(help="Likewise, for keys that may change limits and load adapters.", envvar="HEADRACE_ADMIN_API_KEY"),
+    typer.Option(help="Like --api-key; such keys may set limits and load adapters.", envvar="HEADRACE_ADMIN_API_KEY"),
 ]
 MetricsKeyOption = Annotated[
     str | None,
@@ -60,32 +60,34 @@ MetricsKeyOption = Annotated[
 VllmNamesOption = Annotated[
     bool, typer.Option("--vllm-metric-names", help="Show metrics under vLLM's names too, where they mean the same.")
 ]
-HostOption = Annotated[str, typer.Option(help="Address to listen on; without keys only loopback.")]
+HostOption = Annotated[str, typer.Option(help="Address to listen on; without keys only one of this machine itself.")]
 PortOption = Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)]
 HostsOption = Annotated[
     list[str] | None,
-    typer.Option(help="Host header to answer to; repeatable; * is any. Left out: loopback names, any with keys."),
+    typer.Option(help="Host header to answer to; repeatable; * is any. Left out: localhost, or any if there are keys."),
 ]
 OriginsOption = Annotated[
     list[str] | None, typer.Option(help="Origin of web pages that may ask; repeatable. Left out: none.")
 ]
 PageOption = Annotated[bool, typer.Option(help="Serve the chat playground at /.")]
-NameOption = Annotated[str | None, typer.Option(help="What clients call the model.")]
+NameOption = Annotated[str | None, typer.Option(help="Name by which clients ask for the model.")]
 ParserOption = Annotated[
     str | None,
     typer.Option(
-        help="Format of tool calls: hermes, llama3_json, mistral, mistral_args or pythonic. Left out, what the chat "
-        "template teaches."
+        help="Format of tool calls: hermes, llama3_json, mistral, mistral_args or pythonic. Left out, it is found from "
+        "the chat template."
     ),
 ]
-FormatOption = Annotated[str, typer.Option(help="auto; random invents weights.")]
+FormatOption = Annotated[str, typer.Option(help="auto reads the weights; random invents them, for benchmarks.")]
 DefaultsOption = Annotated[
     str,
-    typer.Option(help="Sampling of requests that leave it out: model is what its files recommend; none is OpenAI's."),
+    typer.Option(help="Sampling values of requests that give none: model takes those of its files, none OpenAI's."),
 ]
-RowsOption = Annotated[int | None, typer.Option("--max-num-seqs", "--max-rows", help="Requests in one step.", min=1)]
+RowsOption = Annotated[
+    int | None, typer.Option("--max-num-seqs", "--max-rows", help="Most requests in one step.", min=1)
+]
 BatchOption = Annotated[
-    int | None, typer.Option("--max-num-batched-tokens", "--max-batched-tokens", help="Tokens in one step.", min=1)
+    int | None, typer.Option("--max-num-batched-tokens", "--max-batched-tokens", help="Most tokens in one step.", min=1)
 ]
 MemoryOption = Annotated[
     str | None,
@@ -95,7 +97,10 @@ MemoryOption = Annotated[
         help="Memory of keys and values, such as 40GiB; left out, a share of what is free.",
     ),
 ]
-KvDtypeOption = Annotated[str, typer.Option("--kv-cache-dtype", "--kv-dtype", help="Of keys and values: auto or fp8.")]
+KvDtypeOption = Annotated[
+    str,
+    typer.Option("--kv-cache-dtype", "--kv-dtype", help="Type of keys and values: auto is --dtype; fp8 needs a GPU."),
+]
 BlockOption = Annotated[
     int, typer.Option("--block-size", "--page-size", help="Tokens in a page of keys and values.", min=1)
 ]
@@ -137,7 +142,7 @@ SlotsOption = Annotated[
     typer.Option(
         "--max-loras",
         "--adapter-slots",
-        help="Adapters on the device at a time; by default 16 where there are any.",
+        help="Most adapters on the device at a time; 0 is 16 with --lora-modules or --adapter-folder, else none.",
         min=0,
     ),
 ]
@@ -145,19 +150,21 @@ AdapterRankOption = Annotated[
     int, typer.Option("--max-lora-rank", "--max-adapter-rank", help="Largest rank of an adapter.", min=1, max=256)
 ]
 QueueOption = Annotated[int, typer.Option(help="Requests that may wait; more are refused.", min=1)]
-StoredOption = Annotated[int, typer.Option(help="Memory of stored responses; 0 stores none.", min=0)]
-WaitOption = Annotated[float, typer.Option(help="Seconds that a request may wait.")]
+StoredOption = Annotated[int, typer.Option(help="Bytes of memory for stored responses; 0 stores none.", min=0)]
+WaitOption = Annotated[float, typer.Option(help="Seconds that a request may wait for its first step.")]
 TimeOption = Annotated[float, typer.Option(help="Seconds that a request may take.")]
-ConcurrencyOption = Annotated[int | None, typer.Option(help="Requests of one key at once.", min=1)]
-RateOption = Annotated[int | None, typer.Option(help="Tokens of one key a minute.", min=1)]
+ConcurrencyOption = Annotated[int | None, typer.Option(help="Most requests of one key at once.", min=1)]
+RateOption = Annotated[int | None, typer.Option(help="Most tokens of one key a minute.", min=1)]
 DrainOption = Annotated[
     float,
     typer.Option(help="Seconds that answers have to end after SIGTERM or Ctrl-C; a second one ends them at once."),
 ]
 LogFormatOption = Annotated[
-    str, typer.Option(help="One line a request, as text or json; off logs none of them. Never what was asked.")
+    str, typer.Option(help="Log one line for each request, as text or json, without what was asked; off logs none.")
 ]
-LogOption = Annotated[str, typer.Option("--uvicorn-log-level", help="debug, info, warning or error.")]
+LogOption = Annotated[
+    str, typer.Option("--uvicorn-log-level", help="Least level of uvicorn's own log: debug, info, warning or error.")
+]
 
 
 def serve(

@@ -34,7 +34,8 @@ async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) ->
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json":
-        raise ApiError(415, "unsupported_media_type", "the body must be application/json", headers=_CLOSE)
+        told = "the body must be JSON, with the header Content-Type: application/json"
+        raise ApiError(415, "unsupported_media_type", told, headers=_CLOSE)
     if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
         raise ApiError(415, "unsupported_media_type", "the body must not be compressed", headers=_CLOSE)
     if b"content-length" in headers and b"transfer-encoding" in headers:  # proxies choose one or the other

@@ -139,7 +139,8 @@ class Gate:
             return self._reader_of_metrics(headers)
         if self._keys.empty:
             if path.startswith(ADMIN_PATHS):
-                raise ApiError(403, "admin_only", "this needs an admin key, and the server has none")
+                told = "this needs an admin key, and the server has none: --admin-api-key sets one"
+                raise ApiError(403, "admin_only", told)
             return ANYBODY
         if path in self._public and kind == "http":
             return ANYBODY
@@ -155,7 +156,8 @@ class Gate:
         if self._keys.empty and self._metrics_keys.empty:
             if self._hosts <= _LOOPBACK:
                 return ANYBODY
-            raise ApiError(403, "admin_only", "this needs a metrics key or an admin key, and the server has none")
+            told = "this needs a metrics key or an admin key, and the server has none: --metrics-api-key sets one"
+            raise ApiError(403, "admin_only", told)
         secret = _secret(headers)
         caller, reader = self._keys.caller(secret), self._metrics_keys.caller(secret)
         if reader is not None:

@@ -12,7 +12,8 @@ import time
 from functools import partial
 
 from headrace.engine import HeadraceError
-from headrace.engine.concurrency.threads import Poster, stacks
+from headrace.engine.concurrency.stacks import stacks
+from headrace.engine.concurrency.threads import Poster
 from headrace.server.errors import ApiError
 from headrace.server.service import Service
 

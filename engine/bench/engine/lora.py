@@ -155,11 +155,11 @@ def _in_turn(count: int, rows: int) -> list[str | None]:
     return [f"a{row % count}" if count else None for row in range(rows)]
 
 
-async def _steps(engine: Engine, prompts: Sequence[list[int]], worn: Sequence[str | None], steps: int) -> list[float]:
-    """Return the seconds of each step in which all rows decode; `worn` has the adapter of each row."""
+async def _steps(engine: Engine, prompts: Sequence[list[int]], names: Sequence[str | None], steps: int) -> list[float]:
+    """Return the seconds of each step in which all rows decode; `names` has the adapter of each row."""
     with watching(engine, 0) as watch:
         joining = -(-sum(map(len, prompts)) // max(1, engine.info.max_batched_tokens - len(prompts)))
-        await _generate(engine, prompts, worn, joining + _SKIP + steps)
+        await _generate(engine, prompts, names, joining + _SKIP + steps)
     intervals = steady_intervals(watch.commits, len(prompts), _SKIP)
     if len(intervals) < steps // 2:
         raise BenchmarkFailed(f"only {len(intervals)} of {steps} steps had all {len(prompts)} rows decoding")
@@ -167,7 +167,7 @@ async def _steps(engine: Engine, prompts: Sequence[list[int]], worn: Sequence[st
 
 
 async def _generate(
-    engine: Engine, prompts: Sequence[list[int]], worn: Sequence[str | None], tokens: int | Sequence[int]
+    engine: Engine, prompts: Sequence[list[int]], names: Sequence[str | None], tokens: int | Sequence[int]
 ) -> None:
     lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
 
@@ -176,7 +176,7 @@ async def _generate(
         await engine.generate(prompt, params, adapter=adapter)
 
     async with anyio.create_task_group() as tasks:
-        for prompt, adapter, length in zip(prompts, worn, lengths, strict=True):
+        for prompt, adapter, length in zip(prompts, names, lengths, strict=True):
             tasks.start_soon(one, prompt, adapter, length)
 
 
@@ -190,11 +190,11 @@ async def _traffic(engine: Engine, sizes: Sizes, rows: int) -> dict[str, float]:
         weights = list(accumulate(1 / (rank + 1) for rank in range(count)))
         for part, requests in enumerate((2 * rows, _TRAFFIC * rows)):  # the first captures all graphs
             drawn = random.Random(part)
-            worn = [f"a{number}" for number in drawn.choices(range(count), cum_weights=weights, k=requests)]
-            lengths = [drawn.randint(sizes.steps // 2, 2 * sizes.steps) for _ in worn]
+            names = [f"a{number}" for number in drawn.choices(range(count), cum_weights=weights, k=requests)]
+            lengths = [drawn.randint(sizes.steps // 2, 2 * sizes.steps) for _ in names]
             prompts = random_prompts(requests, 32, vocab_size=engine.info.vocab_size, seed=2 * count + part)
             started = time.perf_counter()
-            await _generate(engine, prompts, worn, lengths)
+            await _generate(engine, prompts, names, lengths)
             rates[name] = sum(lengths) / (time.perf_counter() - started)
     return rates
 
@@ -273,7 +273,7 @@ def _lines(data: dict[str, Any], sizes: Sizes) -> list[list[str]]:
     took = "none was on disk: there are too many slots"
     if ready:
         took = f"{ready['median']:.1f} ms ({ready['least']:.1f} to {ready['most']:.1f})"
-    prompts = [[f"prompts, {worn} adapters", f"{rate:,.0f} tok/s"] for worn, rate in data["prompts"].items()]
+    prompts = [[f"prompts, {count} adapters", f"{rate:,.0f} tok/s"] for count, rate in data["prompts"].items()]
     return [
         *prompts,
         [f"Zipf over {sizes.slots}", f"{traffic['few']:,.0f} tok/s"],

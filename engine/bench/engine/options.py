@@ -26,7 +26,7 @@ from headrace.engine.bench.report import percentile, show, spread, table
 from headrace.engine.bench.workload import random_prompts
 from headrace.engine.intake.messages import Message
 from headrace.engine.scheduling.shaping import LogitsProcessor
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = ["BESIDE", "KINDS", "Beside", "ByteLevelTokenizer", "run"]
 

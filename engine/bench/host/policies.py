@@ -109,7 +109,7 @@ def simulate(policy: Any, arrivals: Sequence[Arrival], itl_target: float | None 
             _submit(made, coming[next_one])
             next_one += 1
         plan = made.scheduler.plan(made.now)
-        _take(made, made.scheduler.pop_lapsed())
+        _take(made, made.scheduler.deadlines.pop_lapsed())
         if plan is None:
             if next_one == len(coming) and not made.scheduler.roster.requests:
                 break

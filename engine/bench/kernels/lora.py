@@ -14,7 +14,7 @@ from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
 from headrace.engine.bench.kernels.timing import PAGE, SHAPES, Bench, Shape, decode_inputs, random
 from headrace.engine.model.cuda.adapters import sites_of, table_lines
 from headrace.ops.cuda.adapters.expand import expand, expand_add_norm, expand_silu_mul
-from headrace.ops.cuda.adapters.inside import CudaWornOps
+from headrace.ops.cuda.adapters.inside import CudaInsideOps
 from headrace.ops.cuda.adapters.products import CudaAdapterOps
 from headrace.ops.cuda.adapters.rows import ALIKE, GROUP, LoraBatch, LoraSite, UpdateTiling, group_rows, pick
 from headrace.ops.cuda.adapters.shrink import shrink
@@ -38,7 +38,7 @@ _EPS = 1e-6
 _KINDS = {"r8 q k v o": (8, MODULES[:4]), "r16 all": (16, MODULES)}
 
 
-_Ops: TypeAlias = CudaOps | CudaAdapterOps | CudaWornOps
+_Ops: TypeAlias = CudaOps | CudaAdapterOps | CudaInsideOps
 
 
 class _Layer(NamedTuple):
@@ -107,7 +107,7 @@ class _Layers:
     def adapter_ops(self, adapters: _Adapters, batch: LoraBatch) -> _Ops:
         """Return the operations that compute a step's products with adapters."""
         if batch.rows == ALIKE:
-            return CudaWornOps(self.ops, batch, adapters.own, adapters.sites, feeds=adapters.feeds)
+            return CudaInsideOps(self.ops, batch, adapters.own, adapters.sites, feeds=adapters.feeds)
         return CudaAdapterOps(self.ops, batch, adapters.sites, feeds=adapters.feeds, side=torch.cuda.Stream())
 
     def run(self, ops: _Ops, prepare: Callable[[], None]) -> Tensor:

@@ -14,7 +14,6 @@ from hashlib import blake2b
 from struct import Struct
 
 from headrace.engine.scheduling.memory.page_log import PageLog
-from headrace.engine.scheduling.memory.window import Window
 
 __all__ = ["PagePool"]
 
@@ -180,6 +179,10 @@ class PagePool:
         link.update(ids)
         return link.digest()
 
+    def page_of(self, key: bytes) -> int | None:
+        """Return the page that holds the prefix `key`; None if none is remembered."""
+        return self._page_of.get(key)
+
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Return the pages that hold the longest remembered prefix of `keys`; the caller must `share` those it uses."""
         pages = []
@@ -189,22 +192,6 @@ class PagePool:
                 break
             pages.append(page)
         return pages
-
-    def match_last(self, keys: Sequence[bytes], window: Window) -> tuple[int, list[int]]:
-        """Return the pages that attention reads behind the longest prefix of `keys` for which all of these are there.
-
-        Returns:
-            The index of the first of these pages in the sequence, and the pages; the caller must `share` them.
-        """
-        if window.size is None:
-            return 0, self.match(keys)
-        run, first, end = 0, 0, 0
-        for index, key in enumerate(keys):
-            if key not in self._page_of:
-                run = index + 1
-            elif run <= window.first_page((index + 1) * self.page_size):
-                first, end = window.first_page((index + 1) * self.page_size), index + 1
-        return first, [self._page_of[key] for key in keys[first:end]]
 
     def register(self, page: int, key: bytes) -> bool:
         """Remember that a held, full `page` holds the prefix `key`, unless another page already does."""

@@ -1,17 +1,18 @@
 """`Prefixes` finds pages that hold the start of a request or soon will; it never allocates or releases a page.
 
-Full pages are offered under a hash of all tokens before and in them; when a turn of a conversation has ended, so is its
-last page, however full it is. A page that a running request is about to fill is promised: requests with the same prefix
-wait for it instead of computing it again.
+Full pages are offered under a hash of all tokens before and in them. A page that a running request is about to fill is
+promised: requests with the same prefix wait for it instead of computing it again. Next to read: pages.py.
 """
 
 from __future__ import annotations
 
+from headrace.adapters.slots import AdapterVersion
 from headrace.engine.scheduling.memory.pages import PagePool
-from headrace.engine.scheduling.memory.window import Window
+from headrace.engine.scheduling.memory.turns import KeptTurns
+from headrace.engine.scheduling.memory.window import Window, match_last
 from headrace.engine.scheduling.request import Request, State
 
-__all__ = ["Prefixes"]
+__all__ = ["Prefixes", "root_of"]
 
 
 class Prefixes:
@@ -24,6 +25,8 @@ class Prefixes:
         """Hash of a page that is not full yet -> the running request that will fill it."""
         self._pool = pool
         self.enabled = enabled
+        self.turns = KeptTurns(pool, self.offer, enabled=enabled)
+        """Pages of turns of conversations that have ended."""
 
     def find(self, request: Request, step: int) -> list[int] | None:
         """Return the pages that `step` may read and that hold the start of `request`; None if it should wait.
@@ -52,13 +55,16 @@ class Prefixes:
             pages = [] if request.place.first_page else self._pool.match(usable)
             request.place.found = len(pages) * size
             return pages
-        request.place.first_page, pages = self._pool.match_last(usable, self._window)
+        if self._window.size is None:
+            request.place.first_page, pages = 0, self._pool.match(usable)
+        else:
+            request.place.first_page, pages = match_last(self._pool, usable, self._window)
         end = request.place.first_page + len(pages)
         request.place.found = end * size
         if end < len(usable) and usable[end] in self.promises:
             return None
         if before is not None and self.enabled:
-            pages += self._rest(request, before.computed)
+            pages += self.turns.rest(request, before.computed)
         return pages
 
     def usable(self, request: Request) -> list[bytes]:
@@ -67,43 +73,6 @@ class Prefixes:
             return []
         self._pool.extend_keys(request.place.keys, request.tokens, request.asked.root)
         return request.place.keys[: request.cacheable // self._pool.page_size]
-
-    def _rest(self, request: Request, count: int) -> list[int]:
-        """Return the partly full page with the last of the first `count` tokens of `request`, as a list.
-
-        The list is empty if that page may not be shared, or the pages before it were not found.
-        """
-        full = count // self._pool.page_size
-        if request.place.found != full * self._pool.page_size or not request.place.found < count <= request.cacheable:
-            return []
-        key = self._pool.key_of_rest(request.place.keys[:full], request.tokens[:count], request.asked.root)
-        pages = self._pool.match([key])
-        if pages:
-            request.place.found = count
-        return pages
-
-    def keep(self, request: Request) -> None:
-        """Keep the pages of an ended request, which has nothing in flight, for the next turn of the conversation."""
-        ended_itself = request.tokens[-1] in request.stop_ids  # a device may skip tokens planned after a stop token
-        request.computed = min(request.planned, len(request.tokens) - ended_itself)
-        if not self.enabled:
-            return
-        self.offer(request)
-        self._pool.extend_keys(request.place.keys, request.tokens, request.asked.root)
-        full, rest = divmod(request.computed, self._pool.page_size)
-        request.place.kept = request.place.keys[:full]
-        if rest:
-            key = self._pool.key_of_rest(request.place.kept, request.tokens[: request.computed], request.asked.root)
-            self._pool.register_rest(request.place.pages[full - request.place.first_page], key)
-            request.place.kept.append(key)
-        self._pool.keep(request.place.kept)
-
-    def drop_stream(self, request: Request) -> None:
-        """Count one stream fewer that may continue `request`; after the last, its pages are cached like all others."""
-        request.streams -= 1
-        if request.streams <= 0:
-            self._pool.unkeep(request.place.kept)
-            request.place.kept = []
 
     def promise(self, request: Request) -> None:
         """Promise the full pages that `request` is about to compute."""
@@ -147,3 +116,8 @@ class Prefixes:
         for key in request.place.keys[request.place.registered :]:
             if self.promises.get(key) is request:
                 del self.promises[key]
+
+
+def root_of(version: AdapterVersion | None, sharing: str | None) -> bytes:
+    """Return the first link of the prefix hash chain: the digest of the adapter, and the value that sharers share."""
+    return repr((None if version is None else version.digest, sharing)).encode()

@@ -19,7 +19,7 @@ class Pace:
         self.step_seconds = 0.0
         self.token_seconds = 0.0
         self.chunk_seconds = 0.0
-        """Seconds that a chunk adds even with few tokens: many on a device whose usual steps are graphs."""
+        """Seconds that a chunk adds even with few tokens; large where steps without one are captured graphs."""
         self.turn_seconds = 0.0
         """Seconds of a step of any kind, which is the time that a running request waits for its next token."""
 
@@ -34,7 +34,7 @@ class Pace:
             self.chunk_seconds = _mixed(self.chunk_seconds, max(0.0, seconds - self.step_seconds))
 
     def is_worth(self, tokens: int, rows: int) -> bool:
-        """Return whether computing the tokens of some rows in chunks saves them more time than it costs the whole step.
+        """Return whether tokens computed in chunks, not one a step, save their rows more time than all rows lose by it.
 
         Call this once for each step.
 

@@ -6,52 +6,13 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import islice
 from typing import Any
 
+from headrace.engine.scheduling.order.sums import Sums
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request
 
 __all__ = ["Waiting"]
-
-
-_CHUNK = 256
-
-
-class _Sums:
-    """A list of numbers in chunks, which sums up its first numbers without adding all of them."""
-
-    def __init__(self) -> None:
-        self.chunks: list[list[int]] = [[]]
-        self.sums = [0]
-
-    def insert(self, index: int, number: int) -> None:
-        which, index = self._find(index)
-        chunk = self.chunks[which]
-        chunk.insert(index, number)
-        self.sums[which] += number
-        if len(chunk) > 2 * _CHUNK:
-            self.chunks[which : which + 1] = halves = [chunk[:_CHUNK], chunk[_CHUNK:]]
-            self.sums[which : which + 1] = map(sum, halves)
-
-    def remove(self, index: int) -> None:
-        which, index = self._find(index + 1)
-        self.sums[which] -= self.chunks[which].pop(index - 1)
-        if not self.chunks[which] and len(self.chunks) > 1:
-            del self.chunks[which], self.sums[which]
-
-    def first(self, count: int) -> int:
-        """Return the sum of the first `count` numbers."""
-        which, count = self._find(count)
-        return sum(self.sums[:which]) + sum(islice(self.chunks[which], count))
-
-    def _find(self, count: int) -> tuple[int, int]:
-        """Return the chunk in which the first `count` numbers end, and how many of them it holds."""
-        for which, chunk in enumerate(self.chunks):
-            if count <= len(chunk):
-                return which, count
-            count -= len(chunk)
-        raise IndexError("there are not so many")
 
 
 class _Lane:
@@ -60,18 +21,26 @@ class _Lane:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.places: list[Any] = []
-        self.tokens = _Sums()
+        self.sums: Sums | None = None
+        """Known tokens of the requests; None until somebody first asks for a sum of them."""
 
     def add(self, request: Request, place: Any) -> None:
         index = bisect_right(self.places, place)
         self.requests.insert(index, request)
         self.places.insert(index, place)
-        self.tokens.insert(index, request.known)
+        if self.sums is not None:
+            self.sums.insert(index, request.known)
 
     def remove(self, request: Request, place: Any) -> None:
         index = self.requests.index(request, bisect_left(self.places, place))
         del self.requests[index], self.places[index]
-        self.tokens.remove(index)
+        if self.sums is not None:
+            self.sums.remove(index)
+
+    def tokens_before(self, place: Any) -> int:
+        if self.sums is None:
+            self.sums = Sums(request.known for request in self.requests)
+        return self.sums.first(bisect_right(self.places, place))
 
 
 class Waiting:
@@ -112,9 +81,7 @@ class Waiting:
     def tokens_before(self, request: Request) -> int:
         """Return the known tokens of queued requests that come before `request`, not queued yet, in its lane."""
         lane = self._lanes.get(self._policy.lane(request))
-        if lane is None:
-            return 0
-        return lane.tokens.first(bisect_right(lane.places, self._policy.place(request)))
+        return 0 if lane is None else lane.tokens_before(self._policy.place(request))
 
     def in_order(self, now: float) -> Iterator[Request]:
         """Yield the requests that wait at `now` (seconds), the most urgent first; each may be removed once yielded.
@@ -149,9 +116,8 @@ class Waiting:
             assert all(self._policy.lane(request) == key for request in lane.requests), "a request is in the wrong lane"
             assert lane.places == list(map(self._policy.place, lane.requests)), "the place of a waiting request changed"
             assert lane.places == sorted(lane.places), "a lane is out of order"
-            tokens = [number for chunk in lane.tokens.chunks for number in chunk]
-            assert tokens == [request.known for request in lane.requests], "the tokens of a lane are miscounted"
-            assert lane.tokens.sums == list(map(sum, lane.tokens.chunks)), "the tokens of a lane are added up wrongly"
+            if lane.sums is not None:
+                lane.sums.check([request.known for request in lane.requests])
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the waiting requests in no particular order."""

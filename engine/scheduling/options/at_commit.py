@@ -7,7 +7,8 @@ Next to read: commit.py.
 from __future__ import annotations
 
 from headrace.engine.scheduling.asked import Asked
-from headrace.engine.scheduling.request import AtCommit, Committing, Request, State
+from headrace.engine.scheduling.options.committing import AtCommit, Committing
+from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import NoToken, StepPart
 
 __all__ = ["at_commit_of"]
@@ -18,7 +19,7 @@ class _GainToken:
 
     every_step = False
 
-    def apply(self, request: Request, part: StepPart, commit: Committing) -> None:
+    def apply(self, request: Request, part: StepPart, commit: Committing[Request]) -> None:
         """Append the new token, if there is one."""
         commit.advance(request, part.end)
         if part.samples:
@@ -30,7 +31,7 @@ class _HoldAtLimit:
 
     every_step = True
 
-    def apply(self, request: Request, part: StepPart, commit: Committing) -> None:
+    def apply(self, request: Request, part: StepPart, commit: Committing[Request]) -> None:
         """Append the new token, and pause if it is the last."""
         commit.advance(request, part.end)
         if not part.samples:
@@ -45,7 +46,7 @@ class _AwaitHost:
 
     every_step = True
 
-    def apply(self, request: Request, part: StepPart, commit: Committing) -> None:
+    def apply(self, request: Request, part: StepPart, commit: Committing[Request]) -> None:
         """Note the step after which the token is chosen; a device may also have failed to give logits."""
         if part.samples and part.token is NoToken.CHOSEN_LATER:
             commit.advance(request, part.end)
@@ -59,7 +60,7 @@ class _AcceptForced:
 
     every_step = True
 
-    def apply(self, request: Request, part: StepPart, commit: Committing) -> None:
+    def apply(self, request: Request, part: StepPart, commit: Committing[Request]) -> None:
         """Append the new token and the forced ones, up to the request's end.
 
         Steps launched ahead sample the first of these as well; their result is known when they are committed.
@@ -86,7 +87,7 @@ class _EndPooled:
 
     every_step = True
 
-    def apply(self, request: Request, part: StepPart, commit: Committing) -> None:
+    def apply(self, request: Request, part: StepPart, commit: Committing[Request]) -> None:
         """End the request if this was its last chunk, with an error if the result is not finite."""
         commit.advance(request, part.end)
         if request.computed < request.prompt_len:
@@ -100,11 +101,11 @@ class _EndPooled:
 class _GoBackIfLate:
     """Goes back a token if the mask of the request's grammar was late, and otherwise does as `then` does."""
 
-    def __init__(self, then: AtCommit) -> None:
+    def __init__(self, then: AtCommit[Request]) -> None:
         self._then = then
         self.every_step = then.every_step
 
-    def apply(self, request: Request, part: StepPart, commit: Committing) -> None:
+    def apply(self, request: Request, part: StepPart, commit: Committing[Request]) -> None:
         """Take back what was planned on top of the token that was not chosen, if it was not."""
         if part.samples and part.token is NoToken.LATE:
             request.go_back(part.end)
@@ -117,10 +118,10 @@ class _Report:
 
     every_step = True
 
-    def __init__(self, then: AtCommit) -> None:
+    def __init__(self, then: AtCommit[Request]) -> None:
         self._then = then
 
-    def apply(self, request: Request, part: StepPart, commit: Committing) -> None:
+    def apply(self, request: Request, part: StepPart, commit: Committing[Request]) -> None:
         """Keep reports on prompt tokens, and hand on the report on the new token.
 
         Reports known from before a preemption stay.
@@ -133,11 +134,11 @@ class _Report:
 _GAIN_TOKEN = _GainToken()
 
 
-def at_commit_of(asked: Asked) -> AtCommit | None:
+def at_commit_of(asked: Asked) -> AtCommit[Request] | None:
     """Return what a request does with a committed step; None if it gains a token and nothing else."""
     if asked.pooling is not None:
         return _EndPooled()
-    found: AtCommit | None = None
+    found: AtCommit[Request] | None = None
     if asked.holds:
         found = _HoldAtLimit()
     elif asked.processor is not None:
